@@ -36,11 +36,7 @@ class Attending(Protocol):
 
 
 class StepContext:
-    """State of one forward pass for its attention layers; masks are built once and shared by the layers.
-
-    With compiled code or row by row, a row's result depends on its preceding tokens alone. By segment it does not: torch's
-    kernels choose the order of additions by the shape of the whole input.
-    """
+    """State of one forward pass for its attention layers; masks are built once and shared by the layers."""
 
     def __init__(
         self,
@@ -55,10 +51,7 @@ class StepContext:
         """Create the context of one forward pass.
 
         Args:
-            batch: the rows.
-            cache: KV slots.
             positions: [rows] int64 on the model's device; rows beyond the batch's are padding and see nothing.
-            dtype: of the queries.
             compiled: CPU attention over the slots, if available.
             by_row: compute what ``compiled`` cannot row by row with torch, not all rows of a request at once.
             states: of a model with recurrent layers; its attention layers are then numbered in calling order.
@@ -86,6 +79,8 @@ class StepContext:
         if query.shape[2] > self.rows:
             output[:, self.rows :] = 0
         plain = call.softcap is None and call.sinks is None
+        # By row, a result depends on the preceding tokens alone. By segment it does not: torch's kernels choose the order of
+        # additions by the shape of the whole input.
         attend = _attend_by_row if self._by_row else _attend if plain else _attend_written_out
         for segment in self.segments:
             rows, at = slice(segment.offset, segment.offset + segment.rows), segment.end - segment.rows
@@ -110,14 +105,7 @@ class StepContext:
         return self._seen[key]
 
     def mask(self, segment: Segment, within: Range, repeats: int = 1, explicit: bool = False) -> torch.Tensor | None:
-        """Return the additive mask of a segment, [repeats * rows, end]; None for full visibility or plain causality.
-
-        Args:
-            segment: of the batch.
-            within: window and chunk, in positions.
-            repeats: copies of the mask, stacked along the rows.
-            explicit: build a mask for plain causality of several rows, too.
-        """
+        """Return a segment's additive mask, [repeats * rows, end]; None if all is visible, or for causality unless ``explicit``."""
         window, chunk = (None if size is None or segment.end <= size else size for size in within)
         key = (segment.offset, (window, chunk), repeats, explicit)
         if key not in self._masks:
@@ -163,16 +151,11 @@ def tree_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Compute the attention of one layer with the interface of transformers, see ``AttentionCall``.
+    """Compute a layer's attention for transformers; return [1, rows, heads, value_dim], and None for the weights.
 
     Args:
-        module: the attention module; its ``layer_idx`` is the layer's index.
         attention_mask: must be None; visibility comes from ``tree_step``.
-        tree_step: the running step.
         s_aux: [heads] attention sinks.
-
-    Returns:
-        [1, rows, heads, value_dim], and None for the weights.
 
     Raises:
         ModelLoadError: the model does not pass ``tree_step`` on, or needs an unsupported kind of attention.
@@ -207,10 +190,7 @@ def _limits(config: Any, layer: int, window: int | None) -> Range:
 def _attend_by_row(
     step: StepContext, segment: Segment, call: AttentionCall, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """Compute the rows of a request one at a time, so that each depends only on the entries it sees.
-
-    Slow; works for every dtype, device and model.
-    """
+    """Compute the rows of a request one at a time, so that each depends only on the entries it sees; slow, for any input."""
     _, heads, rows, size = query.shape
     group, found = heads // keys.shape[1], []
     sinks = None if call.sinks is None else call.sinks.view(-1, group, 1)
@@ -227,12 +207,9 @@ def _eager(
     keys: torch.Tensor,
     values: torch.Tensor,
     mask: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,  # [kv_heads, rows, 1]
 ) -> torch.Tensor:
-    """Compute attention as transformers' eager code does, [..., rows, value_dim], so that half precision rounds alike.
-
-    Only a float64 model has its softmax in float64. Sinks are [kv_heads, rows, 1].
-    """
+    """Compute attention as transformers' eager code does, [..., rows, value_dim], so that half precision rounds alike."""
     scores = torch.matmul(query, keys.transpose(-2, -1)) * call.scale
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap
@@ -240,6 +217,7 @@ def _eager(
         scores = scores + mask
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], -1)
+    # Only a float64 model has its softmax in float64.
     weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
     return torch.matmul(weights[..., : keys.shape[-2]], values)
 

@@ -1,13 +1,12 @@
 """Attention of one request's rows in two parts: flash kernels for the shared context, plain matrix products for the draft tree.
 
-All rows see the whole context: that part needs no mask, which the fast kernels do not take, and query heads that share keys can
-be further rows of one head, so that keys are read once. Only the block of rows among themselves needs a mask, and it is as small
-as the tree.
+All rows see the whole context: that part needs no mask, which flash kernels do not take, and query heads that share keys can be
+rows of one head, so that keys are read once. Only the small block of rows among themselves needs a mask.
 
 The parts are merged by their log-sum-exps, as in FlashDecoding: a part counts as one more key whose score is the log-sum-exp of
-its scores and whose value is its output. Example: a context with scores log 1 and log 2 and the values 3 and 6 gives 5, with
-log-sum-exp log 3. Beside a block of one key with score log 1 and value 1 the weights are 3/4 and 1/4, and the result is 4: (1 * 3
-+ 2 * 6 + 1 * 1) / 4.
+its scores and whose value is its output. Example: a context with scores log 1 and log 2 and the values 3 and 6 gives 5,
+with log-sum-exp log 3. Beside a block of one key with score log 1 and value 1 the weights are 3/4 and 1/4, and the result is 4:
+(1 * 3 + 2 * 6 + 1 * 1) / 4.
 """
 
 from __future__ import annotations
@@ -46,16 +45,11 @@ def fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
 
 
 def attend_causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None = None) -> torch.Tensor:
-    """Return causal attention of the last rows of a text, for example a prefill chunk, without a mask in memory.
+    """Return causal attention of the last rows of a text, [1, heads, rows, head_dim], without a mask in memory.
 
     Args:
         query: [1, heads, rows, head_dim].
-        keys: [1, kv_heads, entries, head_dim]; the last ``rows`` entries belong to the rows themselves.
-        values: as keys.
-        scaling: of the scores; 1 / sqrt(head_dim) when None.
-
-    Returns:
-        [1, heads, rows, head_dim].
+        keys: [1, kv_heads, entries, head_dim]; the last ``rows`` entries belong to the rows themselves; ``values`` likewise.
     """
     bias = causal_lower_right(query.shape[2], keys.shape[2])
     return torch.nn.functional.scaled_dot_product_attention(
@@ -95,13 +89,10 @@ def attend_parts(
 
 
 def _merge(scores: torch.Tensor, values: torch.Tensor, output: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-    """Merge the attention over a block of keys with that over a part, and return [kv_heads, rows, head_dim].
+    """Merge the attention over a block of keys into that over a part.
 
-    Args:
-        scores: [kv_heads, rows, columns] of the block's keys, in the dtype to compute in.
-        values: [kv_heads, columns, head_dim] of the block's keys, in the same dtype.
-        output: [kv_heads, rows, head_dim] of the part.
-        sums: [kv_heads, rows] log-sum-exps of the part.
+    ``scores``, [kv_heads, rows, columns], and ``values``, [kv_heads, columns, head_dim], have the dtype to compute in. The part's
+    ``output`` and the result are [kv_heads, rows, head_dim], its log-sum-exps ``sums`` [kv_heads, rows].
     """
     columns = scores.shape[2]
     weights = torch.softmax(torch.cat([scores, sums[..., None].to(scores.dtype)], 2), 2)
@@ -142,12 +133,10 @@ def _library(device: torch.device) -> Library | None:
 
 
 def usable(library: Library, device: torch.device) -> Library | None:
-    """Return a flash-attn function if a small call with it succeeds on the GPU; otherwise log a warning and return None.
-
-    A build of flash-attn only has code for the architectures it was built for (FLASH_ATTN_CUDA_ARCHS).
-    """
+    """Return a flash-attn function if a small call with it succeeds on the GPU; otherwise log a warning and return None."""
     probe = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16, device=device)
     try:
+        # A build has code only for the architectures it was made for (FLASH_ATTN_CUDA_ARCHS).
         library(probe, probe, probe, softmax_scale=1.0, return_attn_probs=True)
         accelerator().synchronize(device)
     except RuntimeError as error:
@@ -162,5 +151,4 @@ def usable(library: Library, device: torch.device) -> Library | None:
 
 @cache
 def _has_flash(device: torch.device) -> bool:
-    """Return whether torch has flash kernels that the GPU can run."""
     return torch.backends.cuda.is_flash_attention_available() and accelerator().capability(device) >= _LEAST_CAPABILITY

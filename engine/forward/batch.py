@@ -20,9 +20,8 @@ from decoding.verify.tree_rows import lay_rows
 class Work:
     """Scheduled work of one request in one step: committed tokens ``start:end`` and a draft tree below the last of them.
 
-    The first ``start`` tokens already have KV in the slot. With a tree, ``end`` is the length of the committed sequence and the
-    tree's root is its last token. Without a tree, the chunk ends before the sequence does and nothing is verified. The same
-    fields describe decoding, prefill, chunked prefill and recomputation after a preemption.
+    The first ``start`` tokens have KV in the slot. With a tree, ``end`` is the number of committed tokens, and the last of them
+    is the tree's root. Without one (a prefill chunk, also after a preemption), ``end`` is smaller and nothing is verified.
     """
 
     request: Request
@@ -78,10 +77,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Input of one forward pass.
-
-    Rows of a request are adjacent: committed tokens first, then the tree without its root.
-    """
+    """Input of one forward pass; each request's rows are adjacent, committed tokens first, then the tree without its root."""
 
     token_ids: npt.NDArray[np.int64]  # [rows]
     positions: npt.NDArray[np.int64]  # [rows]
@@ -118,7 +114,7 @@ class AttentionCall:
 def pack(works: Sequence[Span]) -> Batch:
     """Flatten the work of one step; every sequence has a slot and at least one row."""
     if all(work.end - work.start == 1 and work.tree is not None and len(work.tree.tokens) == 1 for work in works):
-        return _pack_roots(works)
+        return _pack_roots(works)  # plain decoding
     tokens: list[npt.NDArray[np.int32]] = []
     parents: list[npt.NDArray[np.int32]] = []
     sizes: list[int] = []
@@ -149,7 +145,6 @@ def pack(works: Sequence[Span]) -> Batch:
 
 
 def _pack_roots(works: Sequence[Span]) -> Batch:
-    """Pack requests whose trees are only their roots (plain decoding)."""
     segments = []
     for row, work in enumerate(works):
         one = work.request
@@ -199,10 +194,6 @@ def cut(batch: Batch, rows: int) -> Iterator[tuple[Batch, npt.NDArray[np.int64]]
     Example: 100 tokens of a prompt and a tree of 5 rows below them, 64 rows a part: the second part has 36 tokens and the tree,
     and treats the 64 tokens of the first part as committed. With 102 rows a part, the second part has the last three rows of the
     tree; its ``before`` holds the positions of the tree's first two rows, which each of its rows may or may not see.
-
-    Args:
-        batch: not a part itself.
-        rows: at least 1.
 
     Yields:
         A part without ``logit_starts``, and the indices of its ``logit_rows`` in the batch's.

@@ -44,13 +44,10 @@ _STRAYING_HALF = 0.15
 
 @dataclass(slots=True)
 class _Found:
-    """Counts of compared and differing rows."""
-
     rows: int = 0
     differing: int = 0
 
     def compare(self, expected: torch.Tensor, given: torch.Tensor) -> None:
-        """Compare rows [n, ...] bit for bit."""
         assert expected.shape == given.shape, (expected.shape, given.shape)
         self.rows += len(expected)
         self.differing += int((expected != given).flatten(1).any(1).sum())
@@ -58,14 +55,11 @@ class _Found:
 
 @torch.inference_mode()
 def check(runner: ModelRunner) -> str | None:
-    """Compute tokens alone and in different batches, slots and chunks, and compare every bit.
+    """Compute tokens alone and in different batches, slots and chunks, and return a difference in any bit as text, or None.
 
     Must run while no request has a slot, because it writes to the first two. Without ``fixed_rows``, every number of rows up to
     the largest tree, and some larger ones, are tried on the first layer of each kind. On a GPU, the borders of the attention
     kernels' splits are tried on these layers, without graphs. Then follow chunked prefill and trees on all layers.
-
-    Returns:
-        Description of the difference; None if all bits are equal.
     """
     vocab, longest = int(runner.model.config.get_text_config().vocab_size), _longest(runner)
     tokens = np.random.default_rng(0).integers(0, vocab, max(_MANY) + _LAST).astype(np.int32)
@@ -86,17 +80,13 @@ def check(runner: ModelRunner) -> str | None:
 
 @torch.inference_mode()
 def check_attention(runner: ModelRunner) -> str | None:
-    """Compare tree attention with the model's own (stock ``transformers``) on the first layers.
+    """Compare tree attention with the model's own (stock ``transformers``); return a difference beyond rounding as text, or None.
 
-    This finds errors that ``check`` cannot see because they are consistent: positions that a model counts itself, or an
-    unsupported kind of attention. Effects beyond the compared tokens, for example of a window, are not seen. No graph is
-    replayed, since graphs compute all layers.
-
-    Returns:
-        Description of the difference; None if it is rounding.
+    This finds consistent errors that ``check`` cannot see: positions that a model counts itself, or an unsupported kind of
+    attention. It does not see effects beyond the compared tokens, for example of a window.
     """
     model, tokens = runner.model, _tokens_of(runner)
-    with first_layers(model), _uncaptured(runner):
+    with first_layers(model), _uncaptured(runner):  # graphs compute all layers
         ours = _text_logits(runner, tokens)
         model.set_attn_implementation("eager")
         try:
@@ -109,11 +99,7 @@ def check_attention(runner: ModelRunner) -> str | None:
 
 @torch.inference_mode()
 def check_graphs(runner: ModelRunner) -> str | None:
-    """Compare captured CUDA graphs of each size with the model's code.
-
-    Returns:
-        Description of the difference; None if it is rounding or nothing is captured.
-    """
+    """Compare captured CUDA graphs of each size with the model's code; return a difference beyond rounding as text, or None."""
     if not isinstance(runner, StaticRunner):
         return None
     tokens = _tokens_of(runner)
@@ -162,13 +148,13 @@ def _text_logits(runner: ModelRunner, tokens: Int32Array) -> torch.Tensor:
 
 
 def _chain(runner: ModelRunner, tokens: Int32Array, start: int, reach: int = 0) -> torch.Tensor:
-    """Return the logits of the tokens from ``start`` on, [n, vocab], in one forward pass."""
+    """Return the logits of the tokens from ``start`` on, [n, vocab]."""
     count = len(tokens) - start
     return _logits(runner, tokens[: start + 1], start, tokens[start + 1 :], range(-1, count - 1), reach)
 
 
 def _longest(runner: ModelRunner) -> int:
-    """Return the longest text, in tokens, that a slot and the model's positions allow."""
+    """Return the longest text that a slot and the model's positions allow."""
     positions = getattr(runner.model.config.get_text_config(), "max_position_embeddings", None)
     return min(runner.cache.capacity, positions or runner.cache.capacity)
 
@@ -231,10 +217,7 @@ def _many_rows(runner: ModelRunner, tokens: Int32Array, layers: int, found: _Fou
 
 
 def _splits(runner: StaticRunner, tokens: Int32Array, found: _Found) -> None:
-    """Compare tokens near the borders of splits, and the last ones, one by one with rows of a chain and of a tree.
-
-    One by one, the first kernel computes a row's context; in a chain the second kernel computes a part of it.
-    """
+    """Compare tokens near the borders of splits, and the last ones, one by one with rows of a chain and of a tree."""
     rows, count = runner.sizes[-1], min(len(tokens), runner.cache.capacity - _NEAR)  # the tree ends behind its text
     ends = [end for end in (SPLIT + 4, 2 * SPLIT + 4, count) if end <= count]
     for end in ends:  # shorter texts first: a tree writes behind the end of its text
@@ -242,6 +225,7 @@ def _splits(runner: StaticRunner, tokens: Int32Array, found: _Found) -> None:
         chosen = range(max(0, end - _NEAR), end)
         plain = torch.cat([_logits(runner, tokens[: at + 1], at) for at in chosen])
         for first in (max(0, end - rows), chosen[0]):
+            # For a single row, kernel 1 computes the context; in a chain, kernel 2 computes a part of it.
             chain = _logits(runner, tokens[: first + 1], first, tokens[first + 1 : end], range(-1, end - first - 1))
             found.compare(plain, chain[-len(chosen) :])
         # Each token of the text follows a sibling: its entry index differs from its position.
@@ -257,10 +241,7 @@ def _entries(runner: ModelRunner, slot: int, length: int, layers: int) -> torch.
 
 
 def _trees(runner: ModelRunner, tokens: Int32Array, found: _Found, reach: int) -> None:
-    """Compare the last tokens one by one with trees, different prefill chunks and another request in the batch.
-
-    ``reach`` is that of the text, see ``engine.forward.rope``.
-    """
+    """Compare the last tokens one by one with trees, different prefill chunks and another request in the batch."""
     most = runner.fixed_rows or _TREE_ROWS
     length = max(1, min(_TOKENS - 1, _longest(runner) - min(most, 8) - _LAST))
     _prefill(runner, 0, tokens[:length], length, reach)

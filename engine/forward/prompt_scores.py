@@ -23,9 +23,6 @@ def asks(works: Sequence[Work]) -> bool:
 def with_prompt_rows(works: Sequence[Work], batch: Batch) -> Batch:
     """Return the batch with the prompt rows to score appended to ``logit_rows``.
 
-    The row of prompt token i gives the log-probability of token i + 1: the first token has none, and the row of the last token is
-    the root of the tree, whose logits are computed anyway.
-
     Example: tokens 4 to 6 of a prompt of 10 are computed by rows 20 to 22, which score tokens 5 to 7.
     """
     rows = [np.arange(segment.offset, segment.offset + _count(work)) for work, segment in zip(works, batch.segments, strict=True)]
@@ -33,12 +30,7 @@ def with_prompt_rows(works: Sequence[Work], batch: Batch) -> Batch:
 
 
 def score(works: Sequence[Work], logits: torch.Tensor) -> None:
-    """Store the scores of prompt tokens in ``Request.prompt_scores``.
-
-    Args:
-        works: the step's requests.
-        logits: [n, vocab] of the rows that ``with_prompt_rows`` added.
-    """
+    """Store prompt scores in ``Request.prompt_scores``; ``logits``, [n, vocab], are of the rows of ``with_prompt_rows``."""
     first = 0
     for work in works:
         request, count = work.request, _count(work)
@@ -55,9 +47,9 @@ def score(works: Sequence[Work], logits: torch.Tensor) -> None:
 
 
 def _count(work: Work) -> int:
-    """Return how many rows score a prompt token."""
     if work.request.prompt_logprobs is None:
         return 0
+    # The row of token i scores token i + 1. The last token's row is the root of the tree.
     return max(0, min(work.end, work.request.num_prompt - 1) - work.start)
 
 

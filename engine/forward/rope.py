@@ -1,10 +1,9 @@
 """Length-dependent RoPE (longrope and dynamic NTK), computed row by row.
 
-transformers derives the frequencies of a forward pass from its greatest position, so that other requests of the step and rejected
-drafts would change an output. Here each row has the frequencies that it would have in ``generate`` of transformers 5.23, which
-computes the prompt in one forward pass and then token by token: those of length ``max(reach, position + 1)``, where the *reach*
-of a request is the length of its prompt. Some models (Phi-3, Phi-MoE) drop their cache when a text outgrows the first set of
-frequencies and recompute it: all rows of such a text have the second set.
+transformers derives the frequencies of a forward pass from its greatest position, so that other requests and rejected drafts
+would change an output. Here a row has the frequencies of length ``max(reach, position + 1)``, as in ``generate`` of transformers
+5.23, where the *reach* of a request is the length of its prompt. Phi-3 and Phi-MoE drop their cache when a text outgrows the
+first set of frequencies and recompute it: all rows of such a text have the second set.
 """
 
 from __future__ import annotations
@@ -65,12 +64,7 @@ class LengthRope:
 
 
 def length_rope(config: PreTrainedConfig) -> LengthRope | None:
-    """Return the length dependence of a model's RoPE by its configuration.
-
-    Returns:
-        None if frequencies do not change up to the model's longest sequence, or if they cannot be computed by row because kinds
-            of layers have rotations of their own.
-    """
+    """Return the length dependence of a model's RoPE; None if it has none, or if kinds of layers have rotations of their own."""
     text = config.get_text_config()
     rope, own = getattr(text, "rope_parameters", None) or {}, getattr(text, "max_position_embeddings", None)
     kind = rope.get("rope_type")
@@ -91,7 +85,6 @@ class RowRope(torch.nn.Module):
     """Replacement of a model's rotary embedding that calls the original once per distinct length."""
 
     def __init__(self, own: torch.nn.Module, rope: LengthRope) -> None:
-        """Wrap a rotary embedding of transformers whose class uses ``dynamic_rope_update``."""
         super().__init__()
         self.own, self.rope = own, rope
         self.lengths: npt.NDArray[np.int64] | None = None  # of the rows of the next forward pass, see ``LengthRope.lengths``
@@ -127,10 +120,7 @@ class RowRope(torch.nn.Module):
 
 
 def ropes_by_row(model: PreTrainedModel) -> list[RowRope]:
-    """Replace the rotary embeddings of a model with length-dependent RoPE, in place.
-
-    Returns:
-        The replacements; empty for other models.
+    """Replace a model's rotary embeddings with length-dependent RoPE in place, and return the replacements, if it needs any.
 
     Raises:
         ModelLoadError: the embeddings were not found.

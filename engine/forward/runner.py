@@ -41,7 +41,6 @@ def kv_shape(model: PreTrainedModel) -> KVShape:
 
 
 def _refuse_states(model: PreTrainedModel) -> None:
-    """Raise ``ModelLoadError`` if a model with recurrent states runs on a device or dtype without kernels for them."""
     if not has_kernels(model.device, model.dtype):
         where = f"in {str(model.dtype).removeprefix('torch.')} on {model.device}"
         kinds = "states, which are computed on CPUs with numba, in bfloat16, float16 or float32"
@@ -70,17 +69,14 @@ class ModelRunner:
         fixed_rows: int | None = None,
         kept: int | None = 0,
     ) -> None:
-        """Prepare a model for tree attention and allocate its KV slots.
+        """Prepare a model for tree attention, replacing some of its modules in place, and allocate its KV slots.
 
         Args:
-            model: loaded with ``attn_implementation=TREE_ATTENTION``, in evaluation mode. Some of its modules are replaced in
-                place, see ``engine.forward.thin_modules``.
+            model: loaded with ``attn_implementation=TREE_ATTENTION``, in evaluation mode.
             slots: sequences held at once.
             capacity: entries of one slot: longest sequence plus draft rows.
             shape: of the local heads and layers; None: of the whole model.
-            cache: class of the KV cache.
-            fixed_rows: rows of every forward pass, larger batches take several (see ``engine.forward.exactness``); None: any
-                number.
+            fixed_rows: rows of every forward pass, padded or split (see ``engine.forward.exactness``); None: any number.
             kept: additional slots for the prefixes of ended sequences; None: see ``engine.loading.memory.kept_slots``.
 
         Raises:
@@ -189,10 +185,8 @@ class ModelRunner:
         return {"past_key_values": _Places(positions)} if scales else {}
 
     def entries(self, slot: int, length: int, layers: int) -> torch.Tensor:
-        """Return a copy of the first layers' keys and values, [length, layers, kv_heads, head_dim + value_dim].
-
-        For a model with recurrent states: of the attention layers of the last forward pass.
-        """
+        """Return a copy of the first attention layers' keys and values, [length, layers, kv_heads, head_dim + value_dim]."""
+        # With recurrent states: the attention layers of the last forward pass.
         layers = layers if self._asked is None else self._asked[0]
         return torch.cat([entries[:layers] for entries in self.cache.entries(slot, length)], -1).movedim(2, 0)
 
@@ -243,7 +237,6 @@ class ModelRunner:
         return self._modules(batch)
 
     def _modules(self, batch: Batch) -> torch.Tensor:
-        """Run a batch by the model's own modules, in a single forward pass."""
         if self._adapters is None:
             return self._forward(self._context(batch), batch.token_ids, batch.logit_rows)
         with self._adapters.rows(adapters_of(batch, self._adapters.numbers)):

@@ -31,14 +31,11 @@ def make_runner(model: PreTrainedModel, capacity: int, options: EngineOptions, t
     """Return a runner of a whole model that passed the exactness self-check, unless ``options.exact`` is ``rounding``.
 
     Args:
-        model: see ``ModelRunner``.
         capacity: entries of one slot.
-        options: ``max_running``, ``kv_slots``, ``exact`` and ``compile`` are used.
         tree_rows: maximum rows of a request's tree, including its root.
 
     Raises:
-        ModelLoadError: see ``ModelRunner``; tree attention differs from the model's own; no form is exact or fast enough;
-            ``rounding`` on a CPU, where it gains nothing; or ``compile`` without CUDA graphs.
+        ModelLoadError: see ``ModelRunner`` and ``refuse_form``; tree attention differs from the model's own; no form is exact.
     """
     with accelerator().current(model.device):
         return _checked(model, capacity, options, tree_rows)
@@ -79,14 +76,8 @@ def _checked(model: PreTrainedModel, capacity: int, options: EngineOptions, tree
 def refuse_form(name: str, config: PreTrainedConfig, shape: KVShape, options: EngineOptions) -> None:
     """Refuse options that a model cannot be served with on its device, independent of its weights.
 
-    Args:
-        name: of the model's class.
-        config: of the model.
-        shape: KV shape of the model, with dtype and device.
-        options: ``exact`` and ``compile`` are used.
-
     Raises:
-        ModelLoadError: an option is not supported.
+        ModelLoadError: ``options.exact`` or ``options.compile`` is not supported for this configuration and KV shape.
     """
     on_gpu = shape.device.type == "cuda"
     if options.compile and not (on_gpu and lacks_graphs(config, shape) is None):
@@ -132,12 +123,7 @@ def _made(
 def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> int:
     """Compile a model's layers with torch at their first call, for any number of rows; return the number of layers.
 
-    Norms, RoPE and element-wise products become few kernels instead of many: inside a CUDA graph, launching a small operation
-    takes most of its time. All layers share one compiled code. The attention is not compiled.
-
-    Args:
-        model: see ``ModelRunner``.
-        backend: name of a ``torch.compile`` backend.
+    Norms, RoPE and element-wise products become few kernels: in a CUDA graph, a small operation's cost is mostly its launch.
 
     Raises:
         ModelLoadError: the model has no list of layers.
@@ -151,5 +137,5 @@ def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> int:
     # Half precision rounds between fused operations as the model's own code does.
     options = {"emulate_precision_casts": True} if backend == "inductor" else None
     for layer in lists[0]:
-        layer.compile(dynamic=True, backend=backend, options=options)
+        layer.compile(dynamic=True, backend=backend, options=options)  # all layers share one compiled code
     return wanted

@@ -1,9 +1,8 @@
 """Runners of a model that is split over several ranks, and the messages from the leader's runner to the others.
 
-All ranks compute the same batches in the same order, each for the heads (tensor parallelism) or layers (pipeline) whose weights
-it has, and keep the KV of these in their own slots. Only the leader knows requests: it packs and verifies. The other ranks apply
-its KV copies and compactions to their slots before the next forward pass. So the engine, the drafters and the executor are the
-same as with one process.
+All ranks compute the same batches in the same order, each for its heads (tensor parallelism) or layers (pipeline), with KV slots
+of their own. Only the leader knows requests: it packs and verifies. The other ranks repeat its KV copies and compactions before
+the next forward pass. So the engine, the drafters and the executor are the same as with one process.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ class RecordedCache(SlotCache):
     """KV cache that records copies and compactions for the other ranks."""
 
     def __init__(self, shape: KVShape, slots: int, capacity: int) -> None:
-        """See ``SlotCache``."""
         super().__init__(shape, slots, capacity)
         self._moves: list[Move] = []
 
@@ -77,12 +75,9 @@ class LeadingRunner(ModelRunner):
     """Runner of the leading rank, which sends each batch to the other ranks and computes its own part."""
 
     def __init__(self, model: PreTrainedModel, slots: int, capacity: int, shape: KVShape, together: Together, ranks: int) -> None:
-        """Create the runner; all ranks must do so at the same time, because all take part in its first forward pass.
+        """Create the runner, at the same time as all other ranks, which take part in its first forward pass.
 
         Args:
-            model: the leader's part.
-            slots: sequences held at once.
-            capacity: entries of one slot.
             shape: of the local heads and layers.
             together: sends moves and a batch to all other ranks; the leader computes its own part inside the context.
             ranks: number of ranks in the group.
@@ -99,12 +94,7 @@ class LeadingRunner(ModelRunner):
 
 @torch.inference_mode()
 def probe_logits(model: PreTrainedModel, shape: KVShape) -> torch.Tensor:
-    """Return the logits of a few made-up rows, [rows, vocab] float32 on the CPU.
-
-    Args:
-        model: whole, or a part if the other ranks take part in this forward pass.
-        shape: of the local heads and layers.
-    """
+    """Return the logits of a few made-up rows, [rows, vocab] float32 on the CPU; all ranks of a split model must take part."""
     rows = np.arange(_PROBE_ROWS)
     batch = Batch(rows + 1, rows, (Segment(0, 0, 0, _PROBE_ROWS, None),), rows, (0,))
     positions = torch.from_numpy(rows).to(model.device)

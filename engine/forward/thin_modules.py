@@ -29,12 +29,9 @@ class CompiledNorm(torch.nn.Module):
     """RMS norm of Llama's or Gemma's kind, in one call of compiled code."""
 
     def __init__(self, weight: torch.nn.Parameter, epsilon: float, above: float | None = None) -> None:
-        """Take over the weight of a norm.
+        """Take over the weight of a norm, [size] of a dtype in ``DTYPES``, with size a multiple of 16.
 
-        Args:
-            weight: [size] of a dtype in ``DTYPES``, size a multiple of 16.
-            epsilon: of the norm.
-            above: for a norm that rounds once, at its end: number added to the weight, 1 in Gemma's.
+        For a norm that rounds only its end result, ``above`` is added to the weight, 1 in Gemma's.
         """
         super().__init__()
         self.weight, self.variance_epsilon, self._size = weight, epsilon, weight.shape[0]
@@ -62,14 +59,9 @@ def _norm_kernel(dtype: str) -> tuple[Kernel, Callable[..., ctypes.Structure]]:
 
 
 class RowActivation(torch.nn.Module):
-    """Element-wise activation that gives equal inputs equal bits at every index.
-
-    torch computes the last elements of each thread's part, fewer than two registers, by another function. Here every part is
-    padded to whole registers.
-    """
+    """Element-wise activation that gives equal inputs equal bits at every index."""
 
     def __init__(self, activation: torch.nn.Module) -> None:
-        """Wrap an activation of a model on a CPU."""
         super().__init__()
         self.activation = activation
 
@@ -77,6 +69,7 @@ class RowActivation(torch.nn.Module):
         """Return the activation, of the same shape."""
         input = input.contiguous()
         count = input.numel()
+        # torch computes the last elements of each thread's part, fewer than two registers, by another function.
         filled = whole_parts(count)
         if filled == count:
             output: torch.Tensor = self.activation(input)

@@ -55,14 +55,10 @@ class _LanesModel(models.PrimitiveModel):
 
 
 def primitive(returns: types.Type, *takes: types.Type | None) -> Callable[[Callable[..., Any]], Any]:
-    """Make a function that emits LLVM code callable from compiled code.
+    """Make a function that emits LLVM code callable from compiled code; ``returns`` and ``takes`` are numba types.
 
     The function gets a builder and its arguments' values, numba's type for ``LIKE`` arguments, and returns the result's value.
     The made function has it as ``emit``, for use in other emitting functions.
-
-    Args:
-        returns: numba's type.
-        takes: numba's types of the arguments.
     """
 
     def decorate(emit: Callable[..., Any]) -> Any:
@@ -84,14 +80,12 @@ def primitive(returns: types.Type, *takes: types.Type | None) -> Callable[[Calla
 
 
 def _align_stack(builder: Any) -> None:
-    """Align spilled registers of a function to cache lines.
-
-    Without a request, LLVM assumes a stack alignment of 16 bytes. A spilled vector across two cache lines is read several times
-    as slowly, in some processes and not in others. So each function has one aligned, unused line.
-    """
+    """Align spilled registers of a function to cache lines."""
     function = builder.function
     if not getattr(function, "has_line", False):
         function.has_line = True
+        # LLVM assumes a stack alignment of 16 bytes, and a vector that is spilled across two cache lines is read several times as
+        # slowly, in some processes and not in others. So each function has one aligned, unused line.
         with builder.goto_entry_block():
             line = builder.alloca(FLOATS)
             line.align = WIDTH * 4
@@ -261,11 +255,8 @@ def largest(builder: Any, numbers: Any) -> Any:
 
 @primitive(LANES, LANES)
 def exponential(builder: Any, numbers: Any) -> Any:
-    """Return e to the power of non-positive numbers; 0 below -87, where float32 ends.
-
-    As in Cephes' ``expf``: ``x = n log 2 + r``, a polynomial for ``e ** r``, and ``n`` goes into the exponent's bits. The error
-    is below 2 units in the last place.
-    """
+    """Return e to the power of non-positive numbers, within 2 units in the last place; 0 below -87, where float32 ends."""
+    # As in Cephes' ``expf``: ``x = n log 2 + r``, a polynomial for ``e ** r``, and ``n`` goes into the exponent's bits.
     vanishing = builder.fcmp_ordered("<", numbers, _all(-87.0))
     x = builder.select(vanishing, _all(-87.0), numbers)
     half = builder.fsub(builder.fmul(x, _all(1.44269504088896341)), _all(0.5))

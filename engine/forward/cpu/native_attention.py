@@ -160,10 +160,7 @@ def _mixed(
     builder: Any, rows: Any, weights: Any, weights_stride: Any, values: Any, stride: Any, count: Any, mixed: Any,
     mixed_stride: Any, ahead: Any, ahead_step: Any, like: Any,
 ) -> None:  # fmt: skip
-    """Add ``count`` weighted values, in order, to ``_MIX_WIDE`` elements of up to ``_MIX_ROWS`` rows.
-
-    Memory at ``ahead``, plus ``ahead_step`` bytes per value, is prefetched.
-    """
+    """Add ``count`` weighted values, in order, to ``_MIX_WIDE`` elements of up to ``_MIX_ROWS`` rows; prefetch ``ahead``."""
     by_count(
         builder, rows, _MIX_ROWS,
         lambda number: _emit_mixed(
@@ -174,7 +171,6 @@ def _mixed(
 
 @compiled
 def _mix_one(weights: int, values: int, stride: int, count: int, mixed: int, like: Any) -> None:
-    """Add weighted values like ``_mixed``, for ``WIDTH`` elements of one row."""
     numbers = load(mixed, _FLOAT)
     for key in range(count):
         numbers = multiply_add(load_splat(weights + key * 4), load(values + key * stride, like), numbers)
@@ -217,7 +213,6 @@ def _mix_parts(scores: Any, values: int, num_keys: int, mixed: Any, numbers: Any
 
 @compiled
 def _mix_some(weights: int, wide: int, values: int, num_keys: int, mixed: Any, ahead: int, ahead_step: int, like: Any) -> None:
-    """Add the weighted values of some keys to ``mixed``; for ``ahead`` see ``_mixed``."""
     count, size = mixed.shape
     stride = size * bytes_of(like)
     for first in range(0, size // _MIX_WIDE * _MIX_WIDE, _MIX_WIDE):
@@ -292,7 +287,6 @@ def _lowest(rows: Any, layer: Any) -> int:
 
 @compiled
 def _read(queries: Any, count: int, layer: Any, rows: Any, head: int, first: int, like: Any) -> None:
-    """Copy the queries of the places from ``first`` on."""
     size = layer.head_dim * bytes_of(like)
     for place in range(count):
         source = layer.query + (head * layer.group + (first + place) // rows.rows) * layer.query_head
@@ -302,7 +296,6 @@ def _read(queries: Any, count: int, layer: Any, rows: Any, head: int, first: int
 
 @compiled
 def _score_all(queries: Any, keys: int, num_keys: int, scores: Any, scale: np.float32, like: Any) -> None:
-    """Compute scaled products of each query with whole panels of keys."""
     count, size, scales = scores.shape[0], queries.shape[1], splat(scale)
     stride, wide, panels = size * bytes_of(like), scores.shape[1] * 4, (num_keys + PANEL - 1) // PANEL
     ahead_step = PANEL * piece_of(like)
@@ -320,7 +313,7 @@ def _score_all(queries: Any, keys: int, num_keys: int, scores: Any, scale: np.fl
 
 @compiled
 def _write(mixed: Any, shares: Any, layer: Any, rows: Any, head: int, first: int, like: Any) -> None:
-    """Divide by the sums of the weights and write the outputs of the places from ``first`` on."""
+    """Divide by the sums of the weights and write the outputs."""
     count, size = mixed.shape
     for place in range(count):
         row = rows.offset + (first + place) % rows.rows
@@ -344,10 +337,7 @@ def _bound(scores: Any, softcap: np.float32) -> None:
 
 @compiled
 def _attend(layer: Any, rows: Any, head: int, first: int, count: int, scratch: Any, like: Any) -> None:
-    """Attend from ``count`` places, beginning at ``first``, to the visible keys of one KV head.
-
-    Place ``p`` is row ``p % rows`` of head ``p // rows`` of the group.
-    """
+    """Attend from places to one KV head; place p is row ``p % rows`` of head ``p // rows`` of the group."""
     low = _lowest(rows, layer)
     own = rows.before + rows.rows
     if rows.mask == 0 and first % rows.rows + count <= rows.rows:  # rows of one head: none sees entries behind the last of them
@@ -401,10 +391,7 @@ def _keep(layer: Any, rows: Any, head: int, like: Any) -> None:
 def move_entries(keys: int, values: int, slots: Any, start: int, rows: Any) -> None:
     """Copy entry ``start + rows[i]`` of a slot to ``start + i``, in all layers and heads; rows increase.
 
-    Args:
-        keys: address of the slot's panels in the first layer; ``values`` likewise.
-        slots: an ``engine.kv.kv_cache.SlotLayout``.
-        rows: [n] int64.
+    ``keys`` and ``values`` are addresses of the slot in the first layer, ``slots`` is a ``SlotLayout``, ``rows`` are [n] int64.
     """
     wide, value_wide, panel, piece = slots.wide, slots.value_wide, slots.panel, slots.piece
     for part in range(slots.layers * slots.heads):
@@ -469,15 +456,11 @@ def _run(job: Any, like: Any) -> None:
 
 @cache
 def entry_point(dtype: str) -> Any:
-    """Return the C function ``void (Layer *)`` with its ``address``; the first call on a machine compiles for some seconds.
-
-    Args:
-        dtype: of queries, keys, values and outputs: bfloat16, float16 or float32.
-    """
+    """Return the C function ``void (Layer *)`` of a dtype in ``TYPES``, with its ``address``."""
     like = TYPES[dtype]
 
     def run(job: Any) -> None:
         _run(job, like)
 
     run.__qualname__ = f"run_{dtype}"  # key of the cache on disk
-    return compiled_callback(_SIGNATURE)(run)
+    return compiled_callback(_SIGNATURE)(run)  # takes seconds, once per machine

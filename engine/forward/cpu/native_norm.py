@@ -1,7 +1,4 @@
-"""RMS norm in one pass over memory.
-
-torch takes seven operations, whose calls cost more than the arithmetic of a few rows.
-"""
+"""RMS norm in one call: torch takes seven operations, whose calls cost more than the arithmetic of a few rows."""
 
 from __future__ import annotations
 
@@ -37,10 +34,7 @@ _SIGNATURE = types.void(types.CPointer(from_dtype(np.dtype(Norm))))
 
 @compiled
 def normalise(input: int, weight: int, output: int, size: int, epsilon: float, wide: int, like: Any) -> None:
-    """Compute ``weight * (x / sqrt(mean(x ** 2) + epsilon))``, rounded as in Llama's module: before and after the weight.
-
-    If ``wide``, the weight is float32 and the result is rounded once, as in Gemma's module.
-    """
+    """Compute ``weight * (x / sqrt(mean(x ** 2) + epsilon))``, rounded as in Llama's module: before and after the weight."""
     squares, step = splat(_FLOAT), bytes_of(like)
     for first in range(0, size, WIDTH):
         numbers = load(input + first * step, like)
@@ -48,7 +42,7 @@ def normalise(input: int, weight: int, output: int, size: int, epsilon: float, w
     scale = splat(np.float32(1) / np.sqrt(total(squares) / np.float32(size) + np.float32(epsilon)))
     for first in range(0, size, WIDTH):
         numbers = multiply(load(input + first * step, like), scale)
-        if wide:
+        if wide:  # as in Gemma's module: float32 weight, rounded once
             store(output + first * step, multiply(numbers, load(weight + first * 4, _FLOAT)), like)
         else:
             store(output + first * step, multiply(stored(numbers, like), load(weight + first * step, like)), like)

@@ -1,8 +1,7 @@
 """Layers of a model as one list of operations, which all threads execute together in one call.
 
-A forward pass of a few rows takes milliseconds, each operation microseconds: calling them one by one from Python would double
-that. Threads take parts of an operation until none is left, and wait for each other only if the next operation needs all of its
-results. Results are rounded as in the modules of the model's family, see ``engine.forward.cpu.row_model``.
+An operation of a few rows takes microseconds, and so does its call from Python. Threads take parts of an operation until none is
+left, and wait only if the next operation needs all results. Results are rounded as in the modules of the model's family.
 """
 
 from __future__ import annotations
@@ -89,10 +88,7 @@ class Rotate(ctypes.Structure):
 
 
 class Pairs(ctypes.Structure):
-    """Job that combines two buffers into the first.
-
-    ``target + other``, ``silu(target) * other``, ``target * other`` or ``target * sigmoid(other)``; strides are in bytes.
-    """
+    """Job of ``target + other``, ``silu(target) * other``, ``target * other`` or ``target * sigmoid(other)``; byte strides."""
 
     _fields_ = (
         ("target", ctypes.c_int64),  # [rows, parts * size]
@@ -248,7 +244,6 @@ def _joined(target: int, other: int, kind: int, like: Any) -> Any:
 
 @compiled
 def _by_rows(step: Any, operation: Any, first: int, last: int, requests: Any, thread: int, forms: Any, like: Any) -> None:
-    """Compute some rows of an operation that computes rows independently."""
     kind, wide = operation.kind, bytes_of(like)
     if kind == EMBED:
         embed = carray(address_of(operation.job), 1, _EMBED)[0]
@@ -284,7 +279,6 @@ def _by_rows(step: Any, operation: Any, first: int, last: int, requests: Any, th
 
 @compiled
 def _take_rows(step: Any, operation: Any, rows: int, taken: int, requests: Any, thread: int, forms: Any, like: Any) -> int:
-    """Compute row-wise parts until none is left; return the number of rows computed by this thread."""
     together, done = rows // (4 * step.threads) + 1, 0
     while True:
         first = claim(taken) * together
@@ -349,13 +343,7 @@ _SIGNATURE = types.void(types.CPointer(from_dtype(np.dtype(NativeStep))))
 
 @cache
 def entry_point(dtype: str, names: tuple[str, ...] = (), states: bool = False) -> Any:
-    """Return the C function ``void (NativeStep *)`` that every thread calls; see ``native_attention.entry_point``.
-
-    Args:
-        dtype: of the weights.
-        names: formats of packed weights.
-        states: whether layers keep states.
-    """
+    """Return the C function ``void (NativeStep *)`` for a dtype and packed formats; see ``native_attention.entry_point``."""
     like, forms, kept = TYPES[dtype], Forms(names), 1 if states else None
 
     def run(job: Any) -> None:

@@ -38,10 +38,7 @@ class RowAttention:
 
     @staticmethod
     def over(cache: SlotCache) -> RowAttention | None:
-        """Return attention over slots that are ``laid_out`` for compiled code; None for others.
-
-        The first call on a machine compiles for some seconds.
-        """
+        """Return attention over slots that are ``laid_out`` for compiled code; None for others."""
         shape = cache.shape
         if shape.panel != PANEL:
             return None
@@ -61,13 +58,7 @@ class RowAttention:
 def request_rows(
     cache: SlotCache, segments: Sequence[Segment], positions: npt.NDArray[np.int64]
 ) -> tuple[ctypes.Array[NativeRows], list[object]]:
-    """Return the rows of a forward pass for compiled code, and objects that must outlive their use.
-
-    Args:
-        cache: the slots of the segments.
-        segments: of the batch.
-        positions: [rows of the batch], contiguous.
-    """
+    """Return the rows of a forward pass for compiled code, and the objects that must outlive their use."""
     from engine.forward.cpu.native_attention import NativeRows
 
     kept: list[object] = [positions, *segments]  # their addresses are used
@@ -80,7 +71,7 @@ def request_rows(
         assert mask is not None or not before, segment
         entry.slot, entry.start, entry.offset, entry.rows = segment.slot, segment.start, segment.offset, segment.rows
         entry.mask, entry.before = 0 if mask is None else mask.ctypes.data, before
-        entry.positions = positions.ctypes.data + segment.offset * 8
+        entry.positions = positions.ctypes.data + segment.offset * 8  # contiguous
         if before:
             own = positions[segment.offset : segment.offset + segment.rows]
             all_positions = np.concatenate((np.array(segment.before, np.int64), own))
@@ -134,7 +125,6 @@ class RowStep:
 
 
 def _wide(numbers: torch.Tensor, size: int) -> torch.Tensor:
-    """Return contiguous heads, zero-padded to ``size`` elements."""
     if numbers.shape[3] < size:
         return torch.nn.functional.pad(numbers, (0, size - numbers.shape[3]))
     return numbers if numbers.stride(3) == 1 else numbers.contiguous()

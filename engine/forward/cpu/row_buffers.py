@@ -18,7 +18,6 @@ class RowBuffers:
     """Named row buffers and everything that operations point to; addresses never change."""
 
     def __init__(self, rows: int, threads: int, dtype: torch.dtype) -> None:
-        """Reserve space for a number of rows of a model's dtype."""
         self.rows, self.threads, self.dtype = rows, threads, dtype
         self._buffers: dict[str, torch.Tensor] = {}
         self._scratch: dict[int, torch.Tensor] = {}  # by row size, since threads may be in different operations
@@ -80,11 +79,8 @@ class RowBuffers:
 
         Args:
             layer: the layer; the gate if ``up`` or ``halves`` is given.
-            source: input buffer.
-            target: output buffer.
             up: second layer of a gated product.
-            added: buffer that the outputs are added to.
-            factor: multiplier of the outputs before the addition; 0: none.
+            added: buffer that the outputs are added to, after a multiplication by ``factor`` unless that is 0.
             halves: the weight holds the gate, then ``up``.
         """
         from engine.forward.cpu.products.native_linear import Linear

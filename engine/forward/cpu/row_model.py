@@ -58,10 +58,7 @@ class RowModel:
     def over(
         model: PreTrainedModel, cache: SlotCache, windows: Mapping[int, int | None], states: States | None = None
     ) -> RowModel | None:
-        """Return a compiled forward pass of a model after ``row_linears`` and ``thin_modules``; None if it is not supported.
-
-        The first call on a machine compiles for some seconds.
-        """
+        """Return a compiled forward pass of a model, compiled once per machine in seconds; None if the model is not supported."""
         parts = parts_of(model, cache)
         return None if parts is None else RowModel(model, parts, cache, windows, states)
 
@@ -122,7 +119,6 @@ class RowModel:
         return logits if self._parts.divisor == 1 else logits.div_(self._parts.divisor)
 
     def _make_room(self, rows: int) -> None:
-        """Allocate intermediate buffers for a number of rows."""
         config, shape, model = self._model.config, self._cache.shape, self._model
         attending = [layer.mixing for layer in self._parts.layers if isinstance(layer.mixing, AttentionParts)]
         heads, inner = config.num_attention_heads * shape.head_dim, self._parts.layers[0].down.weight.shape[1]
@@ -146,7 +142,6 @@ class RowModel:
         self._head.output_stride = self._vocab * model.dtype.itemsize
 
     def _operations_of(self, layers: int, adapted: bool = False) -> ctypes.Array[Operation]:
-        """Return the operations of the first ``layers`` layers and the head, prepared once."""
         kept_rows = 0 if self._states is None else self._states.cache.kept_rows  # the address of kept rows changes with it
         key = layers, adapted, kept_rows
         if key not in self._prepared:
@@ -195,7 +190,6 @@ class RowModel:
         yield native.PICKED_LINEAR, True, ctypes.addressof(self._head)
 
     def _attention(self, parts: AttentionParts, number: int, name: str, adapted: bool) -> Iterator[tuple[int, bool, int]]:
-        """Yield the operations of an attention layer, from its projections to its output product."""
         native, buffers, factor = self._native, self._buffers, self._parts.added_factor
         yield native.LINEAR, True, buffers.product(parts.query, "normed", "query")
         yield native.LINEAR, False, buffers.product(parts.key, "normed", "key")
@@ -235,7 +229,6 @@ class RowModel:
         ))  # fmt: skip
 
     def _head_bytes(self, parts: AttentionParts) -> int:
-        """Return the bytes from one query head to the next."""
         return self._cache.shape.head_dim * self._model.dtype.itemsize * (1 + parts.gated)
 
     def _rotate(self, parts: AttentionParts, layer: int) -> int:

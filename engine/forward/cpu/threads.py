@@ -40,7 +40,7 @@ class Kernel:
         self._address, self._call = address, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
     def __call__(self, job: ctypes.Structure, threads: int = 1) -> None:
-        """Call the function once on each of ``threads`` threads, including the caller's, and wait for all; once if that is impossible."""
+        """Call the function on ``threads`` threads, including the caller's, and wait for all; once if torch's cannot be used."""
         at, parallel = ctypes.addressof(job), _parallel() if threads > 1 else None
         if parallel is None:
             self._call(at)

@@ -14,8 +14,8 @@ and with start 280 kernel 1 computes all of the first split: the same operations
 block by the same code with operands of the same shapes, and the compiler must not fuse multiplications and additions, because it
 might do so in one kernel only.
 
-Both launches are one torch operation, ``outrider::slot_attention``, which declares what it writes, so that fake tensors and tests
-without a GPU can trace, record or replace it.
+Both launches are one torch operation, ``outrider::slot_attention``, which declares what it writes: a test double of a GPU can
+observe, record or replace it.
 """
 
 from __future__ import annotations
@@ -66,13 +66,8 @@ def available(shape: KVShape) -> bool:
 
 
 def block_sizes(capability: tuple[int, int], head_dim: int, dtype: torch.dtype) -> BlockSizes:
-    """Return the sizes of both kernels, which depend only on GPU and model, because a row's bits depend on them.
-
-    Args:
-        capability: compute capability of the GPU; (0, 0) for Triton's interpreter on a CPU.
-        head_dim: elements of a head.
-        dtype: of queries, keys and values.
-    """
+    """Return the sizes of both kernels, which depend only on GPU and model, because a row's bits depend on them."""
+    # (0, 0) is Triton's interpreter on a CPU.
     known = _AS_OTHERS.get(capability, capability)
     half, single = (_HALF[known], _SINGLE) if known in _HALF else (_HALF_SMALL, _SINGLE_SMALL)
     return (half if dtype.itemsize == 2 else single)[0 if head_dim <= 64 else 1 if head_dim <= 128 else 2]
@@ -108,12 +103,7 @@ def launch_sizes(
 ) -> dict[str, int | bool | None]:
     """Return constants and compile options, the same for both kernels, because both must round alike.
 
-    Args:
-        capability: see ``block_sizes``.
-        head_dim: elements of a head.
-        group: query heads per KV head.
-        dtype: of queries, keys and values.
-        block_rows: queries of a block; None: see ``block_sizes``.
+    ``group`` is the number of query heads per KV head; ``block_rows`` None: see ``block_sizes``.
     """
     chosen = block_sizes(capability, head_dim, dtype)
     block_dim = max(16, 1 << (head_dim - 1).bit_length())
@@ -159,12 +149,7 @@ class SlotAttention:
     """Attention for all layers of one model, which share the states between the two kernels."""
 
     def __init__(self, shape: KVShape, heads: int, rows: int, capacity: int, block_rows: int = 64) -> None:
-        """Allocate the states for a number of query heads and a maximum of rows per forward pass.
-
-        Args:
-            capacity: entries of a slot.
-            block_rows: queries of a block, a power of two, at least 16; see ``best_block_rows``.
-        """
+        """Allocate states for at most ``rows`` rows per forward pass; for ``block_rows`` see ``best_block_rows``."""
         self.rows_of_tile = rows_per_tile(heads, shape.kv_heads, block_rows)
         self.shape, self.heads, self.rows, self.capacity = shape, heads, rows, capacity
         self._block_rows = block_rows
@@ -172,7 +157,7 @@ class SlotAttention:
         self._states = torch.empty(taken, dtype=torch.float32, device=shape.device)
 
     def attend(self, call: AttentionCall, keys: Tensor, values: Tensor, rows: StepRows, output: Tensor) -> None:
-        """Store a layer's new keys and values in its slots and write the attention output.
+        """Store a layer's new keys and values in its slots and write the attention output, [1, rows, heads, head_dim].
 
         The first call with arguments of a kind compiles for seconds, so it must run once before a graph is captured.
 
@@ -180,7 +165,7 @@ class SlotAttention:
             call: of the layer; the elements of a head are contiguous.
             keys: [slots, kv_heads, capacity, head_dim] of the layer, contiguous; ``values`` likewise.
             rows: layout of the rows; no new entry precedes its row's ``start``.
-            output: [1, rows, heads, head_dim], contiguous; zeros for padding rows.
+            output: contiguous; zeros for padding rows.
         """
         self._check(call.query, (call.key, call.value), (keys, values), rows, output)
         window, softcap = call.window, call.softcap

@@ -25,7 +25,6 @@ def _kernel(function: Any) -> Any:
 
 @_kernel
 def _load_query(query, row, head, used, head_stride, row_stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load [BLOCK_M, BLOCK_D] queries, zero-padded."""
     dim = tl.arange(0, BLOCK_D)
     at = query + head[:, None] * head_stride + row[:, None] * row_stride + dim[None, :]
     return tl.load(at, mask=used[:, None] & (dim[None, :] < D), other=0.0)
@@ -52,7 +51,6 @@ def _store_state(states, number, used, top, mass, acc, D: tl.constexpr, BLOCK_D:
 
 @_kernel
 def _store_new(new, row_stride, entries, entry, first, count, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Write the new keys or values of a tile's rows, of one head, to their entries."""
     dim, row = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_M)
     used = (row < count)[:, None] & (dim[None, :] < D)
     to = tl.load(entry + first + row, mask=row < count, other=0)
@@ -65,7 +63,6 @@ def _fold(query, keys, values, entry, held, visible, top, mass, acc, scale, CAP,
     """Return the online-softmax state (top, mass, acc) after one more block of keys.
 
     Args:
-        query: [BLOCK_M, BLOCK_D].
         keys: address of entry 0 of the slot and head; ``values`` likewise.
         entry: [BLOCK_N] entry of each position of the block.
         held: [BLOCK_N] whether an entry may be read; others may contain NaN.
@@ -73,8 +70,7 @@ def _fold(query, keys, values, entry, held, visible, top, mass, acc, scale, CAP,
         top: [BLOCK_M] greatest score, -inf at first; in units of 1 / log2(e), because weights are powers of two.
         mass: [BLOCK_M] sum of exp2(score - top).
         acc: [BLOCK_M, BLOCK_D] sum of exp2(score - top) * value.
-        scale: of the scores; with CAP, the scaled score is twice the argument of tanh.
-        CAP: softcap in the units of the scores; 0: none.
+        scale: of the scores; with CAP (softcap, 0: none), the scaled score is twice the argument of tanh.
     """
     dim = tl.arange(0, BLOCK_D)
     key = tl.load(keys + entry[None, :] * D + dim[:, None], mask=held[None, :] & (dim[:, None] < D), other=0.0)
@@ -92,12 +88,8 @@ def _fold(query, keys, values, entry, held, visible, top, mass, acc, scale, CAP,
 
 @_kernel
 def _merge(states, number, used, begin, end, splits, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Return the output of the query heads ``number``, [BLOCK_G], from the states of their splits ``begin .. end - 1``.
-
-    At least one split has keys. Groups of splits start at multiples of AT_ONCE, so that the order of additions depends on nothing
-    else.
-    """
-    AT_ONCE: tl.constexpr = 64 // BLOCK_G
+    """Return the output of the query heads ``number``, [BLOCK_G], from the states of their splits ``begin .. end - 1``."""
+    AT_ONCE: tl.constexpr = 64 // BLOCK_G  # groups start at multiples of it: the order of additions depends on nothing else
     dim, above = tl.arange(0, BLOCK_D), tl.full([BLOCK_G], float("-inf"), tl.float32)
     for first in range(begin // AT_ONCE * AT_ONCE, end, AT_ONCE):
         split = first + tl.arange(0, AT_ONCE)

@@ -125,10 +125,7 @@ class StaticStep:
         current.wait_stream(stream)
 
     def capture(self, pool: Any) -> None:
-        """Capture the forward pass as a graph.
-
-        Args:
-            pool: memory that graphs share, see ``Accelerator.graph_pool``.
+        """Capture the forward pass as a graph in the memory ``pool`` of all graphs; see ``Accelerator.graph_pool``.
 
         Raises:
             RuntimeError: the model does something that a graph cannot contain, such as waiting for the device.
@@ -164,16 +161,12 @@ class StaticRunner(ModelRunner):
         kept: int | None = 0,
         tree_rows: int = TREE_ROWS,
     ) -> None:
-        """Create the runner; ``prepare`` captures its graphs if the model is on a GPU.
+        """Create the runner; see ``ModelRunner`` for the other arguments and the errors.
 
         Args:
-            model: see ``ModelRunner``; also for ``slots``, ``capacity``, ``fixed_rows`` and ``kept``.
             sizes: numbers of rows that steps are padded to, ascending; ignored with ``fixed_rows``.
             attention: makes the attention for the largest size, shared by all sizes.
             tree_rows: maximum rows of a request's tree, including its root; bounds the paths behind a context.
-
-        Raises:
-            ModelLoadError: see ``ModelRunner``; here and in ``prepare``, if the kernels do not run.
         """
         self.sizes = tuple(sizes) if fixed_rows is None else (fixed_rows,)
         self._make_attention, self._tree_rows = attention, tree_rows

@@ -62,7 +62,6 @@ class StepBuffers:
     """Host and device buffers for token ids, positions and ``StepRows`` of R rows."""
 
     def __init__(self, rows: int, rows_per_tile: int, segments: int, path: int, device: torch.device) -> None:
-        """Allocate R rows, with maxima for rows per tile, segments per batch and entries per path."""
         self.rows, self.path = rows, path
         self._per_tile = rows_per_tile
         sizes = buffer_sizes(rows, rows_per_tile, segments, path)
