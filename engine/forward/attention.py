@@ -105,7 +105,8 @@ class StepContext:
         return self._seen[key]
 
     def mask(self, segment: Segment, within: Range, repeats: int = 1, explicit: bool = False) -> torch.Tensor | None:
-        """Return a segment's additive mask, [repeats * rows, end]; None if all is visible, or for causality unless ``explicit``."""
+        """Return a segment's additive mask, [repeats * rows, end]; None if all is visible, or for causality alone."""
+        # ``explicit``: causality of several rows is a mask, too
         window, chunk = (None if size is None or segment.end <= size else size for size in within)
         key = (segment.offset, (window, chunk), repeats, explicit)
         if key not in self._masks:

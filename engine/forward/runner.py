@@ -1,4 +1,4 @@
-"""One forward of a stock model over the rows of a batch."""
+"""Runner of a stock model: one forward pass over the rows of a batch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _refuse_states(model: PreTrainedModel) -> None:
 
 
 class ModelRunner:
-    """A causal language model and the KV slots of the sequences it works on."""
+    """Causal language model with the KV slots of the sequences that it computes."""
 
     ranks = 1  # processes that take part in a forward pass
     capture_failures: Mapping[int, str] = MappingProxyType({})  # rows of a step: why no CUDA graph was captured for them

@@ -24,7 +24,7 @@ from engine.kv.kv_cache import KVShape, SlotCache
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """See ``SlotCache.copy``."""
+    """Recorded call of ``SlotCache.copy``."""
 
     source: int
     target: int
@@ -34,7 +34,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Compaction:
-    """See ``SlotCache.compact``."""
+    """Recorded call of ``SlotCache.compact``."""
 
     slot: int
     start: int

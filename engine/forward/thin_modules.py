@@ -79,7 +79,7 @@ class RowActivation(torch.nn.Module):
 
 
 def whole_parts(count: int, size: int = 1) -> int:
-    """Return the least number of rows >= ``count`` that torch splits into parts of whole registers, for any activation."""
+    """Return the least number of rows of ``size`` elements >= ``count`` that torch splits into parts of whole registers."""
     threads = torch.get_num_threads()
     while True:
         parts, of_gelu = min(threads, max(1, -(-count * size // _PART))), threads if count * size > _GELU_PART else 1

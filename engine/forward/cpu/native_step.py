@@ -162,7 +162,6 @@ def _embed(job: Any, token: int, row: int, thread: int, forms: Any, like: Any) -
 
 
 @compiled
-# Multiplies in place.
 def _scale(target: int, size: int, factor: float, like: Any) -> None:
     wide, factors = bytes_of(like), splat(np.float32(factor))
     for first in range(0, size, WIDTH):

@@ -1,4 +1,4 @@
-"""Probe whether the attention kernels run on a GPU and a CUDA graph can capture them."""
+"""Probe of a GPU for the attention kernels and for CUDA graphs that capture them."""
 
 from __future__ import annotations
 

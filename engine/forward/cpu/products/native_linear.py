@@ -335,8 +335,7 @@ def multiply_rows(job: Any, rows: int, thread: int, threads: int, taken: int, fo
 
 @compiled
 def _take_panels(job: Any, rows: int, thread: int, threads: int, taken: int, scratch: Any, forms: Any, like: Any) -> int:
-    # ``scratch`` is an argument so that it stays alive: numba frees an array after its last use, although its address is still
-    # used.
+    # ``scratch`` is an argument to stay alive: numba frees an array after its last use, even if its address is still in use.
     count, done, sums = panels(job), 0, scratch.ctypes.data
     ups, most = sums + MOST_ROWS * _PANEL_BYTES, rows_at_once(like)
     blocks, room = max(1, (rows + most - 1) // most), job.size * PANEL * bytes_of(like)

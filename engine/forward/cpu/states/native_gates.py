@@ -97,7 +97,7 @@ def _set_some(job: Any, row: int, first: int, count: int, spare: Any, like: Any)
 
 @compiled
 def norm_and_gate(job: Any, row: int, like: Any) -> None:
-    """Compute one row."""
+    """Normalize and gate one row."""
     wide, whole = bytes_of(like), job.parts * job.size
     gate, output = job.gate + row * job.gate_row, job.output + row * whole * wide
     for part in range(job.parts):
