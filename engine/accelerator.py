@@ -1,7 +1,4 @@
-"""Calls of ``torch.cuda`` that the engine makes: memory, capability, streams, events and graphs of a GPU.
-
-Nothing else in ``engine/`` calls ``torch.cuda``, so that tests can run the engine on a simulated GPU (``use``).
-"""
+"""Calls of ``torch.cuda`` that the engine makes; all are here, so that tests can run the engine on a simulated GPU (``use``)."""
 
 from __future__ import annotations
 
@@ -114,18 +111,10 @@ class Accelerator(Protocol):
         ...
 
     def capture(self, device: torch.device, pool: Any, forward: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
-        """Capture the launches of a function as a graph.
+        """Capture the launches of ``forward`` as a graph; return it, and the function's output, which each replay overwrites.
 
-        Args:
-            device: the current device, which holds the function's tensors.
-            pool: see ``graph_pool``.
-            forward: called once; it must not wait for the GPU.
-
-        Returns:
-            The graph, and the function's output, which each replay overwrites.
-
-        Raises:
-            RuntimeError: a graph cannot hold an operation of the function.
+        The function is called once, with its tensors on the current device, and must not wait for the GPU. Raises
+        ``RuntimeError`` if a graph cannot hold one of its operations.
         """
         ...
 

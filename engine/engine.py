@@ -47,11 +47,7 @@ logger = logging.getLogger(__name__)
 def load_runner(
     model: ModelOptions, options: EngineOptions, speculation: SpeculationOptions, world_size: int
 ) -> tuple[LoadedModel, ModelRunner]:
-    """Load a model, and create its runner with KV slots for steps that up to ``world_size`` ranks share.
-
-    Raises:
-        ModelLoadError: the model cannot be used, or its slots do not fit.
-    """
+    """Load a model, and create its runner for steps that up to ``world_size`` ranks share. Raises ``ModelLoadError``."""
     loaded = load_model(model, options.gpu_memory_utilization)
     loaded, runner = runner_over(loaded, options, speculation, world_size)
     _grammars_of(runner).prepare()
@@ -71,13 +67,9 @@ def runner_over(
     world_size: int,
     make: RunnerMaker = make_runner,
 ) -> tuple[LoadedModel, ModelRunner]:
-    """Create the runner and the grammars of a loaded model, without preparing the grammars.
+    """Create the runner of a loaded model, with grammars that are not prepared yet.
 
     On a GPU the returned model may have a shorter context, see ``engine.loading.slot_memory``.
-
-    Args:
-        world_size: most ranks that will share a step.
-        make: creates the runner.
     """
     if world_size > 1 and options.kv_slots is None:  # the same number on every rank, whatever memory each of them has
         options = dataclasses.replace(options, kv_slots=options.max_running)
@@ -108,15 +100,9 @@ class Engine:
         grammars: Grammars | None = None,
         target: LocalTarget | None = None,
     ) -> None:
-        """Create an engine over an executor and a drafter.
+        """Create an engine; ``target`` learns the time of each step. Raises ``ValueError`` if an option is outside its range.
 
-        Args:
-            tokenizer: if None, outputs have token ids and no text, and stop strings are refused.
-            grammars: if None, structured output is refused.
-            target: the target model that the drafter was prepared with; it learns the time of each step.
-
-        Raises:
-            ValueError: an option is outside its range.
+        Without a tokenizer outputs have no text and stop strings are refused; without grammars structured output is refused.
         """
         self._grammars, self._target = grammars, target
         self.info, self.tokenizer, self._device = info, tokenizer, torch.device(info.device)
@@ -148,8 +134,6 @@ class Engine:
 
         Args:
             world_size: most ranks that will ever share a step; trees may have as many times the rows.
-            executor: creates the executor over this process's runner.
-            make: creates the runner; it may keep a part of the model only (``engine.forward.sharded``).
             put_off: defer warm-up work that only makes drafts faster to ``chore``, unless its result is on disk.
 
         Raises:
@@ -207,13 +191,7 @@ class Engine:
         return bool(self._chores)
 
     def chore(self) -> None:
-        """Run one piece of deferred warm-up work, which takes about as long as a step. It overwrites KV slots: call it when idle.
-
-        A failure is logged and not retried, because it costs speed only.
-
-        Raises:
-            DeviceError: the device failed, as in ``step``.
-        """
+        """Run one piece of deferred warm-up, about as long as a step. It overwrites KV slots, so call it when idle."""
         assert not self._requests, "no request runs or waits"
         try:
             with accelerator().current(self._device):
@@ -221,7 +199,7 @@ class Engine:
             return
         except StopIteration:
             logger.debug("what makes drafts faster is made")
-        except Exception as error:
+        except Exception as error:  # costs speed only, so it is not retried; a lost device raises ``DeviceError``
             self._raise_lost(error)
             logger.exception("what would make drafts faster could not be made")
         del self._chores[0]
@@ -243,11 +221,7 @@ class Engine:
         return EngineCounts(*places, admission.queries, admission.hits, scheduler.num_preemptions)
 
     def meter(self, meter: EnergyMeter) -> None:
-        """Report the energy of each request from now on (``SpecStats.energy_j``). Call it before the first request.
-
-        Args:
-            meter: counter over all devices that compute the steps. A meter without readings has no effect.
-        """
+        """Report the energy of each request from now on, by a counter over all devices. Call it before the first request."""
         self._ledger = EnergyLedger(meter)
 
     def energy(self) -> EnergyCounts | None:
@@ -312,11 +286,7 @@ class Engine:
         request.arrived_s = time.perf_counter()
 
     def compile(self, request: Request) -> None:
-        """Compile the grammar of a request, if it has one, before ``add``. Thread-safe: steps continue meanwhile.
-
-        Raises:
-            RequestError: the model cannot follow it.
-        """
+        """Compile a request's grammar, if any, before ``add``. Thread-safe. Raises ``RequestError`` if it cannot be followed."""
         params = request.params
         if params.grammar is not None and self._grammars is not None:
             request.grammar = self._grammars.start(params.grammar, request.account, params.grammar_field)
@@ -330,16 +300,10 @@ class Engine:
         return True
 
     def step(self) -> list[StepOutput]:
-        """Run one forward pass for the scheduled requests and return their new tokens.
+        """Run one forward pass; return an output for each request with new tokens. Raises ``DeviceError`` if the device fails.
 
-        A request that fails after the forward ends with an error, without effect on the others. A step that runs out of device
-        memory emits nothing, and the next steps are smaller.
-
-        Returns:
-            One output for each request that emitted tokens. The last output of a request has its finish reason and counters.
-
-        Raises:
-            DeviceError: the device failed, and this process cannot use it any more.
+        A request's last output has its finish reason and counters. A request that fails after the forward ends with an error,
+        without effect on the others. A step that runs out of device memory emits nothing, and the next steps are smaller.
         """
         try:
             with accelerator().current(self._device):  # current device is per thread

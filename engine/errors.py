@@ -49,8 +49,7 @@ class DeviceError(RuntimeError):
     """Permanent failure of the device: every later CUDA call of this process fails, so the process has to end."""
 
     def __init__(self, reason: str) -> None:
-        """Create the error; ``reason`` is CUDA's message in one line."""
-        super().__init__(reason)
+        super().__init__(reason)  # CUDA's message, in one line
         self.reason = reason
 
     def __str__(self) -> str:

@@ -65,12 +65,10 @@ class Executor(Protocol):
         ...
 
     def place(self, request: Request, free: Sequence[int]) -> tuple[int, int]:
-        """Choose the slot of a request that starts or resumes; return it and how many of its first tokens have their KV in it.
+        """Choose a slot of ``free`` for a request that starts or resumes; return it and the number of tokens with their KV in it.
 
-        These tokens count as computed. The last token never does, so that one row is left to compute.
-
-        Args:
-            free: slots to choose from, at least one, the least recently released first.
+        These first tokens count as computed, except the last token, so that one row is left to compute. ``free`` has at least one
+        slot, the least recently released first.
         """
         ...
 
@@ -83,15 +81,11 @@ class Executor(Protocol):
         ...
 
     def execute(self, works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
-        """Compute the rows of a step; return the verification result of each tree, and None for works without a tree.
+        """Compute the rows of at least one work; return the verification result of each tree, and None for works without one.
 
         Afterwards ``work.end + accepted rows`` tokens of a request with a tree count as computed, and ``work.end`` of one
-        without: their KV is in the slot, or the executor computes it later.
-
-        Args:
-            works: at least one.
-            top_k: number of likeliest tokens below each row that the outcomes must provide (``TargetRows.top_k``). It has no
-                effect if the logits themselves are available.
+        without: their KV is in the slot, or the executor computes it later. ``top_k`` is the number of likeliest tokens per row
+        that the outcomes must provide (``TargetRows.top_k``), without effect if the logits are available.
         """
         ...
 
@@ -112,12 +106,7 @@ class Verifier:
         self._rules: dict[str, LogitRules] = {}  # by the id of a live request
 
     def verify(self, work: Work, target: TargetRows, root: torch.Tensor | None = None) -> Outcome:
-        """Return what the target accepts of a tree.
-
-        Args:
-            target: model output at the rows of the tree.
-            root: [vocab] logits below the root on the host, if they are read and ``target`` is on another device.
-        """
+        """Verify a tree; ``root`` has the root's [vocab] logits on the host if they are needed there."""
         request, tree, ids = work.request, work.tree, target.ids
         assert tree is not None
         logits: LogitRows | None = None
@@ -169,14 +158,13 @@ class Verifier:
         return acceptance
 
     def _rules_of(self, request: Request) -> LogitRules:
-        """Return the request's logit rules, advanced by its committed tokens."""
         rules = self._rules.get(request.request_id)
         if rules is None:
             if request.params.grammar is not None and request.grammar is None:  # request of another rank's engine
                 assert self._grammars is not None, request.request_id
                 request.grammar = self._grammars.start(request.params.grammar, request.account)
             rules = self._rules[request.request_id] = LogitRules(request.params, request.prompt_ids, request.grammar)
-        rules.catch_up(request.output_ids)
+        rules.catch_up(request.output_ids)  # advance by the committed tokens
         return rules
 
     def end(self, request: Request) -> None:
@@ -286,10 +274,9 @@ class LocalExecutor:
 
 
 def _roots(works: Sequence[Work], starts: Sequence[int | None], logits: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Return the [vocab] logits of roots that are read, by row, copied to the host at once; empty if ``logits`` is on the CPU.
+    """Copy the logits of roots that are read to the host at once, [vocab] by row; empty if ``logits`` is on the CPU.
 
-    Args:
-        starts: rows of the roots in the step's [m, vocab] logits, None for works without a tree.
+    ``starts`` are the rows of the roots in the step's [m, vocab] logits, None for works without a tree.
     """
     if logits.is_cpu:
         return {}

@@ -73,7 +73,6 @@ class StepPlanner:
         return {request.request_id for request in slow if request is not self._slow}
 
     def _draft(self, shares: Sequence[Share], load: StepLoad, began_s: float) -> dict[str, DraftTree]:
-        """Return the draft trees by request id, clipped to rows, context and grammar."""
         trees = self._drafter.propose([share.request for share in shares], [share.draft_rows for share in shares], load)
         propose_s = self._propose_s = time.perf_counter() - began_s
         drafts: dict[str, DraftTree] = {}

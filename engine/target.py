@@ -35,12 +35,10 @@ class LocalTarget:
         folder: Path | None = None,
         chores: list[Iterator[None]] | None = None,
     ) -> None:
-        """Create the target of a runner.
+        """Create the target of a runner. Tables and latency curve are stored in ``folder``, by default the user's cache folder.
 
-        Args:
-            folder: where tables and the latency curve are stored; the user's cache folder if None.
-            chores: receives slow work as tasks that run in pieces; approximate values are returned until they are done. If None,
-                all work is done at once.
+        Slow work is added to ``chores`` as tasks that run in pieces, with approximate values until they are done, or done at once
+        if None.
         """
         self.vocab_size = info.vocab_size
         self.end_token_ids = info.eos_token_ids
@@ -54,11 +52,7 @@ class LocalTarget:
         self._chores = chores
 
     def bigram_table(self, width: int) -> Int32Array:
-        """Return the [vocab, width] int32 table, built on first use by forwards over the vocabulary. See ``Target``.
-
-        Raises:
-            ValueError: ``width`` is not between 1 and the size of the vocabulary.
-        """
+        """Return the [vocab, width] int32 table of ``Target``, built on first use. Raises ``ValueError`` for a wrong width."""
         self._check_width(width)
         kept = min(max(width, _TABLE_WIDTH), self.vocab_size)
         context = "alone" if self._before is None else f"bos{self._before}"
@@ -74,7 +68,7 @@ class LocalTarget:
         return given
 
     def _fill_bigrams(self, name: str, table: Int32Array, given: Int32Array) -> Iterator[None]:
-        """Fill the zeros returned earlier (``given``) in place, a few tokens at a time."""
+        """Fill ``given``, the zeros returned earlier, in place, a few tokens at a time."""
         kept = kept_table(self._folder, name, table.shape, self.vocab_size)  # an earlier task may have built it
         if kept is not None:
             given[:] = kept[:, : given.shape[1]]
@@ -85,7 +79,7 @@ class LocalTarget:
         keep_table(self._folder, name, table)
 
     def unigram_ranking(self, width: int) -> Int32Array:
-        """Return the [width] int32 ranking. See ``Target``.
+        """Return the [width] int32 ranking of ``Target``.
 
         Raises:
             ValueError: ``width`` is not between 1 and the size of the vocabulary.
@@ -126,9 +120,6 @@ class LocalTarget:
 def _token_before(tokenizer: PreTrainedTokenizerFast | None, config: PreTrainedConfig, info: ModelInfo) -> int | None:
     """Return the token that stands before each token in the bigram table; None if the model has none.
 
-    It is the first that exists of: the beginning of sequence if the tokenizer adds it, ``<|endoftext|>``, the tokenizer's
-    beginning of sequence though it does not add it, the configuration's, and an end token.
-
     Example: SmolLM2-Instruct, whose tokenizer adds nothing, has ``<|endoftext|>`` before each token, and not its beginning of
     sequence ``<|im_start|>``, behind which it expects who speaks.
     """
@@ -136,6 +127,6 @@ def _token_before(tokenizer: PreTrainedTokenizerFast | None, config: PreTrainedC
     added = tokenizer is not None and begins is not None and tokenizer("a").input_ids[:1] == [begins]
     between = None if tokenizer is None else tokenizer.get_added_vocab().get(_BETWEEN_TEXTS)
     # A model predicts little from a lone token at position 0: most models saw only tokens there that begin or end a text, and
-    # ``<|endoftext|>`` stands between the texts of their training data.
+    # ``<|endoftext|>`` stands between the texts of their training data. The first that exists counts.
     offered = (begins if added else None, between, begins, getattr(config, "bos_token_id", None), *info.eos_token_ids)
     return next((int(token) for token in offered if isinstance(token, int) and 0 <= token < info.vocab_size), None)

@@ -48,16 +48,12 @@ def render_chat(
     Args:
         tokenizer: its chat template is used; a plain one (``User: ...``) if it has none.
         messages: at least one, each with ``role`` and ``content``; templates may read further fields, such as ``tool_calls``.
-        tools: tools in the form of ``transformers``: ``{"type": "function", "function": {...}}``.
+        tools: in the form of ``transformers``: ``{"type": "function", "function": {...}}``.
         add_generation_prompt: if false, the prompt ends after the last message.
         variables: template variables, such as ``enable_thinking``.
 
-    Returns:
-        [n] token ids with at most one beginning-of-sequence token: the template's own, or the tokenizer's for the plain template.
-
     Raises:
-        RequestError: there are no messages, a role is unknown, the template refuses the order of roles, or it does not use the
-            tools or variables.
+        RequestError: there are no messages, the template refuses them, or it does not use the tools or variables.
     """
     if not messages:
         raise RequestError("messages", "must hold at least one message")
@@ -78,7 +74,7 @@ def render_chat(
         raise RequestError("messages", f"the model's chat template refuses these messages: {error}") from error
     # The template writes the special tokens itself, so encoding must not add them again.
     ids = token_ids(tokenizer, str(text), special_tokens=False)
-    return _begin(tokenizer) + ids if template else ids
+    return _begin(tokenizer) + ids if template else ids  # at most one beginning of sequence
 
 
 def knows_variable(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
@@ -115,10 +111,9 @@ def _with_thinking(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return the template that is used with these tools; some tokenizers have a separate one for tools."""
     if not tokenizer.chat_template:
         return DEFAULT_TEMPLATE
-    return str(tokenizer.get_chat_template(None, tools=list(tools) or None))
+    return str(tokenizer.get_chat_template(None, tools=list(tools) or None))  # some have a separate one for tools
 
 
 def _role(index: int, role: str) -> str:
@@ -128,6 +123,5 @@ def _role(index: int, role: str) -> str:
 
 
 def _begin(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the beginning-of-sequence token if the tokenizer puts one before plain text."""
     first = tokenizer.encode("a")[:1]
-    return first if first == [tokenizer.bos_token_id] else []
+    return first if first == [tokenizer.bos_token_id] else []  # only if the tokenizer adds it to plain text

@@ -1,7 +1,4 @@
-"""Output format that a chat template asks of its model: tags around reasoning, the form of tool calls, or GPT-OSS's harmony.
-
-The format is derived from the template's text, not from the model's name.
-"""
+"""Output format that a chat template asks of its model: tags around reasoning, the form of tool calls, or GPT-OSS's harmony."""
 
 from __future__ import annotations
 

@@ -44,11 +44,9 @@ class _StopString:
 class Detokenizer:
     """Incremental text of one request.
 
-    Text that may be the beginning of a stop string is held back until it is decided. Tokens are processed one at a time, also
-    within an accepted burst, so that a stop string ends the output at the token that completes it.
-
-    Text that was returned stays. If a byte after whole characters makes the byte sequence invalid, so that earlier tokens decode
-    to other text, the tokens whose text was not returned yet are decoded separately.
+    Text that may begin a stop string is held back until it is decided. Tokens are processed one at a time, also within an
+    accepted burst, so that a stop string ends the output at the token that completes it. Text that was returned stays: if a later
+    byte makes earlier tokens decode to other text, the tokens whose text was not returned yet are decoded separately.
 
     Example: the bytes ``41 FF`` and a token ``b`` decode to two replacement characters and ``b``. ``A`` was shown after the first
     byte; a replacement character and ``b`` follow.

@@ -43,12 +43,7 @@ class FileReader:
         self._is_late = self._is_stopped = False
 
     def read(self, content: bytes) -> str:
-        """Return the visible text of a file. Its first bytes determine the kind.
-
-        Raises:
-            UnreadableFileError: the file is no text, HTML or PDF, has no text, is too large, took too long, or ``stop`` was
-                called.
-        """
+        """Return the visible text of a file, whose first bytes determine its kind. Raises ``UnreadableFileError``."""
         if len(content) > MAX_FILE_BYTES:
             raise UnreadableFileError(f"{len(content):,} bytes, and at most {MAX_FILE_BYTES:,} are read: split it")
         text = self._in_a_process(content) if needs_process(content) else _plain(content)
@@ -134,8 +129,7 @@ def _plain(content: bytes) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of the reading process, without secrets and addresses of the server."""
-    kept = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    kept = {name: os.environ[name] for name in _VARIABLES if name in os.environ}  # no secrets
     folders = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(each)]  # not the current one
     return kept | ({"PYTHONPATH": os.pathsep.join(folders)} if folders else {})
 

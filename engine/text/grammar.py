@@ -5,9 +5,6 @@ along a trie of the vocabulary (https://guidance-ai.github.io/llguidance/llg-go-
 states move back as well as forward, as the branches of a draft tree require. ``engine.text.grammar_check`` refuses expensive
 grammars.
 
-If only one text is possible, the library would also fix its split into tokens. This is disabled: the model chooses the split, so
-that exactly the texts of the language are allowed. The library's split is drafted instead (``MatcherGrammar.forced``).
-
 A grammar is sent as text in the library's notation (``SamplingParams.grammar``), so that every rank of a group, and a replica
 that takes over a request, compiles the same one.
 """
@@ -55,6 +52,8 @@ _TOO_SLOW = (
     "make the grammar less ambiguous (one rule for each text), or its patterns shorter"
 )
 _CHECKER = GrammarChecker()
+# By default the library fixes the split into tokens if only one text is possible. Here the model chooses the split, so that all
+# texts of the language, and no others, are allowed. The library's split is drafted instead (``MatcherGrammar.forced``).
 _UNFORCED = '%llguidance {"no_forcing": true}'
 HARMONY_TEXT = r"TEXT: /(?s:.*)/ & ~/(?s:.*)<\|[a-z]+\|>(?s:.*)/"  # text of a message, without marks
 # Whitespace between the tokens of JSON, bounded because a model might otherwise emit it without end.
@@ -110,14 +109,13 @@ def lark_grammar(text: str) -> str:
 
 
 def after_reasoning(answer: str, tags: Tags, tokens: Mapping[str, int], begins_within: bool | None) -> str:
-    """Return a grammar that constrains the answer after reasoning. Reasoning is free text between tags.
+    """Return a grammar that constrains the answer after reasoning, which is free text between tags.
 
     Args:
         answer: a grammar from a function of this module.
-        tags: texts around the reasoning.
         tokens: ids of added tokens by text; a tag among them must be this token.
-        begins_within: whether the prompt has opened the reasoning (true) or closed it (false: the answer's grammar is returned);
-            None: the model may begin with reasoning or with the answer.
+        begins_within: whether the prompt has opened the reasoning (true) or closed it (false: ``answer`` is returned); None: the
+            model may begin with reasoning or with the answer.
     """
     if begins_within is False:
         return answer
@@ -145,10 +143,9 @@ def behind_analysis(answer: str, tokens: Mapping[str, int], begins_within: bool 
     Args:
         answer: a grammar from a function of this module.
         tokens: ids of added tokens by text, with the marks of the format.
-        begins_within: whether the prompt has begun a message of the channel ``analysis`` (true) or ``final`` (false); None: it
-            ends before the header of a message.
-        has_header: whether ``answer`` begins with the header of its message. If not, it is the text of a message in the channel
-            ``final``.
+        begins_within: whether the prompt has begun a message of the channel ``analysis`` (true) or ``final`` (false); None:
+            neither.
+        has_header: whether ``answer`` includes the header of its message; if not, it is the text of one in the channel ``final``.
     """
     if begins_within is False and not has_header:
         return answer
@@ -324,15 +321,13 @@ class _Compiled:
 
     @property
     def size(self) -> int:
-        """Return the estimated bytes."""
-        return self.chars * _BYTES_PER_CHAR + int(self.spent_s * _BYTES_PER_S)
+        return self.chars * _BYTES_PER_CHAR + int(self.spent_s * _BYTES_PER_S)  # estimated bytes
 
 
 class Grammars:
-    """Thread-safe compiler and cache of grammars for one model.
+    """Thread-safe compiler and cache of grammars for one model, with separate entries for each account.
 
-    Compiled grammars are cached per account. An account's grammars never evict another account's while it has others, and do not
-    use up the states of another account's.
+    An account's grammars evict those of another account only if it has no others.
     """
 
     def __init__(
@@ -362,9 +357,7 @@ class Grammars:
         yield
 
     def start(self, grammar: str, account: str = "", field: str = FIELD) -> MatcherGrammar:
-        """Return the initial state of a grammar, compiling it unless it is cached for the account.
-
-        Compiling blocks the thread. If several threads need the same grammar, one compiles it.
+        """Return the initial state of a grammar, compiled (by one thread, which blocks) unless it is cached for the account.
 
         Raises:
             RequestError: the grammar cannot be used with this model; the error names ``field``.

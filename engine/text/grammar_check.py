@@ -183,7 +183,6 @@ def main() -> None:
 
 
 def _vocabulary(text: str, size: int, end_tokens: list[int]) -> LLTokenizer | str:
-    """Return the vocabulary in the library's form, or the reason why it cannot be used."""
     try:
         return LLTokenizer(text, n_vocab=size, eos_token=end_tokens)
     except ValueError as error:

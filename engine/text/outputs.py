@@ -36,16 +36,10 @@ class Outputs:
         return self._live[request.request_id][0]
 
     def read(self, request: Request, tokens: Sequence[int]) -> tuple[list[str], FinishReason | None]:
-        """Return the text that each emitted token releases, and the finish reason if the output ends.
+        """Return a piece of text, possibly empty, for each token that belongs to the output, and the reason if the output ends.
 
-        Text that was held back is released by the token that decided it, and the rest at the end by the last token.
-
-        Args:
-            request: live, before the tokens are committed.
-            tokens: at least one.
-
-        Returns:
-            One piece of text, possibly empty, for each token that belongs to the output; tokens after the end have none.
+        Text that was held back is released by the token that decided it, and the rest at the end by the last token. Call it with
+        at least one token, before the tokens are committed.
         """
         (end_tokens, detokenizer), room = self._live[request.request_id], request.remaining
         pieces: list[str] = []

@@ -37,10 +37,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer_alone(path: str) -> PreTrainedTokenizerFast:
-    """Load the tokenizer in a process without a model, hiding torch from transformers to save its memory.
+    """Load the tokenizer in a process that does nothing else with transformers, hiding torch from it to save memory.
 
-    Use it only in processes that do nothing else with transformers. If torch is imported already, or for a GGUF file, whose
-    tokenizer transformers reads with torch, this is ``load_tokenizer``.
+    If torch is imported already, or for a GGUF file, which transformers reads with torch, this is ``load_tokenizer``.
     """
     if is_gguf(find_tokenizer(path)) or "torch" in sys.modules:
         return load_tokenizer(path)
