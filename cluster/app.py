@@ -194,7 +194,7 @@ def application(config: Config) -> serve.Application:
 def version_of(config: Config) -> str:
     """Return hexadecimal digits that identify the configured model; token ids are only valid within one version.
 
-    During a redeploy, engines of the old and the new model run at once, and each API uses those of its own version.
+    During a redeploy, engines of the old and the new model run at once, and each API uses those of its version.
     """
     # The number of threads does not change the model.
     model = dataclasses.replace(config.model, threads=None)
@@ -303,7 +303,8 @@ def _routing(config: Config, replicas: int) -> dict[str, Any]:
         return {}
     slots, tenants = config.engine.most_slots(config.parallelism.mode != "none"), len(tenant_names(config))
     kwargs = {"slots": slots, "tenants": tenants * (1 + len(config.model.adapters))}
-    router: Any = {"request_router_class": PrefixRouter, "request_router_kwargs": kwargs}  # Serve annotates each as a dict
+    # Any, because Serve annotates both values as dicts.
+    router: Any = {"request_router_class": PrefixRouter, "request_router_kwargs": kwargs}
     return {"request_router_config": RequestRouterConfig(**router)}
 
 

@@ -186,7 +186,7 @@ class AdmissionController:
         """Count a body while it is held in the block; yield the function to call with each number of received bytes.
 
         Raises:
-            ApiError: 401, unknown key; 429, the key's bodies are too large in all; 503, all bodies are.
+            ApiError: 401, unknown key; 429, the key's bodies are too large together; 503, those of all keys are.
         """
         account = self._account(self._tenancy.caller_of(authorization))
         held = 0

@@ -34,7 +34,7 @@ class HostMiddleware:
     """
 
     def __init__(self, app: ASGIApp, names: frozenset[str] | None, refuse: Callable[[ApiError], ApiError]) -> None:
-        """Wrap an application. ``names``: see ``configs.server_checks.allowed_names``, None for any. ``refuse`` counts an error."""
+        """Wrap an application. ``names`` are the allowed ones, see ``configs.server_checks``; None for any."""
         self._app, self._names, self._refuse = app, names, refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

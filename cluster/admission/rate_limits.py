@@ -14,7 +14,7 @@ from cluster.http.errors import ApiError
 from configs.slices import LimitsOptions, TenantOptions
 
 MINUTE_S = 60.0
-# refusals of a key in one second that are answered at once, and the delay of further ones
+# Refusals of a key within the delay that are sent at once, and the delay of further ones in seconds.
 _REFUSALS, _KEPT_BACK_S = 20, 1.0
 BUSY_S = 1.0  # seconds; when a running request of a key will end is unknown
 

@@ -123,7 +123,7 @@ class Auditor:
         self._deletions: Counter[str | None] = Counter()  # number of deletions by tenant
 
     def listen(self, job: Job) -> Callable[[StepOutput], None] | None:
-        """Return a listener that keeps a choice with drafts; choices without a tenant are only kept with ``audit.private``."""
+        """Return a listener that keeps a drafted choice; None for others, and without a tenant unless ``audit.private``."""
         drafted = job.max_draft_tokens != 0 and job.strategy != PLAIN
         some = self._options.keep > 0 or self._options.sample > 0
         if not (drafted and some and (self._options.private or job.tenant is not None)):

@@ -242,7 +242,7 @@ MEMORY: tuple[Family, ...] = (
     ),
 )
 
-# In an elastic group each replica is one rank; only such a group has a `width`.
+# In an elastic group each replica is one rank; only elastic groups have a `width`.
 RANKS: tuple[Family, ...] = (
     gauge(
         "outrider:ranks_ready", "Ranks that share the steps.", _group(lambda one: len(one.ready) if one.width is None else 1, 1)

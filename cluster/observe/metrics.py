@@ -155,7 +155,7 @@ class MetricsService:
     tenancy: Tenancy  # checks admin keys
     replicas: Callable[[], Awaitable[Sequence[Description]]]  # returns the descriptions of the replicas that answer
     configured: int  # number of replicas that should exist
-    is_open: bool  # True: no key needed, as only the operator reaches the route; False: admin key needed
+    is_open: bool  # no key is needed: only this machine, or the operator's port, reaches the route; else an admin key is
     admission: Callable[[], AdmissionCounts]
     auditor: Auditor | None = None  # None if nothing is audited
     shadow: Shadow | None = None  # None if nothing is compared with a baseline

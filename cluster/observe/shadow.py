@@ -113,7 +113,7 @@ class Shadow:
         self._results, self._texts = dict.fromkeys(ShadowResult, 0), dict.fromkeys(Texts, 0)
 
     def listen(self, job: Job) -> Callable[[StepOutput], None] | None:
-        """Return a listener for a request that the baseline shall also answer; None for others and for private requests."""
+        """Return a listener for a request that the baseline shall also answer; None for others and those without a tenant."""
         drafted = job.max_draft_tokens != 0 and job.strategy != PLAIN
         whole = not job.emitted and job.prompt_logprobs is None
         if not (drafted and whole and job.tenant is not None) or self._draw() >= self._share:

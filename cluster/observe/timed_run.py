@@ -16,7 +16,7 @@ class TimedRun:
     reason: FinishReason | None = None
     error: str | None = None  # reason why the request was ended
     steps: int = 0
-    first: int = 0  # tokens of the first step: more than one if drafts were accepted in it
+    first: int = 0  # tokens at ttft_s: can be more than one if little of the prompt had to be computed
     ttft_s: float = 0.0
     latency_s: float = 0.0
     energy_j: float | None = None  # None if the hardware does not count it

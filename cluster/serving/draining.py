@@ -45,7 +45,7 @@ class Draining:
         return len(self._exchanges)
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
-        """Return the application, with the requests that ``stop`` waits for and refuses."""
+        """Wrap the application: register public requests, and refuse them once ``stop`` was called."""
 
         async def entered(scope: Scope, receive: Receive, send: Send) -> None:
             path = scope.get("path", "").removeprefix(scope.get("root_path", ""))

@@ -148,7 +148,7 @@ class _Progress:
 
     @property
     def hopeless(self) -> bool:
-        """Return whether it lost so many replicas that it is probably the cause."""
+        """Return whether it lost too many replicas: it is probably the cause."""
         return self.losses > MAX_LOSSES or self.losses_in_all > MAX_LOSSES_IN_ALL
 
 
@@ -159,8 +159,8 @@ class HandleEngine:
     the tokens that were emitted: the consumer sees a pause, and no token is lost or repeated.
 
     A request may be the cause of a replica's end. A request that lost one is *quarantined*: the next replica computes it alone in
-    its steps until it has emitted ``CLEARED_TOKENS`` more, and reports this before and after. If that replica ends in such a step
-    as well, the request is refused; requests that waited there are sent again without blame. A replica takes one quarantined
+    its steps until it has emitted ``CLEARED_TOKENS`` more, and reports this before and after. If that replica ends in one of
+    these steps, the request is refused; requests that waited there are sent again without blame. A replica takes one quarantined
     request per account; the next one waits here.
 
     A device failure is no request's fault, and the replica reports it before it ends. A request that loses two devices without a
@@ -373,7 +373,7 @@ class HandleEngine:
 
 
 def _passes(refusal: QueueFullError | RequestError, progress: _Progress) -> bool:
-    """Return whether a running request only has to wait: for a place, or for a replica that still holds its id."""
+    """Return whether a running request only has to wait: for a place, or until a replica frees its previous attempt."""
     if isinstance(refusal, RequestError) and refusal.field == "request_id":
         return progress.taken or progress.attempts > 1
     return (progress.taken or progress.quarantined) and isinstance(refusal, QueueFullError)

@@ -108,7 +108,7 @@ class ReplicaChooser:
 
         Args:
             slots: KV slots of a replica, and so the most prompts remembered per tenant and replica.
-            tenants: number of tenants, times models and adapters, among which the memory is divided.
+            tenants: number of tenants times (1 + adapters), among which the memory is divided.
             clock: seconds.
         """
         self._clock = clock

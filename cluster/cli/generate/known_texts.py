@@ -21,7 +21,7 @@ class TextTokenizer:
     """Fast tokenizer, and the token that ends a text."""
 
     def __init__(self, path: Path) -> None:
-        """Load from a folder with ``tokenizer.json`` (and ``tokenizer_config.json`` for the end token), a GGUF file or a model name.
+        """Load from a GGUF file, a model name, or a folder with ``tokenizer.json`` and, for the end token, its configuration.
 
         Raises ``PromptFileError`` if there is no tokenizer, or it cannot be read.
         """

@@ -65,7 +65,7 @@ def check(config: Config) -> None:
 def with_threads(config: Config) -> Config:
     """Return the configuration with ``model.threads`` set to all cores if one replica has this machine to itself.
 
-    Unchanged if threads or CPUs are configured. Otherwise Ray would allow only ``server.cpus_per_replica`` threads.
+    Unchanged if threads, CPUs or ``OMP_NUM_THREADS`` are set. Ray would allow only ``server.cpus_per_replica`` threads.
     """
     server = config.server
     alone = (
