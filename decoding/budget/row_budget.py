@@ -13,7 +13,7 @@ from decoding.budget.step_price import fill_counts, price_rows, seconds_of
 from decoding.tree import Int32Array
 
 _START_STEPS, _DECAY = 10.0, 0.998  # weight of the initial guess in steps; decay per step
-_PRICED_ROWS = 64  # rows of a request with a price of their own; further ones have the last price
+_PRICED_ROWS = 64  # rows of a request with separate prices; further rows have the last price
 
 
 _NO_DEPTHS = np.zeros(0, np.int32)
