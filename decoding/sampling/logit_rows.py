@@ -16,12 +16,7 @@ class LogitRows(Protocol):
 
 
 class HostRows:
-    """Rows of a tensor on another device, each copied to the host at its first use.
-
-    Args:
-        logits: [n, vocab] on any device.
-        root: [vocab] the first row, on the host.
-    """
+    """Rows of [n, vocab] logits on another device, each copied to the host at its first use; ``root`` is the first row."""
 
     def __init__(self, logits: torch.Tensor, root: torch.Tensor) -> None:
         # Copies are lazy because verification visits few rows of a draft tree.

@@ -1,7 +1,6 @@
 """Truncation of a row of scores by min-p, top-k and top-p (``decoding.sampling.sampler.warp``) in one compiled call.
 
-Nothing is sorted but the few tokens near the most likely one. Decisions that rounding could change are returned as ``UNDECIDED``,
-because sums of probabilities in another order round differently.
+Only the few tokens near the most likely one are sorted.
 """
 
 from __future__ import annotations
@@ -51,10 +50,9 @@ def collect(scores: Float32Array, least: np.float32, ids: Int64Array) -> int:
 
 @compiled
 def _cut(ordered: Float32Array, top: float, total: float, min_p: float, top_k: int, top_p: float, all_near: bool) -> int:
-    """Return how many of the most likely tokens survive, or ``UNDECIDED``.
+    """Return how many of the most likely tokens survive, or ``UNDECIDED``; ``ordered`` are scores, the highest first.
 
-    ``ordered`` are scores, the highest first. ``all_near``: all other tokens are certain to fail min-p or top-k. Otherwise only
-    top-p applies, and ``total`` is the mass of all tokens.
+    Unless the other tokens are certain to fail min-p or top-k (``all_near``), only top-p applies, with ``total`` the mass of all.
     """
     count = len(ordered)
     if min_p > 0.0:
@@ -119,8 +117,7 @@ def survivors(
     """Return the surviving tokens, ascending, and their scores; None if undecided or if there are more than ``MOST``.
 
     Args:
-        scores: [vocab], all numbers.
-        top: the highest score.
+        scores: [vocab], all numbers, with ``top`` the highest.
         total: sum of ``exp(score - top)``; used with top-p alone.
         params: with a truncation.
     """

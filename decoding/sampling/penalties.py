@@ -1,9 +1,8 @@
 """Logits processors: grammar, logit bias, ``min_tokens`` and penalties, applied before a token is chosen.
 
-The rules and their order are vLLM's: grammar, logit bias and minimum length, then repetition penalty (CTRL, arXiv 1909.05858,
-section 4.1; negative logits are multiplied, as everywhere since), frequency penalty and presence penalty (OpenAI's API
-reference). Temperature, min-p, top-k and top-p follow (``decoding.sampling.sampler``). Each visited row of a draft tree is
-processed with its own prefix: the committed tokens and the path to the row.
+Rules and order are vLLM's: grammar, logit bias, minimum length, repetition penalty (CTRL, arXiv 1909.05858, section 4.1, but
+negative logits are multiplied), frequency and presence penalty (OpenAI's API reference). Each row of a draft tree is processed
+with its own prefix: the committed tokens and the path to the row.
 
 Example: prompt 5 5, output 6 6, repetition_penalty 2, frequency_penalty 0.5, presence_penalty 0.25. A logit of 3.0 of token 5
 becomes 3.0 / 2 = 1.5, and one of -1.0 of token 6 becomes -1.0 * 2 - 0.5 * 2 - 0.25 = -3.25.
@@ -31,11 +30,7 @@ _MANY = 8  # from 1 in 8 tokens of the vocabulary on, dense operations are faste
 
 
 class TokenCounts:
-    """Distinct tokens of a sequence and their counts in its output, updated by appending and removing tokens.
-
-    Args:
-        prompt_ids: [n] tokens of the sequence outside the output; may be empty.
-    """
+    """Distinct tokens of a sequence, with their counts in its output; ``prompt_ids`` are tokens outside the output."""
 
     __slots__ = ("_counts", "_ids", "_index", "_output", "_prompt_size", "_size")
 
@@ -90,17 +85,13 @@ class TokenCounts:
 
 
 class LogitRules:
-    """Logits processors of one request, with the tokens and grammar state that they depend on.
-
-    Args:
-        prompt_ids: [n] used by the repetition penalty alone.
-        grammar: advanced together with the counts.
-    """
+    """Logits processors of one request, with the token counts and the grammar state that they depend on."""
 
     __slots__ = ("_barred", "_bias", "_params", "counts", "grammar")
 
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int] | Int32Array, grammar: Grammar | None = None) -> None:
         self._params, self.grammar = params, grammar
+        # Only the repetition penalty depends on the prompt.
         self.counts = TokenCounts(prompt_ids if params.repetition_penalty != 1.0 else ())
         # Built at the first row and reused: (token ids, None for a dense bias; biases), and (barred tokens, their ids or mask).
         self._bias: tuple[torch.Tensor | None, torch.Tensor] | None = None
@@ -125,17 +116,16 @@ class LogitRules:
             self.grammar.catch_up(output_ids)
 
     def apply(self, logits: torch.Tensor, barred: Collection[int] = (), constrained: bool = True) -> torch.Tensor:
-        """Return the logits after the rules, given the output pushed so far.
+        """Return the logits after the rules, or ``logits`` itself if nothing changes it.
 
         Args:
             logits: [vocab] floating point; not modified.
-            barred: tokens that are excluded because the output is shorter than ``min_tokens``; ids outside the vocabulary are
-                ignored. Pass the same object in each call, so that its tensor is built once.
+            barred: tokens excluded by ``min_tokens``. Pass the same object in each call: its tensor is cached.
             constrained: whether the grammar is applied.
 
         Returns:
-            [vocab] float32, or float64 if the logits are; -inf for barred tokens, about ``FORBIDDEN`` for tokens that the grammar
-            forbids. ``logits`` itself if nothing changes it.
+            [vocab] float32, or float64 if the logits are; -inf for barred tokens, about ``FORBIDDEN`` for those that the grammar
+            forbids.
         """
         if not constrained and not barred and not self._params.penalized and not self._params.logit_bias:
             return logits

@@ -1,8 +1,7 @@
-"""Philox random numbers at any position of a stream, without the numbers before it.
+"""Philox random numbers at any position of a stream, without the numbers before it, which numpy does not offer.
 
 Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 4.3) computes each block of four numbers
-from a counter and a key alone. numpy only generates a stream from its beginning; a draw among few tokens of a large vocabulary
-needs only the numbers of these tokens.
+from a counter and a key alone.
 """
 
 from __future__ import annotations
@@ -62,10 +61,6 @@ def fill_stream(key: np.uint64, position: np.uint64, lanes: UInt64Array) -> None
 
 
 def raw_stream(seed: int, position: int, count: int, stream: int = 0) -> UInt64Array:
-    """Return numpy's raw Philox stream for one position, [count] uint64.
-
-    The key is ``seed`` and the counter starts at ``stream * 2**128 + position * 2**64``. Streams are independent of each other;
-    ``decoding.sampling.probabilities`` lists their uses.
-    """
+    """Return [count] numbers of numpy's Philox stream for the key ``seed``, one of several independent streams per position."""
     raw: UInt64Array = np.random.Philox(key=seed, counter=[0, position, stream, 0]).random_raw(count)
     return raw

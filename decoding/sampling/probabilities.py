@@ -1,9 +1,8 @@
 """Next-token probabilities, the random numbers that decide by them, and the computations of the verification rules.
 
-Every random number is a function of (seed, position, stream, index). The streams of one position are independent, so that
-drafting a token, accepting it and choosing its replacement are separate draws. Reusing the numbers of a position below another
-prefix is sound: draft tokens at positions behind a rejection were never examined, so they carry no information about the emitted
-tokens.
+Every random number is a function of (seed, position, stream, index). Streams are independent, so drafting a token, accepting it
+and choosing its replacement are separate draws. Drawing again at a position below another prefix is sound: draft tokens behind a
+rejection were never examined, so they carry no information about the output.
 """
 
 from __future__ import annotations
@@ -22,14 +21,7 @@ DRAFT = 16  # the draft token; DRAFT + k for the k-th of several draft sequences
 
 
 def uniform(seed: int, position: int, stream: int, index: int = 0) -> float:
-    """Return a random number in (0, 1), both ends excluded.
-
-    Args:
-        seed: seed of the request.
-        position: absolute index of the token that the number decides about.
-        stream: one of the constants above.
-        index: index within the stream.
-    """
+    """Return a random number in (0, 1), both ends excluded: number ``index`` of a stream for the token at ``position``."""
     raw = int(raw_stream(seed, position, index + 1, stream)[index])
     return ((raw >> 12) + 0.5) * 2.0**-52
 
@@ -40,25 +32,19 @@ def pick(distribution: Float64Array, number: float) -> int:
     Example: of the distribution 0.2, 0.0, 0.8 the number 0.19 picks token 0, and 0.2 or more picks token 2.
 
     Args:
-        distribution: [vocab] not negative, with a positive sum, which need not be 1.
-        number: in (0, 1), see ``uniform``.
+        distribution: [vocab] not negative; the sum need not be 1.
+        number: in (0, 1).
     """
     cumulated = distribution.cumsum()
     return int(cumulated.searchsorted(number * cumulated[-1], side="right"))
 
 
 def residual(target_probs: Float64Array, covered: Float64Array) -> Float64Array:
-    """Return the normalised residual distribution ``max(target_probs - covered, 0)``.
+    """Return the normalised residual ``max(target_probs - covered, 0)``, [vocab].
 
     Example: of the target's 0.5, 0.3, 0.2 a draft distribution 0.7, 0.2, 0.1 leaves 0, 0.1, 0.1, so 0, 0.5, 0.5.
-
-    Args:
-        target_probs: [vocab].
-        covered: [vocab] probability of each token that accepted draft tokens cover.
-
-    Returns:
-        [vocab]; ``target_probs`` if the residual is zero, which only rounding can cause.
     """
     left = np.maximum(target_probs - covered, 0.0)
     total = left.sum()
+    # A total of 0 can only come from rounding.
     return left / total if total > 0.0 else target_probs

@@ -1,8 +1,8 @@
 """Argmax and top-k of rows of logits on a CPU, as compiled loops.
 
-Floating-point numbers are compared as integers with the same bits, which have the same order once the magnitude bits of negative
-numbers are inverted. This needs no conversion of half-precision types and vectorises well. One compiled call is cheaper than
-several numpy calls, because the instruction cache is cold after each forward.
+Floats are compared as integers with the same bits, whose order is equal once the magnitude bits of negative numbers are inverted:
+no conversion is needed and loops vectorise. One compiled call beats several numpy calls, because the instruction cache is cold
+after a forward.
 """
 
 from __future__ import annotations
@@ -49,11 +49,8 @@ if NATIVE:
 def _fill_highest(
     row: SignedArray, zero: np.signedinteger, infinity: np.signedinteger, highest: SignedArray
 ) -> np.signedinteger:  # fmt: skip
-    """Fill ``highest`` with the largest integer of each block and return ``infinity``, or a larger integer if the row has a NaN.
-
-    ``zero`` and ``infinity`` (the bits of -inf) have the type of ``row``, so that the loops vectorise. The last block may be
-    shorter.
-    """
+    """Fill ``highest`` with the largest integer of each block; return ``infinity``, or a larger integer if the row has a NaN."""
+    # zero and infinity (the bits of -inf) have the type of the row, so that the loops vectorise.
     strange, whole = infinity, len(row) // _BLOCK
     for block in range(whole):
         best = row[block * _BLOCK]
@@ -172,11 +169,9 @@ def _room(kind: tuple[Any, Any, int], rows: int, vocab: int) -> SignedArray:
 
 
 def argmax_rows(logits: torch.Tensor, highest: SignedArray | None = None) -> Int32Array:
-    """Return the most likely token of each row, [n] int32; the lowest id of equal ones.
+    """Return the most likely token of each of [n, vocab] logits on any device, [n] int32; of equal ones the lowest id.
 
-    Args:
-        logits: [n, vocab] floating point, on any device.
-        highest: result of ``blocks_of(logits)``, to be filled.
+    ``highest`` is the result of ``blocks_of(logits)``, to be filled.
     """
     best: Int32Array
     if not logits.is_cpu:
@@ -192,15 +187,10 @@ def argmax_rows(logits: torch.Tensor, highest: SignedArray | None = None) -> Int
 
 
 def top_rows(logits: torch.Tensor, rows: Sequence[int], k: int, highest: SignedArray | None = None) -> Int32Array:
-    """Return the k most likely tokens of some rows, [n, k] int32, the most likely first.
+    """Return the k most likely tokens of the given rows, [n, k] int32, the most likely first.
 
-    Ties are in order of id on a CPU with numba, for dtypes no wider than float32; elsewhere torch promises no order.
-
-    Args:
-        logits: [m, vocab] floating point, on any device.
-        rows: [n] row indices.
-        k: at most ``vocab``.
-        highest: block maxima of all rows as filled by ``argmax_rows``; recomputed if None.
+    Ties are in order of id on a CPU with numba, for dtypes no wider than float32; elsewhere torch promises no order. ``highest``
+    are the block maxima of all rows as filled by ``argmax_rows``.
     """
     best = np.empty((len(rows), k), np.int32)
     if not best.size:

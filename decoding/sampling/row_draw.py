@@ -1,9 +1,8 @@
 """Draw of a token from a row of logits on a CPU, with warps and noise in one compiled call.
 
-The result equals that of ``warp`` and noise over the whole vocabulary, but noise is computed only for the tokens that survive
-min-p, top-k and top-p. If the nucleus is wide, the winner among all tokens is tested first, then the next best while they lie
-outside. Decisions that the order of a sum could change are ``UNDECIDED``. One call is cheapest because the instruction cache is
-cold after a forward.
+The result equals that of ``warp`` and noise over the whole vocabulary, but only surviving tokens need noise. If the nucleus is
+wide, the winner among all tokens is tested first, then the next best while they lie outside. Decisions that the order of a sum
+could change are ``UNDECIDED``. One call is used because the instruction cache is cold after a forward.
 """
 
 from __future__ import annotations
@@ -203,14 +202,9 @@ def _draw(
 
 
 def draw_row(logits: torch.Tensor, params: SamplingParams, position: int) -> int | None:
-    """Return the same token as ``decoding.sampling.sampler.choose``, or None if the slow path has to decide.
+    """Return the token of ``decoding.sampling.sampler.choose`` for [vocab] logits after the logits processors, if any.
 
-    None is returned for other dtypes and devices, too many surviving tokens, and close decisions.
-
-    Args:
-        logits: [vocab] on any device, after the logits processors, if any.
-        params: parameters of a request that is not greedy.
-        position: absolute index of the token.
+    None is returned for other dtypes and devices, too many surviving tokens, and close decisions. The request must not be greedy.
     """
     if logits.dtype == torch.float16:
         logits = logits.float()

@@ -1,12 +1,11 @@
 """Choice of a token from one row of logits, with randomness that is a function of (seed, position) alone.
 
 The draw is the Gumbel-max trick (``argmax(logits + noise)`` has the distribution ``softmax(logits)``) with noise from a
-counter-based generator (Philox). Its key is the request's seed and its counter the absolute position of the token. The draft, the
-batch, the replica and earlier draws do not matter, so the same seed gives the same text under every strategy, after a preemption
-and after a failover.
+counter-based generator (Philox): the key is the request's seed, the counter the absolute position of the token. So the same seed
+gives the same text under every strategy, after a preemption and after a failover.
 
-The order of operations is vLLM's: grammar, bias, minimum length and penalties (``decoding.sampling.penalties``), then argmax for
-a greedy request, or temperature, min-p, top-k, top-p and the draw. Log-probabilities are those of the raw logits.
+The order of operations is vLLM's: logits processors (``decoding.sampling.penalties``), then argmax for a greedy request, or
+temperature, min-p, top-k, top-p and the draw.
 """
 
 from __future__ import annotations
@@ -36,26 +35,16 @@ def gumbel(raw: UInt64Array) -> npt.NDArray[np.float64]:
 
 
 def gumbel_noise(seed: int, position: int, count: int) -> npt.NDArray[np.float64]:
-    """Return standard Gumbel noise for one position, [count] float64.
-
-    Args:
-        seed: seed of the request, below 2**63.
-        position: absolute index of the token to choose; prompt tokens count.
-        count: size of the vocabulary; entry t does not depend on it.
-    """
+    """Return standard Gumbel noise for the token at an absolute position, [count]; entry t does not depend on ``count``."""
     # numpy keeps the raw Philox stream stable across versions, but not its distributions.
     return gumbel(raw_stream(seed, position, count))
 
 
 def warp(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Apply temperature, min-p, top-k and top-p in vLLM's order; excluded tokens become -inf.
+    """Apply temperature, min-p, top-k and top-p in vLLM's order to [vocab] logits; excluded tokens become -inf.
 
     Min-p (arXiv 2407.01082, section 3) keeps the tokens whose probability is at least ``min_p`` times the highest. Example: with
     probabilities 0.5, 0.3, 0.15, 0.05 and min_p 0.3 the bar is 0.15: three tokens are left.
-
-    Args:
-        logits: [vocab] floating point.
-        params: parameters of a request that is not greedy.
 
     Returns:
         [vocab] float32, or float64 if the logits are. Ties at the edge of top-k are all kept; top-p cuts equal logits by token
@@ -83,12 +72,10 @@ def choose(
     rules: LogitRules | None = None,
     barred: Collection[int] = (),
 ) -> int:
-    """Return the token that the target model emits at ``position``.
+    """Return the token that the target model emits at an absolute position; of equal ones a greedy request gets the lowest id.
 
     Args:
         logits: [vocab] floating point, the row of the prefix that ends before ``position``.
-        params: greedy returns the argmax, the lowest id of equal ones.
-        position: absolute index of the token to choose.
         rules: logits processors with the same prefix pushed; None if the request has none.
         barred: tokens excluded by ``min_tokens`` (see ``LogitRules.apply``); requires ``rules``.
     """
@@ -114,15 +101,9 @@ def _choose(logits: torch.Tensor, params: SamplingParams, position: int) -> int:
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], count: int) -> tuple[TokenLogprob, ...]:
-    """Return the log-probabilities of emitted tokens and of the most likely alternatives.
+    """Return the raw log-probabilities of [n] emitted tokens and of up to ``count`` most likely alternatives each.
 
-    Args:
-        logits: [n, vocab] raw logits of the rows below which the tokens were emitted.
-        token_ids: [n] the emitted tokens.
-        count: alternatives per token, at most the vocabulary.
-
-    Returns:
-        [n], computed in float32, or float64 if the logits are. The order of ties at the cut-off is not defined.
+    ``logits`` are the [n, vocab] rows below which the tokens were emitted. Which of several ties is last is undefined.
     """
     rows = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logprobs = torch.log_softmax(rows, dim=-1)

@@ -16,11 +16,10 @@ def tree_of(
     one adds nothing; with ``most`` 2 the third one is the last to be looked at.
 
     Args:
-        root: the last committed token.
         rows: continuations with their source ids.
         budget: maximum number of rows below the root.
         most: maximum number of continuations that add a row; unlimited if None.
-        merged: whether continuations share the rows of a common prefix; otherwise each is a chain.
+        merged: whether continuations share the rows of a common prefix.
     """
     tokens, parents, sources = [root], [-1], [0]
     children: dict[tuple[int, int], int] = {}

@@ -52,17 +52,13 @@ class History:
     """Texts of one tenant, and the frequency of each token in them.
 
     Texts arrive in pieces, from this process or others. Pieces may arrive twice and in any order, with the same result. A piece
-    is used for drafting once all tokens before it have arrived. The history also stores notes of requests, by which similar ones
-    are found (``decoding.sources.text_keys``).
+    is used for drafting once all tokens before it have arrived. Notes of requests are stored too, to find similar ones
+    (``decoding.sources.text_keys``). Texts are split at ``end_tokens``, which are in no branch and are not counted.
 
     Example: the pieces (offset 0) ``1 2``, (offset 3) ``4`` and (offset 1) ``2 3`` make ``1 2``, again ``1 2``, and ``1 2 3 4``.
 
-    Args:
-        capacity: tokens to hold, at least 1.
-        end_tokens: texts are split at them; they are in no branch and are not counted.
-
     Raises:
-        ValueError: ``capacity`` is below 1.
+        ValueError: ``capacity``, in tokens, is below 1.
     """
 
     def __init__(self, capacity: int, end_tokens: tuple[int, ...] = ()) -> None:
@@ -102,10 +98,9 @@ class History:
         return arrays + 4 * self._held.num_tokens
 
     def start(self, text: int) -> None:
-        """Begin a text that this process writes.
+        """Begin a text that this process writes, or continue one that another process has begun.
 
-        If the text of this key is complete or was removed, a new one begins at offset 0 and the tokens of the old one, if any,
-        stay. Otherwise another process has begun the text and this process continues it.
+        If the text of this key is complete or was removed, a new one begins at offset 0; the tokens of the old one, if any, stay.
         """
         entry = self._texts.get(text)
         if entry is None:
@@ -118,14 +113,7 @@ class History:
             self._texts[text] = _Text(numbers=np.asarray(entry.numbers, np.int64)[here].tolist())
 
     def extend(self, text: int, offset: int, tokens: Sequence[int] | Int32Array, final: bool = False) -> None:
-        """Add a piece of a text.
-
-        Args:
-            text: key of the text.
-            offset: number of tokens before this piece.
-            tokens: [m] token ids, not negative.
-            final: whether the text ends with this piece. A note is accepted only as one whole piece.
-        """
+        """Add a piece of a text, behind its first ``offset`` tokens; a note is accepted only as one whole piece."""
         if is_note(text):
             if offset == 0 and final:
                 self._note(text, np.asarray(tokens, np.int32))
@@ -171,7 +159,6 @@ class History:
         self._write(text, entry, new, listed)
 
     def _write(self, text: int, entry: _Text, new: Int32Array, listed: list[int]) -> None:
-        """Write tokens, given as an array and as a list."""
         if not listed:
             return
         number = self.log.extend(text, new)
@@ -182,15 +169,13 @@ class History:
             self._count()
 
     def _bound_texts(self) -> None:
-        """Drop the keys of texts whose blocks have left the ring, once there are far more keys than blocks.
-
-        Complete and removed texts go first, then those begun first.
-        """
+        """Drop the keys of texts whose blocks have left the ring, once there are far more keys than blocks."""
         if len(self._texts) < self._most_texts:
             return
         owners = self.log.arrays.owners
         here = set(owners.tolist())
         gone = [(text, entry) for text, entry in self._texts.items() if here.isdisjoint(entry.numbers)]
+        # Complete and removed texts go first, then those begun first.
         excess = len(self._texts) - max(_FEWEST_TEXTS // 2, len(owners))
         for text, _ in sorted(gone, key=lambda item: not (item[1].complete or item[1].dead))[: max(0, excess)]:
             self._held.drop(text)
@@ -251,11 +236,9 @@ class History:
         return entry is not None and entry.dead
 
     def remove(self, text: int, rescued: bool = True) -> None:
-        """Remove a text and all earlier ones of the same key, so that they are never drafted from again.
+        """Remove a text and all earlier ones of the same key; later pieces are dropped until ``start``.
 
-        Args:
-            text: key; later pieces are dropped until ``start``.
-            rescued: also remove the runs that survived their block, because they may belong to this text.
+        ``rescued`` also removes all runs that survived their block, because they may belong to this text.
         """
         if is_note(text):
             if is_passage(text):
@@ -297,11 +280,7 @@ class History:
         self.edition = object()
 
     def clear(self, dead: bool) -> None:
-        """Remove everything.
-
-        Args:
-            dead: drop later pieces of incomplete texts until ``start``; otherwise only those of texts removed before.
-        """
+        """Remove everything; with ``dead``, later pieces of incomplete texts are dropped until ``start``."""
         for entry in self._texts.values():
             entry.dead |= dead and not entry.complete
         self._texts = {text: _Text(dead=True) for text, entry in self._texts.items() if entry.dead}
@@ -314,10 +293,7 @@ class History:
 
 
 class Histories:
-    """One isolated history per tenant, and the public one.
-
-    Args:
-        capacity: tokens per tenant, at least 1.
+    """One isolated history per tenant, each of up to ``capacity`` tokens, and the public one.
 
     Raises:
         ValueError: ``capacity`` is below 1.

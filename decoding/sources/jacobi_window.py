@@ -1,7 +1,6 @@
-"""State of Jacobi lookahead for a request: window of guesses, n-gram pool, and the block of plain Jacobi decoding.
+"""State of Jacobi lookahead for a request (Lookahead Decoding, arXiv 2402.02057, sections 2 and 3), over token ids.
 
-Plain classes over token ids (Lookahead Decoding, arXiv 2402.02057, sections 2 and 3). Columns of the window depend on each other
-through block 0 alone, and updates take the target's answers column by column, so ranks can compute columns separately.
+Columns of the window depend on each other through block 0 alone, so ranks can compute and update them separately.
 """
 
 from __future__ import annotations
@@ -18,13 +17,7 @@ Ngram = tuple[int, ...]
 
 
 class PromptTokens:
-    """Random prompt tokens, in an order that is a function of prompt and seed: equal on every replica.
-
-    Args:
-        prompt_ids: [n] at least one token.
-        seed: seed of the request, below 2**64.
-        excluded: tokens not to draw, unless the prompt has no others.
-    """
+    """Random tokens of a prompt, except ``excluded`` if others exist, in an order determined by prompt and seed (below 2**64)."""
 
     def __init__(self, prompt_ids: Int32Array, seed: int, excluded: Set[int] = frozenset()) -> None:
         kept = prompt_ids[~np.isin(prompt_ids, list(excluded))]
@@ -45,11 +38,10 @@ class JacobiWindow:
     """Two-dimensional window: levels are Jacobi iterations (the oldest first), columns are positions after the root.
 
     Entry ``[level, column]`` stands ``level + column`` positions after the root. Entry ``[0, 0]``, the root's place, is ignored.
-    Level 0 with the root in it is block 0, which is causal; an entry above it attends to block 0 up to its column, and to its own
+    Level 0 with the root is block 0, which is causal; an entry above it attends to block 0 up to its column, and to its own
     column.
 
-    The window starts with one level of ``width + ngram - 2`` columns. While it fills, each step adds the target's answers as a
-    level and drops column 0, whose position is emitted; it is full with ``ngram - 1`` levels and ``width`` columns. Then each
+    While it fills, each step adds the target's answers as a level and drops column 0, whose position is emitted. When full, each
     column drops its oldest entry and appends the answer to its newest one, however many tokens the step emitted: after m accepted
     draft tokens the content lags m positions behind its new places (as in the published code).
 
@@ -59,7 +51,7 @@ class JacobiWindow:
 
     Args:
         width: W of the paper, columns when full, at least 1.
-        ngram: N of the paper, at least 3.
+        ngram: N of the paper, one more than the levels when full, at least 3.
         initial: [width + ngram - 3] initial guesses.
     """
 
@@ -98,9 +90,7 @@ class JacobiWindow:
     def ngrams(self, root: int, answers: Int32Array) -> list[tuple[int, Ngram]]:
         """Return the n-grams of a step by column, before ``advance``: (first token, the ``ngram - 1`` tokens after it).
 
-        Args:
-            root: the token in the root's place.
-            answers: [k] the target's tokens below the newest entries of the first k columns.
+        ``answers`` are the target's tokens below the newest entries of the first k columns, [k].
         """
         assert self.full, (self.levels, self._ngram)
         count = len(answers)
@@ -109,11 +99,7 @@ class JacobiWindow:
         return [(key, tuple(value)) for key, value in zip(keys, values, strict=count > 0)]
 
     def advance(self, answers: Int32Array) -> None:
-        """Advance by one step.
-
-        Args:
-            answers: [k] as in ``ngrams``; columns from k on stay unchanged. While the window fills, all columns are required.
-        """
+        """Advance by one step with the answers of ``ngrams``; a full window keeps later columns, otherwise all are required."""
         if self.full:
             count = len(answers)
             self.entries[:-1, :count] = self.entries[1:, :count].copy()
@@ -174,15 +160,11 @@ class WindowRows:
 
 
 class NgramPool:
-    """N-grams by their first token, at most ``guesses`` per token; the least recently inserted is evicted first.
+    """N-grams (N of the paper) by first token, at most ``guesses`` (G of the paper) each, evicted by time of insertion.
 
     A lookup does not refresh an n-gram; inserting it again does (as in the published code).
 
     Example: with ``guesses`` 2, after ``1 2 3``, ``1 4 5``, ``1 2 3`` and ``1 6 7`` the entries of 1 are ``2 3`` and ``6 7``.
-
-    Args:
-        ngram: N of the paper, at least 2.
-        guesses: G of the paper, at least 1.
     """
 
     def __init__(self, ngram: int, guesses: int) -> None:
@@ -213,10 +195,6 @@ class JacobiBlock:
 
     Example: guesses ``4 5 6`` after the root; the target says 4 after the root, 7 after 4, 8 after 5 and 9 after 6. Guess 4 is
     accepted and 7 emitted; for the places after 7 the target has said 8 and 9, and the last one gets a random prompt token.
-
-    Args:
-        size: number of guesses, at least 1.
-        source: source of guesses for positions without an answer.
     """
 
     def __init__(self, size: int, source: PromptTokens) -> None:
@@ -224,12 +202,7 @@ class JacobiBlock:
         self.guesses = source.draw(size)  # [size]
 
     def advance(self, answers: Int32Array, emitted: int) -> None:
-        """Advance by one step.
-
-        Args:
-            answers: [m + 1] the target's tokens below the root and the first m guesses.
-            emitted: tokens emitted by the step.
-        """
+        """Advance by a step, given the target's tokens below the root and the first m guesses, [m + 1]."""
         size = len(self.guesses)
         known = np.concatenate([answers, self.guesses[len(answers) :]])[emitted : emitted + size]
         self.guesses = np.concatenate([known, self._source.draw(size - len(known))]).astype(np.int32)

@@ -44,15 +44,12 @@ class NgramIndex:
 class ContextNgrams:
     """Continuations of a growing sequence's last q tokens (N-Grammys, arXiv 2411.03786, section 4.2).
 
+    ``query`` and ``length`` are q and w of the paper, both at least 1.
+
     Example: with q = 1 and w = 2 the sequence ``5 1 2 5 1 2 5 1 3 5`` has three earlier 5s, followed by ``1 2``, ``1 2`` and
     ``1 3``: the rows are ``1 2`` (twice) and then ``1 3`` (once). With equal counts, the row that occurred last comes first.
 
     Departure from the paper: only the latest ``max_occurrences`` of a q-gram are counted, to bound the cost of a proposal.
-
-    Args:
-        query: q of the paper, tokens to match, at least 1.
-        length: w of the paper, tokens of a continuation, at least 1.
-        max_occurrences: occurrences to count, at least 1.
     """
 
     def __init__(self, query: int, length: int, max_occurrences: int) -> None:
@@ -60,13 +57,10 @@ class ContextNgrams:
         self._index = NgramIndex((query,))
 
     def continuations(self, tokens: Int32Array, count: int, short: bool) -> list[list[int]]:
-        """Return distinct continuations of the last q tokens, ordered by count, then by latest occurrence.
+        """Return up to ``count`` distinct continuations of the last q tokens, by number of occurrences, then the latest first.
 
-        Args:
-            tokens: [n] the sequence; earlier calls must have passed a prefix of it.
-            count: maximum number of rows.
-            short: whether to append continuations cut off by the end of the sequence, the latest first, unless a row begins with
-                them. All other rows have w tokens.
+        With ``short``, continuations of fewer than w tokens, cut off by the end of the sequence, follow unless they begin another
+        row. Earlier calls must have passed a prefix of ``tokens``.
         """
         self._index.update(tokens)
         ends = self._index.ends(tokens, self._query)

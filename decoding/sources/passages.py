@@ -109,16 +109,14 @@ def _compare(
 ) -> None:  # fmt: skip
     """Mark the stretches that a prompt of another request contained, and record those of this prompt.
 
-    A prefix that was the whole prompt of an earlier request is ignored, because it is the same conversation one turn later.
-
     Args:
-        tokens: the prompt.
-        places, names: its anchors and stretches.
+        places, names: anchors and stretches of the prompt.
         request: number of the request, above 0.
         known: [buckets, _WAYS] hashes of stretches and whole prompts, 0 if empty.
         owners: [buckets, _WAYS] request that had them first.
         recurs: [stretches] out, initially false.
     """
+    # Ignore a prefix that was the whole prompt of an earlier request: it is the same conversation one turn later.
     key, continued, whole = _PROMPT, 0, 0
     for at in range(len(tokens)):
         key = _mixed(key, int(tokens[at]))
@@ -178,7 +176,6 @@ def names_of(key: int, tokens: Int32Array) -> list[int]:
 
 
 def _owner(request: int) -> int:
-    """Map a request hash to a number above 0."""
     return 1 + (request & 0x3FFFFFFF)
 
 

@@ -171,8 +171,7 @@ def _nearest(wanted: Int64Array, words: Int64Array, added: int, places: Int32Arr
 
     Args:
         wanted: [WORDS].
-        words: [places, WORDS] all stored ones; 0 if empty.
-        added: requests ever added to the ring of places.
+        words: [places, WORDS] stored ones, 0 if empty, in a ring to which ``added`` were ever added.
         places: [most] out: the nearest first, of equal ones the latest.
         distances: [most] out: number of differing signs.
     """
@@ -200,7 +199,7 @@ class SimilarRequests:
     """Ring of the latest requests of a tenant, searched by prompt similarity in microseconds.
 
     Embeddings are compared exhaustively, in some nanoseconds each. A request takes about 530 bytes, and 72 more once any has an
-    embedding. ``capacity``, at least 1, is rounded up to a power of two.
+    embedding.
     """
 
     def __init__(self, capacity: int) -> None:

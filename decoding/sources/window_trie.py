@@ -162,17 +162,13 @@ def _grow(nodes: _Nodes, tail: Int32Array, longest: int, least: int, count: int,
 
 
 class WindowTrie:
-    """Trie of all windows of ``window`` tokens; beyond ``capacity`` nodes the least recently visited ones are removed.
+    """Trie of all windows of ``window`` tokens (at least 2), with up to ``capacity`` nodes (at least ``window``) of 60 bytes.
 
-    A visit makes a node and then its ancestors the latest, so a node never leaves before its descendants. A node takes about 60
-    bytes.
+    Beyond it the least recently visited nodes are removed. A visit makes a node and then its ancestors the latest, so a node
+    never leaves before its descendants.
 
     Example: of the windows of 4 of ``1 2 3 4 1 2 5 4 1`` one begins with ``4 1 2``, which ``5`` follows, and two with ``1 2``,
     which ``3 4`` and ``5 4`` follow: after a further 2 the ends of the text are ``4 1 2`` and ``1 2``.
-
-    Args:
-        window: tokens per window, at least 2.
-        capacity: maximum number of nodes, at least ``window``.
     """
 
     def __init__(self, window: int, capacity: int) -> None:

@@ -1,8 +1,7 @@
 """Allocation and growth of the arrays of a token log.
 
-A small log is copied when it doubles. From ``LARGE`` positions on, virtual memory is reserved for the full capacity, so the log
-grows in place and no step copies all of it. The number of buckets grows with the tokens by linear hashing: each block splits a
-few.
+A small log is copied when it doubles. From ``LARGE`` positions on, virtual memory is reserved for the full capacity, so no step
+copies all of it. Buckets grow with the tokens by linear hashing: each block splits a few.
 """
 
 from __future__ import annotations
@@ -65,13 +64,9 @@ def copied(arrays: LogArrays, memory: LogArrays) -> LogArrays:
 
 
 def enlarged(arrays: LogArrays, memory: LogArrays, size: int, bucket_size: int) -> LogArrays:
-    """Grow a log in place to ``size`` positions; its ring must not have wrapped yet.
+    """Grow a log in place to ``size`` positions, a power of two; its ring must not have wrapped yet.
 
-    Args:
-        arrays: current views at the beginning of ``memory``.
-        memory: at least ``size`` positions.
-        size: a power of two.
-        bucket_size: number of positions that determines the number of buckets; buckets never become fewer.
+    The buckets become those of a log of ``bucket_size`` positions; their number must not decrease.
     """
     held, (one, two, four) = len(arrays.tokens), _buckets(bucket_size)
     if size > held:

@@ -90,13 +90,9 @@ def follower(tokens: Int32Array, position: int) -> int:
 
 @compiled
 def append(log: PlainArrays, oldest: int, position: int, new: Int32Array, count: int) -> None:
-    """Write tokens from ``position`` on and chain the n-grams that end at each.
+    """Write [m] tokens from ``position`` on, within allocated blocks, and chain the n-grams that end at each.
 
-    Args:
-        log: see ``LogArrays``.
-        oldest: first position still in the log.
-        new: [m] tokens; they fit into the allocated blocks.
-        count: count of a 4-gram seen for the first time.
+    ``count`` is that of a 4-gram seen for the first time.
     """
     tokens, back, heads1, heads2, heads4, counts, _ = log
     mask = len(tokens) - 1
@@ -163,12 +159,9 @@ def gather(
         owner: text whose blocks are skipped; -1 for none.
         context: [c] int32, the last token is the root. -1 matches nothing.
         caps: [3] maximum occurrences of the 1-, 2- and 4-grams. Up to twice as many are examined.
-        found: used entries of ``positions``.
+        found: used entries of ``positions``; the result is their new number.
         positions: [m] out: positions of the root token.
         matches: [m] out: number of agreeing tokens, up to ``MAX_MATCH``.
-
-    Returns:
-        Used entries after the call.
     """
     for chain in range(2, -1, -1):
         found = gather_chain(log, chain, oldest, owner, context, caps[chain], MAX_MATCH, found, positions, matches)
@@ -180,12 +173,9 @@ def gather_chain(
     log: LogArrays, chain: int, oldest: int, owner: int, context: Int32Array, cap: int, limit: int, found: int,
     positions: Int64Array, matches: Int32Array,
 ) -> int:  # fmt: skip
-    """Collect the occurrences of one n-gram of ``gather``, except those that the next longer n-gram finds.
+    """Collect up to ``cap`` occurrences of one n-gram of ``gather``, except those that the next longer n-gram finds.
 
-    Args:
-        chain: 0, 1, 2 for the 1-, 2- and 4-grams.
-        cap: maximum occurrences to collect; up to twice as many are examined.
-        limit: maximum agreement to measure, at least 4.
+    ``chain`` is 0, 1, 2 for 1-, 2- and 4-grams. Agreement is measured up to ``limit`` tokens, at least 4.
     """
     tokens, back, owners = log.tokens, log.back, log.owners
     mask, n, order = len(tokens) - 1, len(context), 1 << chain

@@ -9,16 +9,13 @@ from decoding.tree import Int32Array
 
 @compiled
 def survivors(tokens: Int32Array, counts: UInt8Array, oldest: int, start: int, out: Int32Array, out_counts: UInt8Array) -> int:
-    """Collect the runs of a leaving block that were seen more than once, each closed by -1, with half their count.
+    """Collect the runs of a leaving block that were seen more than once, each closed by -1; return the used entries.
 
     Args:
         oldest: first position still in the log.
         start: first position of the block.
         out: [m] out: tokens; the excess is dropped.
-        out_counts: [m] out: count of the 4-gram that ends at each token, 1 for context tokens.
-
-    Returns:
-        Used entries of ``out``.
+        out_counts: [m] out: half the count of the 4-gram that ends at each token, at least 1.
     """
     mask = len(tokens) - 1
     used, written = 0, start - 1  # positions up to ``written`` are in ``out``

@@ -1,12 +1,10 @@
 """Implicit trie of past texts: a log of tokens with chains of n-gram occurrences.
 
-The log stores each text once. The branches below an n-gram are the continuations of its occurrences, and the frequency of a node
-is the number of occurrences through it. A retrieval reads a bounded number of the latest occurrences, whatever the size of the
-log.
+Each text is stored once. The branches below an n-gram are the continuations of its occurrences, and the frequency of a node is
+the number of occurrences through it. A retrieval reads a bounded number of the latest occurrences, whatever the size of the log.
 
-Texts are stored in blocks of 64 tokens in a ring, so that several can grow at once. When the ring is full the oldest block
-leaves; its frequent n-grams survive with half their count, similar to the pruning of the published trie (Lookahead, arXiv
-2312.12728, section 4.2: counts are halved and nodes at 1 or below dropped).
+Texts are stored in blocks of 64 tokens in a ring, so that several can grow at once. When the oldest block leaves, its frequent
+n-grams survive with half their count, similar to the published pruning (Lookahead, arXiv 2312.12728, section 4.2).
 """
 
 from __future__ import annotations
@@ -39,12 +37,9 @@ class _Text:
 class TokenLog:
     """Ring of token sequences with chains of the occurrences of their 1-, 2- and 4-grams.
 
-    It starts small and doubles up to its capacity (``decoding.sources.log.arrays``), at 33 to 49 bytes per token of the ring.
-    ``arrays``, ``plain`` and the size of the ring change when it grows, so read them anew at each use. Positions never change.
-
-    Args:
-        capacity: tokens to hold, rounded up to a power of two and to at least two blocks.
-        initial: tokens to allocate at the start; rounded likewise.
+    It starts with room for ``initial`` tokens and doubles up to ``capacity``, both rounded up to a power of two, at 33 to 49
+    bytes per token. ``arrays``, ``plain`` and the size of the ring change when it grows, so read them at each use. Positions
+    never change.
 
     Raises:
         ValueError: an argument is below 1.
@@ -129,8 +124,7 @@ class TokenLog:
     def remove(self, number: int, rescued: bool) -> None:
         """Close the text with an owner number and remove its tokens, if any.
 
-        Args:
-            rescued: also remove all surviving runs, because they may belong to this text.
+        ``rescued`` also removes all surviving runs, because they may belong to this text.
         """
         arrays = self.arrays
         gone = arrays.owners == number
@@ -234,7 +228,6 @@ class TokenLog:
 
 
 def _round_up(tokens: int) -> int:
-    """Return the size of the smallest ring for ``tokens`` tokens."""
     return max(2 * BLOCK, 1 << (tokens - 1).bit_length())
 
 

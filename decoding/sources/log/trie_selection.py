@@ -83,10 +83,7 @@ def add_node(memory: Nodes, node: int, token: int, parent: int, depth: int) -> N
 def open_children(texts: LogTokens, first: int, parent: int, depth: int, count: int, memory: Nodes) -> int:
     """Create the children of a node from its occurrences and return the number of nodes in use.
 
-    Args:
-        first: first occurrence of the node.
-        parent: the node, -1 for the root.
-        count: nodes in use before.
+    ``first`` is the node's first occurrence, ``parent`` the node (-1: the root), and ``count`` the number of nodes in use before.
     """
     nodes, frequencies, slots, found = memory.nodes, memory.frequencies, memory.slots, memory.found
     begin, at = count, first
@@ -186,20 +183,16 @@ def choose_best(
     texts: LogTokens, by: int, quota: int, top: int, branch_length: int, count: int, memory: Nodes, tokens: Int32Array,
     parents: Int32Array, since: int, drafted: int,
 ) -> tuple[int, int]:  # fmt: skip
-    """Ensure that the draft contains the ``quota`` most frequent nodes; frequencies never rise along a path.
+    """Ensure that the draft has the ``quota`` best nodes by frequency ``by``; return the nodes in use and rows of the draft.
 
     Args:
-        by: frequency to use.
         top: number of children of the root, which are the first nodes.
-        count: nodes in use.
         since: nodes with rows before it, from longer suffixes, do not count towards the quota.
         drafted: rows of the draft.
-
-    Returns:
-        Nodes in use and rows of the draft.
     """
     nodes, heap, queue = memory.nodes, memory.heap, memory.queue
     keys, size, waiting, served, begin, end = memory.frequencies[by], 0, 0, 0, 0, top
+    # Frequencies never rise along a path, so a best-first search finds the best nodes.
     least = 1e-4 if by == MIXED else 1.0  # nodes seen once, the majority, use a queue behind the heap
     while quota > 0 and drafted < len(tokens):
         for child in range(begin, end):
@@ -247,14 +240,8 @@ def hierarchical(
     """Build the draft tree for the end of ``context`` by the published multi-stage retrieval, with its defects fixed.
 
     Suffixes are looked up from the longest on until there are enough rows. Of each, the best nodes by prompt frequency are added,
-    then by output frequency, then by mixed frequency.
-
-    Args:
-        tokens: [decoding length] out; row 0 is the root.
-        parents: [decoding length] out.
-
-    Returns:
-        Rows of the draft, including the root.
+    then by output frequency, then by mixed frequency. ``tokens`` and ``parents`` are filled, [decoding length]; row 0 is the
+    root. The number of rows is returned.
     """
     memory, texts = Nodes(*plain_memory), (logs[0][0][0], logs[1][0][0], logs[2][0][0])
     mode, max_query_length, branch_length = query[0], query[2], query[3]

@@ -1,8 +1,7 @@
 """Rankings of the target by context, found again by the signs of the last hidden state.
 
 After the same token, the nearer the last hidden states of the rows before, the likelier the target ranks the same tokens. The
-signs of the first numbers of a hidden state are stored: they carry nearly as much information as all of it
-(``experiments/LOG.md``), and near states differ in few bits.
+signs of its first numbers carry nearly as much information as the whole state (``experiments/LOG.md``).
 """
 
 from __future__ import annotations
@@ -48,13 +47,7 @@ class Contexts(NamedTuple):
 
 @compiled
 def signs_of(hidden: SignedArray, first: int, count: int) -> Int64Array:
-    """Return the signs of hidden states, [count, WORDS], one bit each, 0 beyond their size.
-
-    Args:
-        hidden: [rows, size] the bits of their numbers, as signed integers.
-        first: first row.
-        count: number of rows.
-    """
+    """Return the signs of [rows, size] hidden states, given as the bits of their numbers: [count, WORDS], 0 beyond their size."""
     signs = np.zeros((count, WORDS), np.int64)
     for row in range(count):
         for at in range(min(SIGNS, hidden.shape[1])):

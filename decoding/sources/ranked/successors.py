@@ -33,15 +33,9 @@ def replace_entries(entries: Int32Array, tokens: Int32Array, successors: Int32Ar
 
 @compiled
 def replace_tree(entries: Int32Array, tokens: Int32Array, accepted: Int32Array, successors: Int32Array) -> None:
-    """Set the entry of each token of a tree to the ranking below its row.
+    """Set the [vocab, k] entry of each token of a tree to the ranking below its row, [n, k].
 
-    Of several rows of one token an accepted one wins, then the one with the lowest number.
-
-    Args:
-        entries: [vocab, k].
-        tokens: [n] of the tree.
-        accepted: [m] the root and the accepted rows.
-        successors: [n, k].
+    Of several rows of one token an accepted one (``accepted`` includes the root) wins, then the one with the lowest number.
     """
     size, kept = len(tokens), len(accepted)
     for place in range(size + kept):
@@ -54,10 +48,7 @@ class SuccessorTable:
     """Most likely tokens of the target after each token when last computed, and the hit rate of each rank.
 
     It takes vocab * 32 bytes, and up to vocab * 8 bytes and 6 MB more once trees are learned as a whole (``learn_tree``).
-
-    Args:
-        vocab_size: upper bound of token ids.
-        first: [vocab, <= 8] initial entries of tokens; empty if None.
+    ``first`` are initial entries, [vocab, <= 8].
     """
 
     def __init__(self, vocab_size: int, first: Int32Array | None = None) -> None:
@@ -90,12 +81,11 @@ class SuccessorTable:
         signs: Int64Array,
         successors: Int32Array,
     ) -> None:
-        """Replace the entries of the tokens of a tree, and store the rankings by context.
+        """Replace the entries of the tokens of a tree (see ``replace_tree``), and store the rankings by context.
 
         Args:
             before: [2] the tokens before the root, the last one first, -1 if there is none.
             above: [WORDS] signs of the row before the root, ``NO_SIGNS`` if unknown.
-            accepted: rows of the tree. Of rows of one token an accepted one wins, then the one with the lowest number.
             signs: [n, WORDS] signs of the last hidden state of each row.
             successors: [n, width] the most likely tokens below each row, the most likely first.
         """
@@ -147,13 +137,9 @@ class LearningSteps:
 
 
 class SuccessorTables:
-    """One table per tenant, and one per request without a tenant, so that tenants stay isolated.
+    """One table per tenant, and one per request without a tenant or, with ``by_request``, for every request.
 
     The tables of the ``MAX_TENANTS`` latest tenants are kept; with 150,000 tokens one takes 5 MB, and up to 12 with contexts.
-
-    Args:
-        vocab_size, first: see ``SuccessorTable``.
-        by_request: whether every request has a table, regardless of its tenant.
     """
 
     def __init__(self, vocab_size: int, first: Int32Array | None = None, by_request: bool = False) -> None:
@@ -173,8 +159,8 @@ class SuccessorTables:
     def known(self, request: Request, edition: object = None) -> SuccessorTable | None:
         """Return the table that a request drafts from; None if nothing was learned for it.
 
-        ``edition`` is that of the tenant's history. It changes when texts are removed, and the tenant's table is then discarded,
-        because single texts cannot be removed from a table.
+        ``edition`` is that of the tenant's history. It changes when texts are removed; the whole table is then discarded, because
+        single texts cannot be removed from it.
         """
         tenant = self._tenant(request)
         if tenant is None:
