@@ -66,10 +66,8 @@ class SlotLayout(NamedTuple):
 class SlotCache:
     """KV of ``slots`` sequences; entry i of a slot belongs to token i, and draft rows follow the committed ones.
 
-    Memory is allocated once. Slots are not cleared, because entries are written before they are read. Keys in panels form a
-    matrix of [room, entry_size] per layer, slot and head, in the layout of the weights of ``cpu.products.row_linear``.
-
-    ``capacity`` is the number of entries per slot: the longest sequence and the draft rows behind it.
+    Memory is allocated once, ``capacity`` entries per slot, and not cleared: entries are written before they are read. Keys in
+    panels form a [room, entry_size] matrix per layer, slot and head, in the layout of ``cpu.products.row_linear`` weights.
     """
 
     def __init__(self, shape: KVShape, slots: int, capacity: int) -> None:
@@ -99,9 +97,7 @@ class SlotCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new rows behind the first ``start`` entries and return views of all entries, [kv_heads, start + rows, head_dim].
 
-        Args:
-            keys: [kv_heads, rows, head_dim]; a layer may have fewer and smaller heads than others.
-            values: as keys, or with ``value_dim`` numbers.
+        ``keys`` are [kv_heads, rows, head_dim], and may have fewer and smaller heads than other layers; so may ``values``.
         """
         heads, rows, size = keys.shape
         end, at = start + rows, layer - self._first

@@ -28,16 +28,12 @@ class PrefixCache:
     """Tokens whose KV the slots of one ``SlotCache`` hold.
 
     Entry i of a slot depends only on the tokens up to i, so a request may take over, or copy, the entries of the longest common
-    prefix. Prefixes are found by comparing tokens with each slot, which takes microseconds.
-
-    Entries are reused only within a *scope*, a name for the requests that may share KV, because the time of a first step reveals
-    whether its prompt was cached. Nothing is kept of a request without a scope.
+    prefix. Entries are reused only within a *scope*, a name for the requests that may share KV, because the time of a first step
+    reveals whether its prompt was cached. Nothing is kept of a request without a scope.
 
     Example: slot 0 holds 100 tokens of a live request, and slot 1, free, 8 tokens. A request of the same scope begins as both,
     for 60 tokens as slot 0 and for 8 as slot 1: it is placed in slot 1, where 52 entries are copied from slot 0, and 60 of its
     tokens count as computed. Were it 20 and 8 tokens, 12 entries would not be worth copying, and 8 would count.
-
-    For a model with recurrent states, a prefix ends at the last token with an available state.
     """
 
     def __init__(self, slots: int) -> None:
@@ -68,16 +64,11 @@ class PrefixCache:
         return np.zeros(0, np.int32) if held is None else held[1]
 
     def place(self, tokens: Int32Array, scope: str | None, free: Sequence[int]) -> Placement:
-        """Choose the slot for a request and record it as the request's; the caller copies the entries.
+        """Choose one of the ``free`` slots (in order of release) for a request and record it; the caller copies the entries.
 
-        A free slot is reused in place if the common prefix is at least half of its tokens (a continued conversation). Otherwise
-        the slot released longest ago is overwritten, empty ones first, and a longer common prefix is copied from another slot, so
-        that a system prompt survives in its slot.
-
-        Args:
-            tokens: [n] of the request, at least one. The last one is always left to compute.
-            scope: scope of the request; None reuses nothing.
-            free: slots to choose from, at least one, the one released longest ago first.
+        A slot is reused in place if the common prefix is at least half of its tokens (a continued conversation). Otherwise the
+        slot released longest ago is overwritten, empty ones first, and a longer common prefix is copied from another slot, so
+        that a system prompt survives in its slot. The last token is always left to compute.
         """
         common, states = ({}, {}) if scope is None else self._common(tokens[:-1], scope)
         slot = min(free, key=lambda one: self._held[one] is not None)  # the first of equal ones
@@ -100,8 +91,10 @@ class PrefixCache:
         for slot, held in enumerate(self._held):
             if held is None or held[0] != scope:
                 continue
+            # Comparing some thousand tokens takes microseconds, and there are few slots.
             length, state = common_prefix(held[1], tokens), slot
             if length and self.states is not None:
+                # With recurrent states, a prefix ends at the last token with an available state.
                 length, state = self.states.usable(slot, scope, tokens, length)
             if length:
                 common[slot], states[slot] = length, state

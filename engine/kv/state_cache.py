@@ -1,8 +1,8 @@
 """States of recurrent layers and short convolutions: one per slot, and snapshots from which requests may start.
 
-KV exists for each token, but a state exists for one position only and cannot be rewound. So a forward advances the state of a
-slot over committed tokens only, up to the *anchor*, the root of the draft tree. The rows below leave the state unchanged and
-their inputs are kept: the next forward of the slot first advances the state over the accepted rows.
+A state exists for one position only and cannot be rewound. So a forward advances the state of a slot over committed tokens only,
+up to the *anchor*, the root of the draft tree. The inputs of the rows below are kept: the next forward of the slot first advances
+the state over those that were accepted.
 """
 
 from __future__ import annotations
@@ -60,10 +60,7 @@ class StateSnapshot(NamedTuple):
 
 
 class StateCache:
-    """States of ``slots`` sequences, and snapshots with least-recently-used eviction.
-
-    A *place* holds the state of all layers after one text. The first places are those of the slots.
-    """
+    """States of ``slots`` sequences, and snapshots with least-recently-used eviction, each in a *place*; slots come first."""
 
     kept_rows = 65  # rows per slot whose inputs are kept, with the root; grows with larger trees
 
@@ -87,7 +84,7 @@ class StateCache:
         return _laid([site.state_bytes for site in sites])[1] * places + rows * slots * cls.kept_rows
 
     def _room(self, rows: int) -> list[torch.Tensor]:
-        """Allocate [slots, rows, bytes of a row] per site; memory is committed when written."""
+        # Memory is committed only when it is written.
         return [torch.empty(self.slots, rows, site.row_bytes, dtype=torch.uint8) for site in self.sites]
 
     def _make_room(self, rows: int) -> None:
@@ -119,7 +116,7 @@ class StateCache:
         """Plan a forward; the states of its slots are invalid until ``finish``.
 
         Raises:
-            RuntimeError: the state of a slot cannot be advanced to the first row.
+            RuntimeError: a state cannot be advanced to the first row.
         """
         plans = []
         for segment in segments:
@@ -171,9 +168,7 @@ class StateCache:
     def want(self, slot: int, scope: str | None, tokens: Int32Array, start: int, anchor: int, num_prompt: int) -> None:
         """Request snapshots of a prompt from the next forward, which advances a slot's state from ``start`` to ``anchor``.
 
-        Args:
-            scope: scope of the request; None requests nothing.
-            num_prompt: tokens of the prompt; the last one is always computed.
+        Nothing is stored without a scope, or of the last prompt token, which is always computed.
 
         Raises:
             RuntimeError: the rows follow a text, but the slot's state belongs to none.

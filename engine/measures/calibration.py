@@ -1,7 +1,6 @@
 """Latency curve of a model on this device, measured once and stored in a file.
 
-A curve only guides drafting: a wrong one costs speed and changes no output. A file of another model, device or code version, or
-with invalid content, causes a warning and a new measurement.
+An invalid or outdated file is measured again. A wrong curve costs speed and changes no output.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class CalibrationFile:
         return self._settled(self.measure()) if kept is None else kept
 
     def curve_in_pieces(self) -> Generator[None, None, LatencyCurve]:
-        """Do the same as ``curve``, yielding before each forward."""
+        """Return the curve like ``curve``, yielding before each forward."""
         kept = self.kept()  # another process may have written it meanwhile
         if kept is not None:
             return kept
@@ -80,7 +79,6 @@ class CalibrationFile:
         return None
 
     def _settled(self, found: Calibration) -> LatencyCurve:
-        """Return the curve, storing it unless the measurement was disturbed."""
         if found.disturbed:  # usable for now, but not stored
             logger.warning("steps were timed on a busy machine, and will be again at the next start")
         else:
@@ -110,9 +108,7 @@ class CalibrationFile:
     def _read(self) -> LatencyCurve | None:
         """Return the stored curve; None if it covers fewer or smaller KV slots than exist now.
 
-        Raises:
-            OSError: the file cannot be read.
-            ValueError: the file is invalid or of another setting.
+        Raises ``OSError`` if the file cannot be read, ``ValueError`` if it is invalid or of another setting.
         """
         with open_private(self.path) as file:
             data = json.loads(file.read(_MAX_BYTES))
@@ -127,13 +123,11 @@ class CalibrationFile:
         return LatencyCurve.from_json(data.get("curve"))
 
     def _wanted(self) -> list[int]:
-        """Return the maximum sequences, rows and KV entries of the timed steps."""
         wanted = self._cases()
         return [max(case.sequences for case in wanted), max(case.rows for case in wanted), max(case.context for case in wanted)]
 
 
 def _setting(runner: ModelRunner, info: ModelInfo) -> dict[str, Any]:
-    """Return everything that step times depend on."""
     device = runner.model.device
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {

@@ -1,7 +1,6 @@
 """Energy readings from hardware counters: NVML for GPUs, RAPL for processors; nothing is estimated.
 
-A counter covers all use of its device: a GPU's whole board, or a processor's packages and memory with everything that runs on
-them.
+A counter covers all use of its device: a GPU's board, or a processor's packages and memory.
 """
 
 from __future__ import annotations
@@ -152,12 +151,7 @@ class RaplMeter(EnergyMeter):
 class NvmlMeter(EnergyMeter):
     """GPUs, by NVML's counter of millijoules since the driver was loaded (Volta and later).
 
-    Args:
-        nvml: the module ``pynvml``, initialized.
-        handles: NVML handles of the GPUs.
-
-    Raises:
-        NVMLError: a GPU has no such counter.
+    Raises ``NVMLError`` if a GPU has no such counter.
     """
 
     source, _devices = "nvml", "the GPUs"
@@ -177,9 +171,7 @@ class NvmlMeter(EnergyMeter):
 def open_meter(devices: Sequence[str | torch.device], powercap: Path = POWERCAP) -> EnergyMeter:
     """Return one meter for some devices; ``NoMeter`` if any has no readable counter, or for processors together with GPUs.
 
-    Args:
-        devices: ``cpu``, ``cuda``, ``cuda:N``, or the ``meter_name`` of a GPU of this machine.
-        powercap: folder of the kernel's powercap zones.
+    A device is ``cpu``, ``cuda``, ``cuda:N``, or the ``meter_name`` of a GPU of this machine.
     """
     names = list(dict.fromkeys(map(meter_name, devices)))
     if names == ["cpu"]:
@@ -199,9 +191,9 @@ def meter_name(device: str | torch.device) -> str:
 
 
 def measure_idle(meter: EnergyMeter, seconds: float) -> float | None:
-    """Measure and store in the meter the watts drawn while this process computes nothing; None if not metered.
+    """Measure for ``seconds`` the watts drawn while this process computes nothing; None if not metered.
 
-    Other processes on the devices are included. ``seconds`` is the time to wait, at least 1 to be useful.
+    The result is stored in the meter and includes other processes. Less than a second is of little use.
     """
     if not meter.works:
         return None

@@ -54,9 +54,7 @@ def cases(slots: int, capacity: int, max_model_len: int, full: Sequence[int] = (
     row behind 1024.
 
     Args:
-        slots: maximum number of sequences.
         capacity: entries per slot, at least 2.
-        max_model_len: tokens of prompt and output together, at least 2.
         full: see ``ModelRunner.full_rows``: each number of rows is timed, and one row more.
     """
     most = min(_ROWS[-1], capacity // 2 + 1)
@@ -121,16 +119,11 @@ def timing(
 ) -> Generator[None, None, Timings]:
     """Time forwards, including the argmax of all rows, which waits for a GPU; the caller may pause before each.
 
-    The steps alternate, so that disturbances affect all of them. There are fewer rounds if they take long, the largest steps are
-    skipped on slow devices, and short steps run several times per round. With one CPU thread the CPU time of the thread is
-    measured.
-
-    Args:
-        runner: no request may have a slot, because the slots are overwritten.
-        wanted: at least one, the smallest first; each fits into the slots.
-        report: called after each forward.
-        most_rounds: number of rounds; determined by the step times if None.
+    The steps alternate, so that disturbances affect all of them. ``most_rounds`` is the number of rounds, by default as many as
+    fit into ``_TIMING_S``. ``report`` is called after each forward. No request may have a slot, because the slots are
+    overwritten.
     """
+    # The CPU time of a single thread does not include other processes on its core.
     alone = runner.ranks == 1 and runner.model.device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.thread_time if alone else time.perf_counter
 
@@ -186,8 +179,7 @@ def fit(seconds: Mapping[Case, float]) -> LatencyCurve:
     """Fit a latency curve to measured steps.
 
     Times of one sequence at the context with the most row counts are used directly. The excess time of the other steps is divided
-    between further sequences, further KV entries, and entries that each row reads, by non-negative least squares relative to the
-    time of each step.
+    between further sequences, KV entries, and entries that each row reads, by least squares relative to the time of each step.
 
     Raises:
         ValueError: no context has two steps of one sequence, one of them with a single row.
@@ -239,7 +231,6 @@ def _batch(case: Case) -> Batch:
 
 
 def _clear(runner: ModelRunner, wanted: Iterable[Case]) -> None:
-    """Zero the KV entries that the rows read."""
     lengths: dict[int, int] = {}
     for case in wanted:
         lengths |= {slot: max(case.context, lengths.get(slot, 0)) for slot in range(case.sequences)}

@@ -139,10 +139,7 @@ class MetricsCounts:
 
 
 class EngineMetrics:
-    """Counters of one engine; only ``read`` may be called from other threads.
-
-    ``max_model_len`` bounds the histograms of lengths.
-    """
+    """Counters of one engine; only ``read`` may be called from other threads. ``max_model_len`` bounds the histograms."""
 
     def __init__(self, max_model_len: int) -> None:
         self._engine = uuid.uuid4().hex[:8]
@@ -171,11 +168,7 @@ class EngineMetrics:
     def emitted(self, request: Request, tree: DraftTree, tokens: int, accepted: int, now_s: float) -> None:
         """Count the tokens that a step emits for a request, before the request's own times are updated.
 
-        Args:
-            tree: tree of the step; rows of a Jacobi window are not draft tokens.
-            tokens: number of emitted tokens, at least one.
-            accepted: number of draft tokens among them.
-            now_s: the engine's clock.
+        ``accepted`` of the ``tokens`` are draft tokens, and ``now_s`` is the engine's clock.
         """
         self._generation_tokens += tokens
         began = request.first_token_s
@@ -221,15 +214,13 @@ class EngineMetrics:
         self._out_of_memory_steps += 1
 
     def ended(self, request: Request) -> None:
-        """Count a request with a finish reason.
-
-        Lengths and times are counted for completed requests only, times only if the request began in this engine.
-        """
+        """Count a request with a finish reason."""
         reason, stats = request.finish_reason, request.stats
         assert reason is not None, request.request_id
         self._finished[reason.value] += 1
         for source, tokens in stats.accepted_by_source.items():
             self._accepted_by_source[source] = self._accepted_by_source.get(source, 0) + tokens
+        # Lengths are counted for completed requests only, times only if the request also began in this engine.
         if reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
         self._observe("request_prompt_tokens", request.num_prompt)

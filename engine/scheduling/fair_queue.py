@@ -12,10 +12,9 @@ from decoding.request import Request
 class FairQueue:
     """Waiting requests by account, with the slots that each account holds.
 
-    Among the most urgent waiting requests, the account with the fewest slots for its weight is next, then the least served one:
-    an admission adds prompt length and ``max_tokens``, over the weight, to the service of its account (start-time fair queueing,
-    Goyal, Vin and Cheng 1996). A new account starts at the current service level, so idle time earns no credit. Within an account
-    the order is priority, then arrival.
+    Among the most urgent requests, the account with the fewest slots for its weight is next, then the least served one: an
+    admission adds prompt length and ``max_tokens``, over the weight, to the service of its account (start-time fair queueing,
+    Goyal, Vin and Cheng 1996). Idle time earns no credit. Within an account the order is priority, then arrival.
     """
 
     def __init__(self) -> None:

@@ -11,11 +11,10 @@ from engine.executor import Executor
 
 
 class SlotPlacement:
-    """Placement of the requests of one engine, with prefix-cache statistics.
+    """Placement of the requests of one engine into KV slots, with prefix-cache statistics.
 
-    The requests of a tenant reuse each other's KV until texts of the tenant are deleted, which changes the ``edition`` of its
-    history and so the scope. Requests without a tenant reuse nothing, except choices of one prompt. Requests for prompt
-    log-probabilities always compute their prompt. ``memory`` holds the histories of the tenants, None if the engine keeps none.
+    The requests of a tenant reuse each other's KV until texts of the tenant are deleted (``memory`` then has another
+    ``edition``). Requests without a tenant reuse nothing, except choices of one prompt. Prompt log-probabilities disable reuse.
     """
 
     def __init__(self, executor: Executor, memory: Histories | None, reuses: bool) -> None:

@@ -10,9 +10,8 @@ from decoding.request import Request
 class QuarantineTurns:
     """Selection of the steps that compute one quarantined request alone.
 
-    While others run, quarantined requests get at most every second step, and those of an account at most its weighted share of
-    the steps among the running accounts. The turns follow start-time fair queueing: a turn costs an account 1 / weight of a
-    virtual time that advances by 1 / (all weights) per step. Turns are not saved up.
+    While others run, these get at most every second step, and each account at most its weighted share of the steps. In start-time
+    fair queueing a turn costs an account 1 / weight of a virtual time that advances by 1 / (all weights) per step.
 
     Example: of two accounts with the same weight one has a quarantined request, and this has every second step. One of four has
     every fourth step; three of four have every sixth each.

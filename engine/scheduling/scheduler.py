@@ -33,11 +33,7 @@ RECOVERY_STEPS = 100  # computed steps after one that ran out of memory, until l
 
 
 def check_options(options: EngineOptions) -> None:
-    """Check the options of a scheduler.
-
-    Raises:
-        ValueError: a value is too low, or there are too few rows for all requests to decode in one step.
-    """
+    """Raise ``ValueError`` if an option is out of range or the rows do not suffice for all requests to decode in one step."""
     if options.max_running < 1:
         raise ValueError(f"engine.max_running must be at least 1, got {options.max_running}")
     if options.kv_slots is not None and options.kv_slots < options.max_running:
@@ -57,22 +53,20 @@ class Scheduler:
     """Admission of up to ``max_running`` requests by priority and arrival, with one row budget per step.
 
     *Decoding* requests are in every step, with one row and their drafts each. The remaining rows of ``max_step_tokens``, at least
-    a quarter, go to *prefills* in chunks. The prefill admitted first gets at least half of them, so that every prefill ends. The
-    other half is for prefills that may pass it: more urgent ones, and equally urgent ones that lack at most half as many tokens.
-    A prefill waits for another one of its scope that computes tokens it needs in this step, and copies them.
+    a quarter, go to *prefills* in chunks. The prefill admitted first gets at least half of them, so that every prefill ends; the
+    rest is for prefills that may pass it: more urgent ones, and equally urgent ones that lack at most half as many tokens. A
+    prefill waits for another one of its scope that computes tokens it needs in this step, and copies them.
 
     Under the policy ``priority`` a more urgent request without a slot preempts the least urgent one, which later recomputes its
-    tokens with the same output (choices are keyed by position). A request that has waited ``max_wait_s`` in total takes the next
-    free slot in order of arrival and is not preempted again. Under ``fcfs`` all requests are equally urgent.
+    tokens with the same output. A request that has waited ``max_wait_s`` in total takes the next free slot in order of arrival
+    and is not preempted again. Under ``fcfs`` all requests are equally urgent.
 
     Accounts share slots (``FairQueue``) and prefill rows by weight. If no slot is free, a waiting request preempts an account
-    that holds more slots for its weight than its own account would with the slot. While several accounts are active, prefills get
-    at most a quarter of ``max_step_tokens``, or a sixteenth if one account has several slots and another fewer, because a new
-    request waits for the running step. At most every second step excludes the accounts with the most slots for their weight, so
-    that a flood does not delay the prompts of others.
+    that holds more slots for its weight than its own account would with the slot. While several accounts are active, prefill rows
+    are limited (``_prefill_shares``), and at most every second step excludes the accounts with the most slots for their weight.
 
-    A quarantined request is computed alone, in its turns (``QuarantineTurns``), while the others keep their slots. An account may
-    have one. After a step that ran out of memory fewer requests run, with fewer rows (``shrink``), and gradually more again.
+    A quarantined request is computed alone, in its turns (``QuarantineTurns``); an account may have one. After a step that ran
+    out of memory fewer requests run, with fewer rows (``shrink``), and gradually more again.
 
     Args:
         max_draft_rows: most rows drafted for one request in a step, per rank that shares the step.
@@ -163,13 +157,10 @@ class Scheduler:
         self._waiting.push(request)
 
     def shrink(self, rows: int) -> bool:
-        """Lower the rows and requests of steps after a step of ``rows`` rows ran out of memory.
+        """Lower the limits after a step of ``rows`` rows ran out of memory; return False if they cannot be lower.
 
-        The request admitted last is preempted, unless it is the only one, and the number that remains becomes the maximum, with
-        half the rows. Every ``RECOVERY_STEPS`` computed steps raise the maximum by one request and double the rows.
-
-        Returns:
-            False if nothing can be lowered: one request runs in steps of the fewest rows.
+        The request admitted last is preempted, unless it is the only one. The number that remains becomes the maximum, with half
+        the rows. Every ``RECOVERY_STEPS`` computed steps raise the maximum by one request and double the rows.
         """
         if len(self.running) == 1 and self._most_rows == 2:
             return False
@@ -200,9 +191,9 @@ class Scheduler:
     def schedule(self, width: int = 1) -> list[Share]:
         """Return the shares of the next step; empty if there is nothing to do.
 
-        ``max_step_tokens`` are the rows of one rank. Draft trees are partitioned among the ``width`` ranks that share the step,
-        so ``width`` times as many rows are drafted; the root of a tree and all prefill rows are computed on every rank. Ancestors
-        that a rank repeats, at most the depth of the tree, and tokens accepted on other ranks in the last step are extra rows.
+        ``max_step_tokens`` are the rows of one rank. Draft trees are partitioned among the ``width`` ranks that share the step;
+        the root of a tree and all prefill rows are computed on every rank. Ancestors that a rank repeats, at most the depth of
+        the tree, and tokens accepted on other ranks in the last step are extra rows.
 
         Example: 16 rows a step, two requests that decode, one prefill of 100: 12 rows are for decoding, so 5 are drafted for
         each request, and 4 tokens of the prefill are computed. With width 2 it is 10 drafted rows each, 5 of them on each rank.
@@ -256,6 +247,8 @@ class Scheduler:
             self._came_s = {account: came_s for account, came_s in self._came_s.items() if came_s >= since}
         if len(self._came_s) > 1:
             slots = [self._waiting.slots(account) for account in self._came_s]
+            # A new request waits for the running step: limit its prefill rows, more so if one account has several slots and
+            # another fewer.
             floods = max(slots) > max(1, min(slots)) and not self._ahead
             budget = min(budget, max(self.options.max_step_tokens // (16 if floods else 4), 1))
         rows = _shared_prefill(prefilling, budget)
@@ -279,7 +272,6 @@ class Scheduler:
             self.running.append(request)
 
     def _next(self, now: float) -> Request:
-        """Return the waiting request to admit next."""
         if len(self.running) < self._most_running and self._max_wait_s < math.inf:
             overdue = [one for one in self._waiting if one.waited_s + now - one.queued_s >= self._max_wait_s]
             if overdue:
@@ -287,12 +279,9 @@ class Scheduler:
         return self._waiting.first()
 
     def _victim(self, request: Request) -> Request | None:
-        """Return the running request to preempt for a waiting one; None if no request may be preempted.
-
-        It is the latest of the least urgent, if less urgent, or else the latest of the account with the most slots for its
-        weight, if that is above its share. Requests that have waited ``max_wait_s`` are exempt.
-        """
+        """Return the running request to preempt for a waiting one, if any; those that waited ``max_wait_s`` are exempt."""
         running = [one for one in self.running if one.priority >= request.priority and one.waited_s < self._max_wait_s]
+        # The latest of the least urgent, or else of the account with the most slots for its weight, if that is above its share.
         below = [one for one in running if one.priority > request.priority]
         if below:
             return max(below, key=lambda one: (one.priority, one.arrival))
