@@ -205,7 +205,7 @@ class CacheAdmin:
             fold = Fold.load(self._store, name, self._identity)
             fold.catch_up(self._store, self._store.head(name).last_id)
             head = self._store.head(name)
-            if compare_ids(head.snapshot_id, fold.cursor) > 0:  # entries may have been trimmed up to a newer snapshot before they were read
+            if compare_ids(head.snapshot_id, fold.cursor) > 0:  # entries may have been trimmed unread
                 continue
             if head.epoch > fold.epoch:  # deleted, but the stream does not have the batch yet
                 fold.apply(TextBatch(0, 0, head.epoch), time.time())
@@ -240,7 +240,7 @@ class CacheAdmin:
 def _deltas(fold: Fold, texts: Iterable[SnapshotText]) -> list[CacheDelta]:
     """Return deltas that add texts to the fold's tenant, except for texts of requests deleted there.
 
-    An evicted key is never accepted again, so such a text gets another choice number of its request. Deletion by request still
+    An evicted key is never accepted again, so the text gets another choice number of its request. Deletion by request still
     finds it.
     """
     deltas = []

@@ -61,7 +61,7 @@ class Fold:
             if compare_ids(fold.cursor, snapshot_id) < 0:
                 fold.cursor = snapshot_id
         fold._snapshot_bytes = len(data)
-        fold.has_deleted = bool(fold.epoch or fold.texts.ledger.removed)  # the previous leader may have died before the file rewrite
+        fold.has_deleted = bool(fold.epoch or fold.texts.ledger.removed)  # a previous leader may have died before the rewrite
         return fold
 
     @property
