@@ -83,7 +83,7 @@ class Accelerator(Protocol):
         ...
 
     def current(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Make a GPU the current device of this thread within a block. A CPU has no effect."""
+        """Make a GPU the current device of this thread within a block; a CPU is ignored."""
         ...
 
     def synchronize(self, device: torch.device) -> None:

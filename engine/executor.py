@@ -67,8 +67,8 @@ class Executor(Protocol):
     def place(self, request: Request, free: Sequence[int]) -> tuple[int, int]:
         """Choose a slot of ``free`` for a request that starts or resumes; return it and the number of tokens with their KV in it.
 
-        These first tokens count as computed, except the last token, so that one row is left to compute. ``free`` has at least one
-        slot, the least recently released first.
+        These first tokens count as computed. They never include the last token, so that one row is left to compute. ``free`` has
+        at least one slot, the least recently released first.
         """
         ...
 

@@ -16,7 +16,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """Model of GPU. Rates are per second and without sparsity."""
+    """GPU model. Rates are per second and without sparsity."""
 
     name: str
     sheet_gb: int  # GB by the data sheet

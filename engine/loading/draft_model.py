@@ -73,8 +73,8 @@ class LocalDraftModel:
     """Draft model (``decoding.drafters.with_model.draft_model.DraftModel``) with the target's slot numbers.
 
     A KV entry is valid if the tokens up to it are those it was computed from; comparing tokens detects rejected drafts,
-    preemption and reused slots. Requests reuse KV of other requests of their scope, as in the target
-    (``engine.kv.prefix_cache``).
+    preemption and reused slots. As in the target (``engine.kv.prefix_cache``), requests of one scope share KV, and those without
+    a scope share none.
     """
 
     def __init__(self, runner: ModelRunner, vocab_size: int, max_model_len: int, step_tokens: int) -> None:

@@ -208,7 +208,7 @@ def load_weights(
 
 
 def _merge(adapter: AdapterFile, model: PreTrainedModel, files: str, attention: str, stored: torch.dtype | None) -> None:
-    """Add an adapter to a model's weights in float32, read again from ``files`` if these have wider weights (``stored``)."""
+    """Add an adapter to a model's weights in float32, read again from ``files`` unless the model has their ``stored`` type."""
     narrowed = model.dtype.itemsize < torch.float32.itemsize and stored != model.dtype
     adapter.merge(model, load_weights(files, torch.float32, attention) if narrowed else model)
 

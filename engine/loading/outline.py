@@ -189,7 +189,7 @@ def _architecture(config: PreTrainedConfig) -> Any:
 
 
 def _still(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Copy a configuration, with rotary embeddings that do not read positions, which have no values on the meta device."""
+    """Copy a configuration with default rotary embeddings: others read positions, which have no values on the meta device."""
     copied = deepcopy(config)
     if hasattr(copied, "quantization_config"):
         del copied.quantization_config

@@ -143,8 +143,8 @@ def behind_analysis(answer: str, tokens: Mapping[str, int], begins_within: bool 
     Args:
         answer: a grammar from a function of this module.
         tokens: ids of added tokens by text, with the marks of the format.
-        begins_within: whether the prompt has begun a message of the channel ``analysis`` (true) or ``final`` (false); None:
-            neither.
+        begins_within: whether the prompt has begun a message of the channel ``analysis`` (true) or ``final`` (false); None: it
+            ends before the header of a message.
         has_header: whether ``answer`` includes the header of its message; if not, it is the text of one in the channel ``final``.
     """
     if begins_within is False and not has_header:

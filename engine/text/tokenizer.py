@@ -17,7 +17,7 @@ _LONG = 1 << 14  # characters
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
-    """Load the tokenizer of a model. Raises ``ModelLoadError`` if there is none with a fast implementation."""
+    """Load the tokenizer of a model. Raises ``ModelLoadError`` if that fails or it has no fast implementation."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     refuse_missing_folder(path)

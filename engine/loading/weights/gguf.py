@@ -245,7 +245,7 @@ def _scales_positions(header: GgufHeader) -> bool:
 
 
 def _refuse_unread(path: str, model: PreTrainedModel, header: GgufHeader, lacking: list[str]) -> None:
-    """Raise ``ModelLoadError`` unless the weights of the model and of the file correspond one to one."""
+    """Raise ``ModelLoadError`` unless all weights of the model are in the file, and all of the file in the model."""
     if lacking:  # transformers would initialize them randomly
         raise ModelLoadError(f"model {path!r} lacks {len(lacking)} of its weights, {lacking[0]} among them: give a whole file")
     tied = header.tensors.get("output.weight", 0) if model.config.get_text_config().tie_word_embeddings else 0

@@ -25,7 +25,7 @@ _LEAST = 0.5  # least share of a model's weights that must be quantized
 
 
 def refuse_unpackable(weights: Weights, device: torch.device, dtype: torch.dtype | Literal["auto"]) -> None:
-    """Raise ``ModelLoadError`` if weights are to be quantized and a device or type has no kernels for that."""
+    """Raise ``ModelLoadError`` if weights are to be quantized and there are no kernels for the device and type."""
     known = torch.bfloat16 if dtype == "auto" else dtype
     if weights in ROUNDED and not has_kernels(device, known):
         given = f"model.device={device.type} and model.dtype={str(known).removeprefix('torch.')}"
@@ -36,7 +36,7 @@ def refuse_unpackable(weights: Weights, device: torch.device, dtype: torch.dtype
 
 def round_model(model: PreTrainedModel, weights: Weights) -> None:
     """Quantize the matrices of a CPU model in place. Raises ``ModelLoadError`` if they have less than half of its weights."""
-    kind = ROUNDED[weights]
+    kind = ROUNDED[weights]  # rounded to nearest, with a scale for each 32 numbers
     block, done = FORMATS[kind].block, 0
     for parameter, places in _matrices(model):
         if parameter.shape[1] % block == 0:

@@ -155,7 +155,7 @@ class QuantizedCheckpoint:
         return read
 
     def load(self, attention: str) -> PreTrainedModel:
-        """Load the model, as ``transformers`` would load its weights in 16 bits. Raises ``ModelLoadError`` if they do not fit."""
+        """Load the model in 16 bits. Raises ``ModelLoadError`` if weights are missing or do not have the configured shapes."""
         config = self._config
         for part in (config, config.get_text_config()):
             for name in ("quantization_config", "compression_config"):
