@@ -215,7 +215,6 @@ class CompareService:
         return await self._run(*sides[0]), await self._run(*sides[1])
 
     async def _run(self, engine: EnginePort, admitted: AdmittedRequest) -> _Run | ApiError:
-        """Run one side; return its error if it failed."""
         run, began_s = _Run(), time.perf_counter()
         try:
             async with self.answering.generation(engine, admitted) as generation:

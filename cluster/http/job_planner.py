@@ -264,7 +264,7 @@ class Planner:
         ]
 
     def _most_tokens(self, body: ChatCompletionRequest | CompletionRequest, ids: list[int], default: int) -> int:
-        """Return the maximum output tokens: the requested number, otherwise ``default``, limited by the context."""
+        """Return the maximum output tokens: as requested, otherwise ``default`` or the rest of the context, if that is less."""
         prompt, (field, wanted) = body.PROMPT, body.most_tokens
         self._check_ids(prompt, ids)
         if not ids:

@@ -122,7 +122,6 @@ def _json(content: bytes) -> Response:
 
 
 def _json_list(ids: list[int], shown: Callable[[list[int]], list[Any]]) -> bytes:
-    """Return the JSON of ``shown(ids)``."""
     # Built in pieces, because Python objects take many times the memory of their JSON.
     pieces = (to_json(shown(ids[start : start + _PIECE]))[1:-1] for start in range(0, len(ids), _PIECE))
     return b"[%b]" % b",".join(pieces)

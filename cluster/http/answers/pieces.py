@@ -74,7 +74,6 @@ def json_pieces(value: Any, dump: Callable[[Any], bytes] = to_json) -> Iterator[
 
 
 def _items(items: list[Any], dump: Callable[[Any], bytes]) -> Iterator[bytes]:
-    """Yield the JSON of list items, separated by commas."""
     if isinstance(items[0], bytes):
         yield b",".join(items)
     elif any(isinstance(item, dict | list | BaseModel) for item in items):

@@ -221,7 +221,6 @@ def _json(value: Any) -> bytes:
 
 
 def _beside(kind: str) -> Event:
-    """Return the further fields of text events."""
     beside: dict[str, Event] = {"message": {"content_index": 0, "logprobs": []}, "reasoning": {"content_index": 0}}
     return beside.get(kind, {})
 

@@ -198,7 +198,6 @@ class _Json(_Objects):
         return _Taken([], end)
 
     def _take_object(self, rest: str, start: int) -> _Taken | None:
-        """Parse the object at ``start`` as a call."""
         if rest[start] != "{":
             return _Taken([], start)
         begun = self._begun(rest, start)
@@ -389,7 +388,6 @@ class _JsonScan:
 
 
 def _loaded(text: str) -> Any:
-    """Parse JSON; None if it is invalid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -215,13 +215,13 @@ _NAMES = (
 def own_name(field: str | None) -> str | None:
     """Return the Responses API's name of a chat field.
 
-    Example: ``tools[0].function.parameters`` is ``tools[0].parameters``. A message is told as the whole ``input``, since items
-    and messages are not the same.
+    Example: ``tools[0].function.parameters`` is ``tools[0].parameters``.
     """
     if field is None:
         return None
     for name, own in _NAMES:
         if field == name or field.startswith((f"{name}.", f"{name}[")):
+            # Items and messages do not correspond one to one, so errors in messages name the whole input.
             return own if own == "input" else own + field[len(name) :]
     return field.replace("].function.", "].") if field.startswith("tools[") else field
 
