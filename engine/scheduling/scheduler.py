@@ -106,7 +106,7 @@ class Scheduler:
 
     @property
     def num_free_slots(self) -> int:
-        """Return how many more requests may run."""
+        """Return ``max_running`` minus the number of running requests."""
         return self.options.max_running - len(self.running)
 
     def requests(self) -> Iterator[Request]:
