@@ -221,7 +221,7 @@ class Engine:
         return EngineCounts(*places, admission.queries, admission.hits, scheduler.num_preemptions)
 
     def meter(self, meter: EnergyMeter) -> None:
-        """Report each request's energy (``SpecStats.energy_j``) by a counter over all devices. Call it before the first request."""
+        """Report each request's energy (``SpecStats.energy_j``) by a counter over all devices. Call before the first request."""
         self._ledger = EnergyLedger(meter)
 
     def energy(self) -> EnergyCounts | None:
