@@ -26,8 +26,8 @@ class CacheAccess:
     def of_tenant(self, tenant: str, identity: Identity) -> dict[str, str]:
         """Return the Redis namespaces of a tenant's texts by memory name, the base model's first.
 
-        Each adapter has a separate memory (``decoding.request.memory_name``), bound to its weights. The public corpus has one for
-        all. Raises ``ValueError`` for an empty secret.
+        Each adapter has a separate memory (``decoding.request.memory_name``), bound to its weights. Raises
+        ``ValueError`` for an empty secret.
         """
         revision, tokenizer = identity.model_revision, identity.tokenizer_revision
         found = {tenant: namespace(self.secret, tenant, revision, tokenizer)}
