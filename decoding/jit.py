@@ -66,13 +66,7 @@ def compiled(function: F) -> F:
 
 
 def compiled_callback(signature: Any) -> Callable[[Callable[..., None]], Any]:
-    """Return a decorator that compiles a function immediately into a C function, cached like ``compiled``.
-
-    The C function's ``address`` is its address.
-
-    Args:
-        signature: numba signature.
-    """
+    """Return a decorator that compiles a function, for a numba signature, into a C function with an ``address``."""
     from numba.core import ccallback, sigutils
 
     normalize: Any = sigutils.normalize_signature
@@ -88,7 +82,6 @@ def compiled_callback(signature: Any) -> Callable[[Callable[..., None]], Any]:
 
 
 def _with_cache(made: Any, function: Callable[..., object]) -> Any:
-    """Attach an on-disk cache to a compiled function, if a folder is writable, and return the function."""
     # The hash covers all sources: numba notices a change in a function's own file, but not in the functions it calls.
     folder = cache_folder() / f"native-{_version(_sources(Path(function.__code__.co_filename)))}"
     _take_over(folder)
@@ -133,7 +126,6 @@ def kinds_of_processor(flags: str | None = None) -> list[str]:
 
 @cache
 def _flags() -> set[str]:
-    """Return the processor's features in Linux's spelling; empty if it is not x86-64."""
     if platform.machine() != "x86_64":
         return set()
     try:
@@ -235,7 +227,6 @@ def _sources(path: Path) -> Path:
 
 @cache
 def _version(folder: Path = _ROOM) -> str:
-    """Return a hash of the Python sources below a folder."""
     digest = hashlib.sha256(_FORMAT)
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.read_bytes())

@@ -52,7 +52,7 @@ def make_folder(folder: Path) -> None:
 
 
 def open_private(path: Path) -> BinaryIO:
-    """Open a file for reading if this user or root owns it and no other user can write to it.
+    """Open a regular file for reading that only this user or root can have written.
 
     Raises:
         OSError: the file cannot be opened, is a link or not a regular file, belongs to another user, or others may write to it.
@@ -91,12 +91,7 @@ def keep_sealed(path: Path, content: bytes) -> None:
 
 
 def read_sealed(path: Path) -> bytes:
-    """Return the content of a file that ``keep_sealed`` wrote.
-
-    Raises:
-        OSError: see ``open_private``.
-        ValueError: the checksum does not match the content and the file name.
-    """
+    """Return the content of a file that ``keep_sealed`` wrote. Raise ``OSError`` or, for a bad checksum, ``ValueError``."""
     with open_private(path) as file:
         kept = file.read()
     content = kept[:-_SEAL_BYTES]

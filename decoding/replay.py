@@ -67,22 +67,18 @@ def replay_workload(
     This is LLMA's target-guided simulation (arXiv 2304.04487, section 3.2 and Algorithm 2) for any drafter: a drafted token is
     accepted if it is the next token of the known output. Requests run one after another, as in the engine: the prefill emits the
     first token without a draft; each step then proposes, clips, verifies, commits and observes. A request's last step is not
-    observed. All requests have one tenant, so each may draft from the outputs before it.
+    observed. Departure from the paper: a match longer than the rest of the output is cut at its end, which Algorithm 2 passes.
 
     Example: the output ``4 5 6 7 0`` (0 is the end) and a drafter that proposes ``5 6 9`` after ``4``. The prefill emits 4; the
     next step accepts 5 and 6 and emits 7; the last one emits 0. Three steps for five tokens: 1.67 tokens per step.
 
-    Departure from the paper: a match longer than the rest of the output is cut at its end, which Algorithm 2 passes.
-
     Args:
-        make_drafter: returns a new, unused drafter. Its ``prepare`` is not called, since there is no target.
+        make_drafter: returns a new drafter. Its ``prepare`` is not called, since there is no target.
         budget: maximum drafted rows of a step, per rank.
-        vocab_size: drafted tokens at or above it are clipped.
         clock: returns seconds; it times each call of the drafter.
         keep_history: use one drafter for the whole workload; else a new one for each record.
-        on_record: called after each record.
         id_prefix: prefix of request ids, followed by a number. Calls that share a drafter need different prefixes.
-        tenant: tenant of all requests.
+        tenant: tenant of all requests, so that each may draft from earlier outputs.
         ranks: number of ranks that share each step. All rows of a tree are counted, whichever rank computes them.
 
     Raises:
@@ -104,8 +100,6 @@ def replay_workload(
 
 
 class _Replay:
-    """Replay of one record through a drafter."""
-
     def __init__(
         self,
         drafter: Drafter,
@@ -123,7 +117,6 @@ class _Replay:
         self._drafter, self._budget, self._vocab_size, self._clock, self._counts = drafter, budget, vocab_size, clock, counts
 
     def run(self) -> None:
-        """Run from the prefill to the end of the output."""
         self._step(DraftTree.chain(self._request.root, ()))
         while self._request.remaining:
             self._step(self._propose())
@@ -142,7 +135,6 @@ class _Replay:
         return tree.clipped(budget + 1, request.remaining - 1, self._vocab_size)
 
     def _step(self, tree: DraftTree) -> None:
-        """Verify a tree against the known output, commit, and let the drafter observe."""
         request, counts = self._request, self._counts
         upcoming: Iterator[int] = iter(self._known[request.num_output :])
         acceptance = verify_exact(tree, lambda row: next(upcoming), request.remaining, frozenset())

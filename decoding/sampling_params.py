@@ -25,9 +25,9 @@ _BOUNDS = {
 class SamplingParams:
     """Sampling and stop parameters. Values outside their range raise ``ValueError`` naming the field.
 
-    ``grammar``, ``logit_bias``, ``min_tokens`` and the penalties change the logits of greedy and sampled requests alike
-    (``decoding.sampling.penalties``). ``temperature``, ``min_p``, ``top_k`` and ``top_p`` shape the distribution of sampled
-    requests (``decoding.sampling.sampler``).
+    ``grammar``, ``logit_bias``, ``min_tokens`` and the penalties change the logits of greedy and sampled requests
+    (``decoding.sampling.penalties``); ``temperature``, ``min_p``, ``top_k`` and ``top_p`` shape the sampled distribution
+    (``decoding.sampling.sampler``).
     """
 
     max_tokens: int = 256

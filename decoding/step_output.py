@@ -54,10 +54,7 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of an emitted token: natural log of the softmax of the raw logits (vLLM's ``raw_logprobs``).
-
-    Bias, penalties, temperature and truncation are not applied.
-    """
+    """Log-probability of a token before bias, penalties, temperature and truncation (vLLM's ``raw_logprobs``), natural log."""
 
     token_id: int
     logprob: float
@@ -81,10 +78,7 @@ class StepReport:
 
 @dataclass(slots=True)  # not frozen, which would take longer to make: there is one for each request in each step
 class StepOutput:
-    """Output of one step for one request.
-
-    ``text`` is the text that can be shown now: incomplete characters and possible beginnings of stop strings are held back.
-    """
+    """Output of one step for one request. ``text`` excludes incomplete characters and possible beginnings of stop strings."""
 
     request_id: str
     token_ids: tuple[int, ...]

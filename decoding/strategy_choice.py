@@ -29,11 +29,7 @@ class StrategyChoice:
 
 
 def parse_strategy(text: str) -> StrategyChoice:
-    """Parse a strategy such as ``llma:copy_length=9,include_prompt=false``. Values are JSON, or else strings.
-
-    Raises:
-        ValueError: an option without ``=``.
-    """
+    """Parse a strategy such as ``llma:copy_length=9,include_prompt=false``. Raise ``ValueError`` for an option without ``=``."""
     name, _, rest = text.partition(":")
     options: dict[str, Any] = {}
     for pair in _NEXT_OPTION.split(rest) if rest.strip() else ():
@@ -41,6 +37,7 @@ def parse_strategy(text: str) -> StrategyChoice:
         if not separator or not key:
             raise ValueError(f"strategy {text!r}: {pair!r} must be option=value")
         try:
+            # Values are JSON, or else strings.
             options[key] = json.loads(value)
         except json.JSONDecodeError:
             options[key] = value

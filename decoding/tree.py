@@ -45,13 +45,7 @@ class DraftTree:
 
     @classmethod
     def chain(cls, root: int, draft: Sequence[int] | Int32Array, source: int = 0) -> DraftTree:
-        """Build a tree of one branch; an empty ``draft`` gives the root alone.
-
-        Args:
-            root: the last committed token.
-            draft: [n - 1] token ids.
-            source: index into ``SOURCES``.
-        """
+        """Build a tree of one branch, the root alone for an empty ``draft``; ``source`` is an index into ``SOURCES``."""
         n = len(draft) + 1
         if n == 1 and source == 0:  # plain decoding, every step of it
             return cls(np.array((root,), np.int32), _NO_PARENT, _ROOT_SOURCE, 1)
@@ -93,12 +87,7 @@ class DraftTree:
         """Return the tree without rows that are outside the vocabulary, too deep or too many, or below such a row.
 
         Whatever a drafter proposes, the engine computes a valid tree. Rows keep their order, so parents still come first.
-
-        Args:
-            max_rows: maximum number of rows, the root included.
-            max_depth: maximum depth of candidates.
-            vocab_size: tokens must be below it.
-            max_window_depth: maximum depth of the rows behind the candidates, which are never emitted; default ``max_depth``.
+        ``max_rows`` includes the root; ``max_window_depth`` applies to the rows behind the candidates, default ``max_depth``.
         """
         n = len(self.tokens)
         if n == 1:
@@ -113,12 +102,9 @@ class DraftTree:
         return self.take(np.flatnonzero(kept).astype(np.int32))
 
     def take(self, rows: Int32Array) -> DraftTree:
-        """Return some rows as a tree, in the same order and with the same sources.
+        """Return the given ascending rows as a tree, in the same order and with the same sources. Ancestors must be included.
 
         Example: of root 7 with the branches 1 2 and 3, in rows 0 to 3, the rows 0 and 3 are root 7 with the branch 3.
-
-        Args:
-            rows: [m] ascending, each with all its ancestors; so the root comes first.
         """
         assert len(rows) and rows[0] == 0, rows
         renumbered = np.full(len(self.tokens), -1, np.int32)
@@ -136,16 +122,10 @@ class DraftTree:
         the largest part has as few rows as such runs allow. Every row is in some part, every leaf in exactly one, and every part
         holds the root. So the verification of a part is a valid step by itself, and the longest accepted path over all parts is
         the longest in the tree. In the comb of a Jacobi window, runs of leaves are runs of columns, with block 0 up to their last
-        column.
+        column. If there are fewer runs than ranks, the last parts are the root alone.
 
         Example: root 7 with the branches 1 2, 3 4 and 5. Of two ranks the first gets 1 2 (three rows), the second 3 4 and 5 (four
         rows); with 3 4 the first would have five.
-
-        Args:
-            ranks: at least 1.
-
-        Returns:
-            ``ranks`` parts. If there are fewer runs than ranks, the last ranks get the root alone.
         """
         if ranks == 1 or len(self.tokens) == 1:
             return [Part(np.arange(len(self.tokens), dtype=np.int32), self)] * ranks

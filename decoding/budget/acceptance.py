@@ -88,17 +88,14 @@ def learn(
     parents: Int32Array, features: Int32Array, reached: Int32Array, prior: Float64Array, seen: Float32Array,
     accepted: Float32Array, chances: Float64Array, expected: Float64Array, hits: Float64Array,
 ) -> float:  # fmt: skip
-    """Count the children of reached rows as accepted or rejected, and update their chances in place.
+    """Count the children of reached rows as accepted or rejected, and return the highest entry of ``expected``.
+
+    Updates in place: [NUM_FEATURES] ``seen``, ``accepted`` and ``chances``; [NUM_KINDS] ``expected`` (accepted rows that the
+    prior expects) and ``hits`` (rows accepted).
 
     Args:
-        parents: [n] parent of each row of the tree.
         features: [n] feature of each row; the root's is not read.
         reached: [m] the root and the accepted rows, in order of depth.
-        prior, seen, accepted, chances: [NUM_FEATURES]; all but ``prior`` are updated.
-        expected, hits: [NUM_KINDS] accepted rows that the prior expects, and those that were accepted; updated.
-
-    Returns:
-        The highest entry of ``expected``.
     """
     for row in range(1, len(parents)):
         below = hit = False
@@ -146,13 +143,7 @@ class AcceptanceTable:
         return self._chances
 
     def observe(self, parents: Int32Array, features: Int32Array, accepted_rows: tuple[int, ...]) -> None:
-        """Count one verified tree.
-
-        Args:
-            parents: [n] parent of each row.
-            features: [n] feature of each row.
-            accepted_rows: in order of depth.
-        """
+        """Count a verified tree: [n] parent and feature of each row, and the accepted rows in order of depth."""
         if self.set_aside:
             self._pass_step()
         if len(parents) == 1:
@@ -165,7 +156,7 @@ class AcceptanceTable:
             self._verdict()
 
     def compile(self) -> None:
-        """Run the compiled code once. The table must not be used afterwards."""
+        """Run the compiled code once. Do not use the table afterwards."""
         self.observe(np.array([-1, 0], np.int32), np.zeros(2, np.int32), (1,))
 
     def _verdict(self) -> None:

@@ -51,13 +51,11 @@ class _Copy:
 def step_report(
     request: Request, tree: DraftTree, rows: Sequence[int], pieces: Sequence[str], memory: Histories | None
 ) -> StepReport:
-    """Build the report of a step.
+    """Build the report of a step, before its tokens are committed to the request.
 
     Args:
-        request: before the step's tokens are committed.
         rows: accepted rows that are emitted, in order.
         pieces: text released by each emitted token; the bonus token's, if it is emitted, comes last.
-        memory: past outputs and public texts of the drafter.
     """
     sources = origins(request, tree, rows, memory)
     sources += [MODEL] * (len(pieces) - len(sources))
@@ -67,9 +65,9 @@ def step_report(
 def origins(request: Request, tree: DraftTree, rows: Sequence[int], memory: Histories | None) -> list[str]:
     """Return the source of each accepted row: the drafter, or the text that it copied from.
 
-    Drafters do not record positions, and a copied token often occurs in several texts. The chosen text is the one in which the
-    longest run, up to 32 tokens, agrees with the tokens before the row, as these drafters prefer. While the following rows
-    continue at the same place, they keep that text.
+    Drafters do not record positions, and a copied token often occurs in several texts. The chosen text has the longest run, up to
+    32 tokens, that agrees with the tokens before the row, as these drafters prefer. Following rows that continue there keep that
+    text.
 
     Example: document ``4 5 6 7``, prompt ``8 5 6 9``, output ``4``, and ``5 6 9`` accepted. ``5`` follows ``4`` in the document
     alone, and ``6`` goes on there; ``9`` is not what the document has next, and is the prompt's.
@@ -132,7 +130,6 @@ def _own_texts(request: Request, kinds: Sequence[str], known: Int32Array) -> Ite
 
 
 def _past_texts(request: Request, kinds: Sequence[str], memory: Histories | None) -> list[tuple[str, History]]:
-    """Return the non-empty histories of the given kinds."""
     found: list[tuple[str, History]] = []
     if memory is not None:
         tenant = memory.of(request.memory) if TRIE in kinds else None

@@ -39,15 +39,7 @@ class Backoff:
         self._fruitless = self._left = 0
 
     def drafted(self, rows: int, requests: int, number: int, saved_s: float, asking_s: float) -> None:
-        """Record an answer.
-
-        Args:
-            rows: number of rows it drafts.
-            requests: number of requests in the proposal.
-            number: number of the proposal.
-            saved_s: seconds that these rows are expected to save.
-            asking_s: seconds that asking took.
-        """
+        """Record the answer to proposal ``number``: rows drafted, seconds that they are expected to save, seconds of asking."""
         self._worth_s += (saved_s - self._worth_s) * _WORTH_GAIN
         if rows:
             self.drafted_at = number
@@ -60,10 +52,10 @@ class Backoff:
 
 
 class Explorer:
-    """Occasional drafts that are not expected to pay off, so that a request whose drafts would pay again is noticed.
+    """Occasional drafts that are not expected to pay off, to notice requests whose drafts would pay off again.
 
-    Once per ``_EXPLORE_EVERY`` proposals in which some request drafted nothing before, the request that drafted nothing for
-    longest is chosen. This is deterministic and costs a fraction of a row per step.
+    Once per ``_EXPLORE_EVERY`` proposals in which some request drafted nothing before, the request without a draft for longest is
+    chosen.
     """
 
     def __init__(self) -> None:

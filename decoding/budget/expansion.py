@@ -1,9 +1,8 @@
 """Best-first growth of a draft tree from all draft sources.
 
-The children of a node come from three kinds of features: occurrences of the node's context elsewhere, weighted by the length of
-agreement; tokens that the target ranked after the node's token; and tokens that are frequent in general. The chance of a child
-given its parent comes from measured acceptance rates (``decoding.budget.acceptance``). The children with the highest product of
-chances along their path become rows.
+A node's children come from occurrences of its context elsewhere (weighted by the length of agreement), from tokens that the
+target ranked after its token, and from generally frequent tokens. Their chances given the parent are measured acceptance rates
+(``decoding.budget.acceptance``). The children with the highest product of chances along their path become rows.
 """
 
 from __future__ import annotations
@@ -176,11 +175,7 @@ def factor_of(measures: Measures, source: int, log: LogArrays, position: int) ->
 def fresh_occurrences(
     plain_log: Log, source: int, measures: Measures, token: int, parent_token: int, depth: int, first: int, used: int, pool: Pool
 ) -> tuple[int, int]:
-    """Add the latest occurrences of a node's token that do not follow its parent's token (those came with the parent).
-
-    Returns:
-        The new head of the node's list of occurrences, and the number of used entries.
-    """
+    """Add a token's latest occurrences that do not follow its parent's token; return the list's new head and the used entries."""
     log, oldest, owner, cap = LogArrays(*plain_log[0]), plain_log[1], plain_log[2], measures[4][3]
     if oldest < 0:
         return first, used
@@ -190,6 +185,7 @@ def fresh_occurrences(
     looked = 0
     while p >= oldest and looked < cap and used < len(pool.positions):
         looked += 1
+        # Occurrences after the parent's token were added with the parent.
         new = tokens[(p + 1) & mask] != -1 and tokens[(p - 1) & mask] != parent_token
         if new and tokens[p & mask] == token and log.owners[(p & mask) // BLOCK] != owner:
             pool.positions[used], pool.sources[used], pool.lengths[used], pool.starts[used] = p, source, 1, depth
@@ -207,11 +203,7 @@ def fresh_occurrences(
 def branch(
     logs: LogTokens, measures: Measures, first: int, depth: int, row: int, count: int, pool: Pool
 ) -> tuple[int, float, int]:
-    """Create the children that follow a node's occurrences.
-
-    Returns:
-        The number of used candidates, the total weight of the occurrences, and the longest agreement at the node.
-    """
+    """Create the children after a node's occurrences; return the used candidates, total weight and longest agreement."""
     weights = measures[1]
     total, longest, begin = 0.0, 0, count
     at = first
@@ -249,11 +241,7 @@ def add_ranked(
     ranked: Int32Array, kind: int, context: int, level: int, row: int, depth: int, chance: float, table: Float64Array, begin: int,
     count: int, pool: Pool,
 ) -> int:  # fmt: skip
-    """Create children for ranked tokens, or raise the chance of existing ones, and return the number of used candidates.
-
-    Args:
-        begin: index of the node's first child.
-    """
+    """Create children for ranked tokens, or raise the chance of existing ones from ``begin`` on; return the used candidates."""
     for rank in range(len(ranked)):
         token, bucket = ranked[rank] & TOKEN_MASK, ranked[rank] >> TOKEN_BITS
         if kind != RECYCLING:
@@ -290,11 +278,7 @@ def list_occurrences(log: Log, source: int, measures: Measures, context: Int32Ar
 
 @compiled
 def open_root(logs: Logs, measures: Measures, context: Int32Array, pool: Pool) -> tuple[int, int]:
-    """List the occurrences of the end of ``context`` in the logs.
-
-    Returns:
-        The head of the list, -1 for none, and the number of used entries.
-    """
+    """List the occurrences of the end of ``context``; return the head of the list, -1 for none, and the used entries."""
     used = list_occurrences(logs[0], 0, measures, context, 0, pool)
     used = list_occurrences(logs[1], 1, measures, context, used, pool)
     used = list_occurrences(logs[2], 2, measures, context, used, pool)
@@ -346,8 +330,8 @@ def open_node(
 ) -> int:  # fmt: skip
     """Create the children of a node with their chances, and return the number of used candidates.
 
-    Occurrences come first, then tokens that the target ranked in a similar context, then those that it last ranked after the
-    token alone. The ranking in a similar context also sets the level of the occurrences: see ``UNKNOWN``.
+    Order: occurrences, tokens that the target ranked in a similar context (which also set the level of occurrences, see
+    ``UNKNOWN``), tokens that it last ranked after the token alone.
 
     Args:
         three: the two tokens before the node's, -1 for none, and its own.
@@ -377,11 +361,9 @@ def grow(
     logs: Logs, context: Int32Array, plain_ranked: PlainRanked, measures: Measures, limits: Limits,
     plain_pool: PlainPool, numbers: Int32Array, row_chances: Float64Array,
 ) -> int:  # fmt: skip
-    """Grow a tree below the end of ``context``, best chances first, and return the number of rows below the root.
+    """Grow a tree below the last token of ``context``, best chances first, and return the number of rows below the root.
 
-    Args:
-        context: [c] the last committed tokens; the root is the last one.
-        numbers, row_chances: filled, see ``Rows``; large enough for the limits.
+    Fills ``numbers`` and ``row_chances`` (see ``Rows``), which must be large enough for the limits.
     """
     ranked, pool = Ranked(*plain_ranked), Pool(*plain_pool)
     tokens, parents, kinds, features, depths = numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]

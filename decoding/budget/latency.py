@@ -92,11 +92,7 @@ class LatencyCurve:
         return float(self._least[0])
 
     def seconds(self, rows: Float64Array, load: StepLoad) -> Float64Array:
-        """Return [n] seconds of steps, at least a quarter of a step of one row.
-
-        Args:
-            rows: [n] total rows of each step: ``load.rows`` plus drafted rows.
-        """
+        """Return [n] seconds of steps with [n] total rows (``load.rows`` plus drafted ones), at least 1/4 of a one-row step."""
         at, least, slope, other, row_s, floor = self.parts(load)
         total = np.interp(rows, at, least) + np.maximum(rows - at[-1], 0.0) * slope + rows * row_s + other
         floored: Float64Array = np.maximum(total, floor)
@@ -109,7 +105,7 @@ class LatencyCurve:
         return self._at, self._least, self._slope, float(other), float(self.row_entry_s * farther), self._floor
 
     def critical_rows(self, slack: float = 1.2) -> int:
-        """Return the critical decoding length: the most measured rows that take at most ``slack`` times as long as one row.
+        """Return the most measured rows that take at most ``slack`` times as long as one: the critical decoding length.
 
         Lookahead (arXiv 2312.12728) configures it per device.
 
@@ -127,11 +123,7 @@ class LatencyCurve:
 
     @classmethod
     def from_json(cls, data: object) -> LatencyCurve:
-        """Return the curve that ``to_json`` wrote.
-
-        Raises:
-            ValueError: a field is missing, unknown or invalid.
-        """
+        """Return the curve that ``to_json`` wrote. Raise ``ValueError`` if a field is missing, unknown or invalid."""
         if not isinstance(data, Mapping):
             raise ValueError(f"a latency curve must be an object with {', '.join(_FIELDS)}, got {type(data).__name__}")
         if missing := [name for name in _FIELDS if name not in data]:

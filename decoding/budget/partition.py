@@ -14,9 +14,7 @@ Partition = tuple[Int32Array, Int32Array, Int32Array, Int32Array, Int32Array, In
 def lay_out(parents: Int32Array, places: Int32Array, ends: Int32Array, depths: Int32Array) -> None:
     """Fill each row's place in depth-first order, children in order of their rows, and its depth.
 
-    Args:
-        places, ends: [n] filled: the subtree of row r has the places from ``places[r]`` to ``ends[r] - 1``.
-        depths: [n] filled with the edges from the root.
+    The subtree of row r has the places from ``places[r]`` to ``ends[r] - 1``.
     """
     n = len(parents)
     sizes, free = np.ones(n, np.int32), np.empty(n, np.int32)  # free: the place of the next child
@@ -34,11 +32,8 @@ def lay_out(parents: Int32Array, places: Int32Array, ends: Int32Array, depths: I
 def list_leaves(places: Int32Array, ends: Int32Array, depths: Int32Array, firsts: Int32Array, lasts: Int32Array) -> int:
     """List the leaves in depth-first order and return their number.
 
-    Leaves i to j and their ancestors are ``lasts[j] - firsts[i]`` rows: the places from leaf i to leaf j, and the path to leaf i.
-
-    Args:
-        firsts: [n] filled with place minus depth of each leaf.
-        lasts: [n] filled with the place after each leaf.
+    Fills ``firsts`` with place minus depth, and ``lasts`` with place plus 1, so that leaves i to j and their ancestors are
+    ``lasts[j] - firsts[i]`` rows: the places from leaf i to leaf j, and the path to leaf i.
     """
     n = len(places)
     depth_at = np.full(n, -1, np.int32)  # by place, -1 if not a leaf
@@ -77,9 +72,8 @@ def least_limit(firsts: Int32Array, lasts: Int32Array, ranks: int) -> int:
 def cut(firsts: Int32Array, lasts: Int32Array, starts: Int32Array, stops: Int32Array) -> int:
     """Assign each rank its run of leaves, and return the total rows of all parts, including ranks without a run.
 
-    Args:
-        starts, stops: [ranks] filled with the place of the first leaf of each run and the place after its last leaf; unchanged
-            for ranks without a run.
+    Fills [ranks] ``starts`` and ``stops``: place of a run's first leaf, and the place after its last. Ranks without a run are
+    unchanged.
     """
     ranks = len(starts)
     limit = least_limit(firsts, lasts, ranks)

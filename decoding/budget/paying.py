@@ -15,7 +15,7 @@ _FURTHER = 2  # rows drafted beyond the best number (or half as many again, if m
 
 
 class PayingRows:
-    """Row limit of a drafter that would otherwise draft as many rows as allowed.
+    """Row limit of a drafter that would otherwise draft as many rows as allowed, at most ``most`` per request and rank.
 
     Strategies put their best guesses first. So each step shows how many tokens every smaller number of rows would have given: the
     accepted rows among the first n. The best n maximizes expected tokens over step time; a few more rows are drafted so that it
@@ -23,9 +23,6 @@ class PayingRows:
 
     Example: a step takes 6 ms without drafts and 0.2 ms more for each row, and of ten rows the first two are accepted in every
     second step: 2 tokens in 6.4 ms are more than 1 in 6 and 2 in 8. Four rows are drafted.
-
-    Args:
-        most: maximum rows of a request in a step, per rank.
     """
 
     def __init__(self, most: int, looks_ahead: bool) -> None:
@@ -33,12 +30,7 @@ class PayingRows:
         self._gains = _PRIOR * np.log2(1.0 + self._counts)  # [most + 1] expected accepted tokens by number of rows
 
     def rows(self, curve: LatencyCurve, load: StepLoad, requests: int, ranks: int) -> int:
-        """Return the rows to draft for each request, on all ranks together.
-
-        Args:
-            requests: number of requests that are drafted for.
-            ranks: number of ranks that share the step.
-        """
+        """Return the rows to draft for each of ``requests`` requests, on all ranks together."""
         seconds = curve.seconds(load.rows + requests * self._counts.astype(np.float64), load)
         if self._looks_ahead:
             return int(np.count_nonzero(seconds <= _SLACK * seconds[0]) - 1) * ranks

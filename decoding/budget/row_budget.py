@@ -31,8 +31,8 @@ def rows_to_draft(
     """Return how many rows pay off for each request of a step, and the seconds that the step then takes.
 
     The rows of all requests are sorted by chance. The first n are expected to add the sum of their chances in tokens, and cost
-    the extra time of a step with n more rows. A token is worth the time that it otherwise takes. The n with the highest gain is
-    chosen; 0 is allowed.
+    the extra time of a step with n more rows. A token is worth ``token_s``, its recent average time. The n with the highest gain
+    is chosen; 0 is allowed.
 
     Example: steps of one, two and three rows take 1.0, 1.1 and 1.8 ms, the chances are 0.5 and 0.4, and a token is worth 0.8 ms:
     one row gains 0.4 and costs 0.1 ms, the second gains 0.32 and costs 0.7 ms more, so one row is drafted, and the step takes
@@ -41,10 +41,8 @@ def rows_to_draft(
 
     Args:
         chances: chances of the rows of each request, non-increasing; at least one request.
-        token_s: average seconds per token of late.
         depths: depths of the same rows, each after its parent; required if ranks share the step.
-        ranks: number of ranks that share the step, see ``decoding.budget.step_price.largest_part``.
-        spine: tokens of all requests that the previous step accepted.
+        ranks, spine: see ``decoding.budget.step_price.largest_part``.
     """
     shared = np.concatenate(depths, dtype=np.int32) if ranks > 1 else _NO_DEPTHS
     ends, counts = np.array([*itertools.accumulate(map(len, chances))], np.int64), np.empty(len(chances), np.int64)
@@ -75,17 +73,12 @@ class TokenTime:
 class Pricing:
     """Choice of the rows that pay off in each step, with token prices learned while serving.
 
-    Token prices depend on the number of requests that share a step and on the number of ranks: each power of two of requests has
-    its own, so a load that has passed leaves no price behind for another load. The initial price is that of plain decoding.
-
-    Time that a step spends on prefills is not charged to drafts: rows beside a prefill cost only what they add. A token is worth
-    the recent average over steps with and without prefills, because it is unknown which of them an accepted token saves.
+    Each number of ranks and power of two of requests has its own token price, so a load that has passed does not affect others.
+    The initial price is that of plain decoding. Rows beside a prefill cost only what they add. A token is worth the recent
+    average over steps with and without prefills, because it is unknown which of them an accepted token saves.
 
     Example: plain decoding alone takes 10 ms a token. Among eight requests a step takes 12 ms, a token 1.5: there a row that adds
     1 ms needs a chance of 0.67, alone one of 0.1.
-
-    Args:
-        curve: step times of one rank.
     """
 
     def __init__(self, curve: LatencyCurve) -> None:
@@ -104,19 +97,13 @@ class Pricing:
         self._decode_s = self._own(price_rows(self.curve.parts(load), load.rows, self._ranks, self._prices))
 
     def least_chances(self) -> Float64Array:
-        """Return [n] the minimum chance that pays off, by the number of a request's rows before it; non-decreasing.
-
-        The last value applies to all further rows.
-        """
+        """Return [n] the minimum chance that pays off by the number of a request's rows before it; the last holds beyond n."""
         return self._prices / self._token_s()
 
     def rows_to_draft(
         self, chances: Sequence[Float64Array], depths: Sequence[Int32Array], spine: int
     ) -> tuple[list[int], list[float]]:
-        """Return how many rows pay off for each request, and the seconds that they are expected to save.
-
-        The common cost of the rows is divided equally among them. See the function ``rows_to_draft``.
-        """
+        """Return how many rows pay off for each request, and its saved seconds. All rows share the common cost equally."""
         token_s = self._token_s()
         counts, seconds = rows_to_draft(self.curve, self._load, chances, token_s, depths, self._ranks, spine)
         decode_s = self._own(seconds)

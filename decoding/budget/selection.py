@@ -28,9 +28,6 @@ class Selection:
     Rows that cannot pay off are not grown (``Pricing.least_chances``). Requests whose rows save less than asking costs are asked
     less often (``Backoff``), and occasionally one drafts regardless (``Explorer``). When the number of requests falls by a
     quarter, all are asked again at once.
-
-    Args:
-        latency: returns the current curve; called before each step, since a better one may have been measured.
     """
 
     def __init__(self, latency: Callable[[], LatencyCurve]) -> None:
@@ -47,10 +44,8 @@ class Selection:
         """Return the rows of each request, empty if none pays off.
 
         Args:
-            backoffs: backoffs of the requests that may draft, at least one.
-            everyone: backoffs of all live requests.
+            backoffs, everyone: backoffs of the requests that may draft, at least one, and of all live requests.
             accepted: tokens that the last step of all of them accepted.
-            grow: see ``Grow``.
         """
         count = len(backoffs)
         self._number += 1
@@ -59,7 +54,7 @@ class Selection:
             self._busiest = count
             for backoff in everyone:
                 backoff.end()
-        self._pricing.curve = self._latency()
+        self._pricing.curve = self._latency()  # a better curve may have been measured
         self._pricing.plan(load, ranks)
         explored = self._explorer.pick(backoffs, self._number)
         asked = [at for at, backoff in enumerate(backoffs) if backoff.asked() or at == explored]

@@ -38,12 +38,10 @@ def seconds_of(rows: float, curve: CurveParts) -> float:
 
 @compiled
 def price_rows(curve: CurveParts, base: int, ranks: int, prices: Float64Array) -> float:
-    """Fill in the minimum price of further rows, and return the seconds of a step that drafts nothing.
+    """Fill in the minimum price of further rows, and return the seconds of a step that drafts nothing (``base`` rows).
 
-    Args:
-        base: rows that the step computes anyway.
-        prices: [n] filled, non-decreasing: minimum seconds that a row adds if that many or more rows are drafted before it,
-            averaged with any number of rows after it.
+    [n] ``prices`` is non-decreasing: minimum seconds that a row adds with at least that many drafted rows before it, averaged
+    with any number of rows after it.
     """
     at, _, slope, _, row_s, _ = curve
     seconds = np.empty(len(at))
@@ -96,9 +94,7 @@ def fill_counts(
     Args:
         chances: chances of the rows of all requests, contiguous and non-increasing per request.
         depths: depths of the same rows; not read with one rank.
-        ranks, spine: see ``largest_part``.
-        ends: [requests] end of the rows of each request.
-        counts: [requests] filled.
+        ends, counts: [requests] end of the rows of each request; filled with its paying rows.
     """
     heads, deep = np.empty(len(ends), np.int64), np.zeros(len(ends), np.int64)
     for one in range(len(ends)):

@@ -55,11 +55,7 @@ LOSSLESS = frozenset((*STRATEGIES, "speculative", "spectr"))
 
 
 def build_drafter(strategy: str, options: Mapping[str, Any]) -> Drafter:
-    """Build the drafter of a strategy.
-
-    Args:
-        strategy: a key of ``STRATEGIES`` or ``WITH_DRAFT_MODEL``.
-        options: constructor arguments of the drafter.
+    """Build the drafter of a strategy with constructor options.
 
     Raises:
         ValueError: an unknown strategy or option (the message suggests the nearest known one), or a value outside its range.
@@ -88,8 +84,7 @@ def build_drafters(strategy: str, options: Mapping[str, Any], others: Sequence[s
     """Build the drafter of an engine whose requests may choose among several strategies.
 
     Args:
-        strategy: default strategy of requests.
-        options: constructor arguments of its drafter.
+        strategy, options: default strategy, and constructor options of its drafter.
         others: further strategies, each ``NAME`` or ``NAME:option=value,...`` (``parse_strategy``). May include the names of
             ``strategy`` and of plain decoding, which needs no drafter.
         most_rows: if set, each strategy drafts as many rows as pay off on the device, at most this many per request and rank.
@@ -123,8 +118,6 @@ def check_drafters(drafter: Drafter, strategies: Sequence[str], draft_model: str
     """Raise ``ValueError`` if an engine must not or cannot use a drafter; the message names the setting that allows it.
 
     Args:
-        drafter: result of ``build_drafters``.
-        strategies: names of all strategies in it.
         draft_model: folder or hub name of the draft model.
         exact: only strategies in ``LOSSLESS`` may be used.
         shared: several ranks share a step's tree.

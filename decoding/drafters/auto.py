@@ -58,8 +58,6 @@ _ANY = SamplingParams(max_tokens=8)
 
 
 class _RequestState:
-    """Draft state of one request."""
-
     def __init__(self, request: Request, history: History | None, frequent: Int32Array, table: AcceptanceTable) -> None:
         blocks = sum(2 + len(text) // BLOCK for text in request.references)
         blocks += 2 + (request.num_prompt + request.params.max_tokens) // BLOCK
@@ -259,7 +257,6 @@ class AutoDrafter(Drafter):
         state.similarities = np.array([text.similarity for text in recalled])
 
     def _tell(self, request: Request, state: _RequestState, history: History, final: bool = False) -> None:
-        """Append new output to the tenant's history."""
         history.extend(request.text, state.told, request.output_ids[state.told :], final)
         state.told = request.num_output
 

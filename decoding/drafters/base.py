@@ -104,10 +104,10 @@ class TargetRows:
         return tokens
 
     def ranked(self, rows: Sequence[int], k: int) -> Int32Array:
-        """Return ``top_k`` with the likelihood bucket of each token in the bits above ``TOKEN_BITS``.
+        """Return ``top_k`` with each token's likelihood bucket, relative to the row's other tokens, above ``TOKEN_BITS``.
 
-        The bucket is relative to the row's other tokens (``decoding.budget.features.likelihood_bucket``). With logits each row
-        costs a pass over the vocabulary: pass few rows, only if ``has_logits``, and at most ``Drafter.top_k`` tokens.
+        With logits each row costs a pass over the vocabulary: pass few rows, only if ``has_logits``, and at most
+        ``Drafter.top_k`` tokens.
         """
         if self._logits is None:
             assert self._ranked is not None, "nothing was ranked: ask where has_logits, or declare needs_logits"
@@ -141,7 +141,7 @@ class Target(Protocol):
 
 
 class Drafter(ABC):
-    """Proposes continuations. Wrong drafts never change the output. A drafter never changes a request."""
+    """Source of draft trees. Wrong drafts never change the output, and a drafter never changes a request."""
 
     needs_logits = False  # drafts from the target's logits, so that it cannot be replayed on known outputs
     looks_ahead = False  # computes guesses for later steps beside its candidates
@@ -150,7 +150,7 @@ class Drafter(ABC):
     memory: Histories | None = None  # past outputs by tenant and public texts to draft from; None: none
 
     # Maximum top-k tokens per row that ``observe`` of the next step may request; 0: none. Read once per step, after ``propose``.
-    # If ranks share a step, only this many are sent between ranks, and ``observe`` has no logits.
+    # If ranks share a step, only this many per row are sent between ranks; with 0 ``observe`` has no ranking (``has_logits``).
     top_k = 0
 
     # Set by the caller.
@@ -168,10 +168,9 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, requests: Sequence[Request], budgets: Sequence[int], load: StepLoad | None = None) -> list[DraftTree]:
-        """Return one tree per request, in order.
+        """Return one tree per request, in order, rooted at its last committed token.
 
         Args:
-            requests: the root of each tree is the request's last committed token.
             budgets: maximum rows per request, on all ranks together, without the root but with window rows; 0 requests the root
                 alone.
             load: other work of the step; by default a step of these requests alone. Published strategies ignore it.
@@ -180,10 +179,8 @@ class Drafter(ABC):
     def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:  # noqa: B027
         """Learn from a step, after its tokens were committed. Not called for the step that ends a request.
 
-        Args:
-            tree: the computed tree. It may hold fewer rows than the proposed one (see ``DraftTree.clipped``), and is the root
-                alone if the drafter was not asked, as after a prefill.
-            target: the target's outputs at the rows of ``tree``.
+        ``tree`` is the computed tree: it may hold fewer rows than the proposed one (see ``DraftTree.clipped``), and is the root
+        alone if the drafter was not asked, as after a prefill.
         """
 
     def budget(self) -> BudgetCounts | None:
@@ -206,7 +203,7 @@ class RequestDrafter(Drafter, Generic[State]):
 
     @abstractmethod
     def begin(self, request: Request) -> State:
-        """Return the state of a request, created at its first draft or observation."""
+        """Return a new state for a request, at its first draft or observation."""
 
     @abstractmethod
     def draft(self, request: Request, state: State, budget: int) -> DraftTree:

@@ -101,8 +101,6 @@ class _Lookahead:
 
 
 class _PlainJacobi:
-    """Block of guesses of one request."""
-
     def __init__(self, request: Request, settings: _Settings, end_tokens: Set[int]) -> None:
         source = PromptTokens(request.prompt_ids, request.params.seed, end_tokens)
         self._block = JacobiBlock(settings.window, source)

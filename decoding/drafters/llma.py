@@ -26,13 +26,8 @@ def agreements(text: Int32Array, ends: Positions, query: Int32Array, max_length:
     Example: text ``4 5 6 5``, query ``9 4 5``: the ends 1 and 3, where 5 stands, agree in one token, and 1 in two.
 
     Args:
-        text: [n] token ids.
-        ends: [m] ascending positions of the query's last token.
-        query: [q] token ids, at least one.
+        ends: [m] ascending positions of the query's last token in ``text``; the result is empty if there are none.
         max_length: longest agreement to measure.
-
-    Returns:
-        Per length, from 1 to the longest reached, the positions that agree in at least that many tokens; empty without ``ends``.
     """
     levels = [ends] if len(ends) else []
     while levels and len(levels) < min(max_length, len(query)):
@@ -183,7 +178,6 @@ class LlmaDrafter(CopyDrafter[_State]):
                     yield output[start : start + count]
 
     def _own(self, output: Int32Array) -> list[Positions]:
-        """Return the agreements of the output's end with earlier output."""
         ends = np.flatnonzero(output[:-1] == output[-1]) if self._include_output else np.zeros(0, np.int64)
         return agreements(output, ends, output, self._max_context)
 

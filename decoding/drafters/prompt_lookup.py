@@ -116,9 +116,7 @@ class AdaPldDrafter(RequestDrafter[dict[int, list[int]]]):
 def _nearest(tokens: Int32Array, at: int, token: int | None = None) -> int | None:
     """Return the position of a token, not the last of the text, whose context agrees longest with the text before ``at``.
 
-    Args:
-        at: end of the context, 0 to n.
-        token: token to look for; by default the one at ``at``.
+    ``token`` is by default the one at ``at``.
     """
     places = (tokens[:-1] == (tokens[at] if token is None else token)).nonzero()[0]
     if len(places) == 0:

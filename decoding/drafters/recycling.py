@@ -251,8 +251,8 @@ def _rows_to_learn(tree: DraftTree, path: Sequence[int], count: int) -> list[int
 def _template(ranks: int) -> tuple[int, ...]:
     """Return the fixed tree for ``ranks`` ranks in the form of ``_PUBLISHED``.
 
-    It holds the published rows, and ``ranks - 1`` times as many with the best estimate: the product, along the path, of the rates
-    of a new table (0.4 for the first rank, then 0.12, 0.07, ...).
+    It has the published rows, and ``ranks - 1`` times as many with the best product of a new table's rates along the path (0.4
+    for the first rank, then 0.12, 0.07, ...).
     """
     counts, parents, estimates = list(_PUBLISHED), [-1], [1.0]
     for row, count in enumerate(_PUBLISHED):

@@ -32,7 +32,6 @@ class _Texts:
         self._output = self._prompt + request.num_prompt
 
     def update(self, request: Request) -> None:
-        """Add the request's new tokens."""
         known = len(self._automaton.text) - self._prompt
         self._automaton.extend(request.tokens[known:].tolist())
 
@@ -121,7 +120,6 @@ class _Outputs:
         self._depth, self._capacity, self._texts = depth, capacity, 0
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Add an output. No match crosses its end."""
         if len(self.automata[0].text) + len(tokens) >= self._capacity // 2:
             self.automata = [CountedAutomaton(self._depth), self.automata[0]]
         self._texts += 1
@@ -233,7 +231,6 @@ class SuffixDecodingDrafter(RequestDrafter[CountedAutomaton]):
         return kept
 
     def _grow(self, automaton: CountedAutomaton, end: int, length: int, root: int, rows: int) -> tuple[DraftTree, float]:
-        """Return the tree below a suffix of the text, and its score."""
         counts = automaton.count
         tokens, parents, score = [root], [-1], 0.0
         open_rows: list[tuple[float, int, int, int, int, int]] = []  # -share, depth, -count, token, parent, state

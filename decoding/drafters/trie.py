@@ -40,7 +40,6 @@ class _OwnTexts:
         self.edition: object = None  # version of the tenant's history when the texts were written
 
     def lay_out(self, request: Request, end_tokens: tuple[int, ...], recalled: Sequence[Int32Array]) -> None:
-        """Write all texts into one log."""
         prompt, *documents = (_segments(text, end_tokens) for text in (request.prompt_ids, *request.references, *recalled))
         prompt = [segment for segment in prompt if len(segment) > 1]  # a single token has no branch, but would take a block
         references = [segment for segments in documents for segment in segments if len(segment) > 1]
@@ -175,7 +174,6 @@ class TrieDrafter(RequestDrafter[_OwnTexts]):
         own.lay_out(request, self._end_tokens, [text.tokens for text in history.recall(request, self._num_similar)])
 
     def _history(self, request: Request, own: _OwnTexts) -> History:
-        """Return the history that holds the request's output: its tenant's or its own."""
         history = own.history
         if history is None:
             assert self.memory is not None
@@ -184,7 +182,6 @@ class TrieDrafter(RequestDrafter[_OwnTexts]):
         return history
 
     def _tell(self, request: Request, own: _OwnTexts, final: bool = False) -> History:
-        """Append new output to the history."""
         history = self._history(request, own)
         history.extend(request.text, own.told, request.output_ids[own.told :], final)
         own.told = request.num_output

@@ -65,15 +65,11 @@ class Grammar(Protocol):
 
 
 def permitted(tree: DraftTree, grammar: Grammar) -> DraftTree:
-    """Return the tree without candidates that the grammar forbids, and without the rows below them.
+    """Return the tree without candidates that the grammar forbids, and without the rows below them, in the same order.
 
-    The target never chooses these tokens. Rows keep their order.
+    The tree is below the grammar's last output token. The grammar's state is restored.
 
     Example: root ``{`` with the branches ``"a"`` and ``}``, where an object must have a member: the second branch goes.
-
-    Args:
-        tree: tree below the grammar's last output token.
-        grammar: restored to its state before the call.
     """
     if len(tree) == 1:
         return tree

@@ -24,9 +24,7 @@ class TargetDistributions:
     Rows may be queried in any order, and repeatedly.
 
     Args:
-        request: request of the tree; its last committed token is the root.
         logits: raw logits of the tree's n rows.
-        end_tokens: tokens that end the request.
         rules: logit rules with counts of the committed output, if the request ``alters_logits``. Queries move the counts: see
             ``settle``.
     """
@@ -74,13 +72,7 @@ class TargetDistributions:
         return uniform(self.params.seed, self.position(row), stream, index)
 
     def accepts(self, row: int, probability: float, index: int = 0) -> bool:
-        """Return whether a draft token below a row is accepted.
-
-        Args:
-            row: parent of the token's row.
-            probability: acceptance probability; 1 or more is certain.
-            index: number of the candidate among those of the row.
-        """
+        """Return whether the ``index``-th draft token below ``row`` is accepted with this probability; 1 or more is certain."""
         return self.uniform(row, ACCEPT, index) < probability
 
     def draw(self, row: int, distribution: Float64Array) -> int:
@@ -115,8 +107,7 @@ def request_distribution(
     """Return [vocab] probabilities from which a request draws its next token; for a greedy request 1 at its token.
 
     Args:
-        logits: [vocab] floating point, the target's or a draft model's.
-        rules: the request's logit rules, with the counts of the same prefix.
+        rules: the request's logit rules, with the counts of the same prefix as the [vocab] logits.
         barred: tokens that may not come yet (see ``LogitRules.apply``); requires ``rules``.
     """
     if rules is not None:

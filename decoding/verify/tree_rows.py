@@ -60,8 +60,7 @@ def lay_rows(
     Args:
         parents: [sum of sizes] of all trees, each counted from its own root.
         sizes: [requests] rows of each tree, the root included; 0 for no tree.
-        starts: [requests] committed tokens that need not be computed.
-        ends: [requests] committed tokens; the last of them is the root of the tree.
+        starts, ends: [requests] range of committed tokens to compute; the last of them is the root of the tree.
         positions: [rows] filled.
         logit_rows: [sum of sizes] filled with the batch row of each tree row.
         chains: [requests] filled with whether each row continues the one before it, so that a causal mask is sufficient.

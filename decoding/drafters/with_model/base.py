@@ -27,12 +27,9 @@ NextTokens = Callable[[Sequence[int], Sequence[Sequence[int]], "torch.Tensor"], 
 
 
 class ModelDrafter(Drafter):
-    """Drafter that queries a draft model. Its trees carry their verification rule.
+    """Drafter that queries a draft model for up to ``num_draft_tokens`` tokens in a row. Its trees carry their rule.
 
     A request that the draft model has not caught up with, or that is longer than its context, gets the root alone.
-
-    Args:
-        num_draft_tokens: maximum depth of a draft, at least 1.
     """
 
     needs_logits = True  # a replay of known outputs has no draft model
@@ -84,23 +81,14 @@ class ModelDrafter(Drafter):
 
     @abstractmethod
     def draft(self, requests: Sequence[Request], depths: Sequence[int], budgets: Sequence[int]) -> list[DraftTree]:
-        """Return trees for at least one request that the draft model is ready for.
-
-        Args:
-            depths: maximum depth per request, at least 1.
-            budgets: maximum rows below the root, at least the depth.
-        """
+        """Return trees for ready requests, at least one, given the maximum depth (at least 1) and rows of each."""
 
     def chains(self, requests: Sequence[Request], depths: Sequence[int], next_tokens: NextTokens) -> list[list[int]]:
-        """Draft a chain for each request with one forward per level for all. A chain ends at the request's end tokens.
-
-        Args:
-            requests: ready requests.
-            depths: maximum length per chain, at least 1.
-        """
+        """Draft a chain of at most ``depths`` tokens for each ready request; a chain ends at the request's end tokens."""
         chains: list[list[int]] = [[] for _ in requests]
         ends = [self.distributions.ends(request) for request in requests]
         active = list(range(len(requests)))
+        # One forward per level for all active chains.
         while active:
             logits = self.model.next_logits([requests[at] for at in active], [chains[at] for at in active])
             going = []

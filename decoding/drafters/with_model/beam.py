@@ -81,9 +81,7 @@ def beam_search(
 def _extended(alive: Sequence[Beam], logprobs: torch.Tensor, count: int, noise: torch.Tensor | None = None) -> list[Beam]:
     """Return the best one-token extensions, best first, ties in order of the beams; fewer if others are excluded.
 
-    Args:
-        logprobs: [beams, vocab] of the next token.
-        noise: [beams * vocab] for drawing.
+    ``logprobs`` is [beams, vocab]; ``noise``, [beams * vocab], turns the ranking into a draw.
     """
     scores = logprobs + torch.tensor([beam.score for beam in alive], dtype=logprobs.dtype).to(logprobs.device)[:, None]
     best = torch.topk(scores.flatten() if noise is None else scores.flatten() + noise, min(count, scores.numel()))

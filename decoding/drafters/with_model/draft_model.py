@@ -30,26 +30,16 @@ class DraftModel(Protocol):
 
         A request that lacks more than one step's tokens is computed in part, decoded plainly, and continued in a later step. A
         request longer than the draft model's context is decoded plainly.
-
-        Args:
-            requests: requests with slots.
         """
         ...
 
     def next_logits(self, requests: Sequence[Request], chains: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Return [n, vocab] logits after each request's tokens and its chain, with one forward for all.
-
-        Args:
-            requests: ready requests (see ``catch_up``), at least one.
-            chains: drafted tokens after each request's own. Parts computed before are not computed again.
-        """
+        """Return [n, vocab] logits after each ready request's tokens and its chain, with one forward for all."""
         ...
 
     def tree_logits(self, requests: Sequence[Request], trees: Sequence[DraftTree]) -> list[torch.Tensor]:
-        """Return [len(tree), vocab] logits after each row of each request's tree, with one forward for all.
+        """Return [len(tree), vocab] logits after each row of each ready request's tree, with one forward for all.
 
-        Args:
-            requests: ready requests (see ``catch_up``), at least one.
-            trees: trees below each request's last token. Each call computes all rows, except a leading chain computed before.
+        Each call computes all rows again, except a leading chain computed before.
         """
         ...

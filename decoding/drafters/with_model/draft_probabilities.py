@@ -18,9 +18,6 @@ class DraftDistributions:
     """Draft model logits after the rules of the request, at the prefix that they belong to.
 
     A draft that follows the rules is accepted more often. The rules' state is kept per request until it ends.
-
-    Args:
-        end_token_ids: the target's own end tokens.
     """
 
     def __init__(self, end_token_ids: Collection[int] = ()) -> None:
@@ -46,12 +43,7 @@ class DraftDistributions:
         return ends
 
     def altered(self, request: Request, chain: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-        """Return [vocab] logits after grammar, bias, minimum length and penalties.
-
-        Args:
-            chain: drafted tokens after the request's own, up to the row of the logits.
-            logits: [vocab] raw logits of the draft model.
-        """
+        """Return [vocab] logits at the end of a chain of drafted tokens, after grammar, bias, minimum length and penalties."""
         params = request.params
         if not params.alters_logits:
             return logits
@@ -76,12 +68,7 @@ class DraftDistributions:
         return request_distribution(self.altered(request, chain, logits), request.params)
 
     def draw(self, request: Request, chain: Sequence[int], logits: torch.Tensor, sequence: int = 0) -> tuple[int, Float64Array]:
-        """Draw a token, and return it with its [vocab] distribution.
-
-        Args:
-            chain: drafted tokens up to the row of the logits.
-            sequence: number of the independent draft, each with its own random stream.
-        """
+        """Draw a token after a chain; return it and its [vocab] distribution. Each ``sequence`` has its own random stream."""
         probs = self.warped(request, chain, logits)
         return self.pick(request, len(chain), probs, sequence), probs
 

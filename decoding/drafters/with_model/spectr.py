@@ -81,7 +81,6 @@ class _Sequences:
         self._children: dict[tuple[int, int], int] = {}
 
     def extend(self, drawn: Sequence[int]) -> None:
-        """Append a token to each sequence."""
         tokens, parents = self.tree.tokens.tolist(), self.tree.parents.tolist()
         for number, token in enumerate(drawn):
             parent = self.rows[number][-1] if self.rows[number] else 0
