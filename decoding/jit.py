@@ -101,7 +101,7 @@ def cache_folder() -> Path:
     if not base.is_absolute():
         try:
             base = Path.home() / ".cache"
-        except RuntimeError:  # a container whose user has no entry and no HOME
+        except RuntimeError:  # a container user without a passwd entry and HOME
             return private_folder(None)
     return private_folder(base / "outrider" if base.is_absolute() else None)
 

@@ -127,7 +127,7 @@ class _Replay:
 
     def _propose(self) -> DraftTree:
         request, budget = self._request, self._budget
-        if not budget or request.remaining == 1:  # nothing is drafted for a request that may emit one token
+        if not budget or request.remaining == 1:  # a request that may emit only one token gets no draft
             return DraftTree.chain(request.root, ())
         started = self._clock()
         (tree,) = self._drafter.propose([request], [budget])

@@ -39,7 +39,7 @@ class SpecStats:
         return emitted / self.steps if self.steps else 0.0
 
 
-@dataclass(slots=True)  # not frozen, which would take longer to make: there is one for each request in each step
+@dataclass(slots=True)  # not frozen: frozen instances are slower to create, and every request gets one per step
 class Acceptance:
     """Verification result of one tree: accepted rows in order of depth, and the target's own next token (bonus token)."""
 
@@ -76,7 +76,7 @@ class StepReport:
         return sum(source != "model" for source in self.sources)
 
 
-@dataclass(slots=True)  # not frozen, which would take longer to make: there is one for each request in each step
+@dataclass(slots=True)  # not frozen: frozen instances are slower to create, and every request gets one per step
 class StepOutput:
     """Output of one step for one request. ``text`` excludes incomplete characters and possible beginnings of stop strings."""
 

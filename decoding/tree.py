@@ -24,7 +24,7 @@ SOURCES = (
 _NO_PARENT, _ROOT_SOURCE = np.full(1, -1, np.int32), np.zeros(1, np.int8)  # arrays of a tree of one row
 
 
-@dataclass(slots=True)  # not frozen, which would take longer to make: there is one for each request in each step
+@dataclass(slots=True)  # not frozen: frozen instances are slower to create, and every request gets one per step
 class DraftTree:
     """Tokens to compute below the committed sequence.
 
@@ -47,7 +47,7 @@ class DraftTree:
     def chain(cls, root: int, draft: Sequence[int] | Int32Array, source: int = 0) -> DraftTree:
         """Build a tree of one branch, the root alone for an empty ``draft``; ``source`` is an index into ``SOURCES``."""
         n = len(draft) + 1
-        if n == 1 and source == 0:  # plain decoding, every step of it
+        if n == 1 and source == 0:  # fast path for plain decoding
             return cls(np.array((root,), np.int32), _NO_PARENT, _ROOT_SOURCE, 1)
         tokens = np.empty(n, np.int32)
         tokens[0] = root

@@ -55,7 +55,6 @@ class TokenTime:
     """Recent time per token, in units of one-row steps, so that a change of these applies to all tokens at once."""
 
     def __init__(self, steps: float) -> None:
-        """Begins with a guess."""
         self._tokens, self._steps = _START_STEPS, _START_STEPS * steps
 
     @property

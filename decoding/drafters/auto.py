@@ -203,7 +203,7 @@ class AutoDrafter(Drafter):
             if self._proposed <= _PROMPT_TELLING or request.num_output - state.told >= _TOLD_TOGETHER:
                 self._tell(request, state, history)
             edition, owner, tenant = history.edition, history.number(request.text), history.log
-            if state.told and owner < 0 and self._recycled is not None:  # its text was removed while it runs
+            if state.told and owner < 0 and self._recycled is not None:  # its text was deleted while the request runs
                 self._recycled.set_apart(request)
         if self.memory is not None and request.public:
             public = self.memory.public.log

@@ -228,7 +228,7 @@ def _grow_joined(table: SuccessorTable, trie: WindowTrie, tail: Sequence[int], n
         return row
 
     level, expanded = [(0, table.width)], set()
-    for row, breadth in level:  # grows on the way
+    for row, breadth in level:  # the list grows during iteration
         if row in expanded or breadth == 0:
             continue
         expanded.add(row)
@@ -281,7 +281,7 @@ def _by_level(parents: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:
     for row, parent in enumerate(parents[1:], start=1):
         children[parent].append(row)
     order = [0]
-    for row in order:  # grows on the way
+    for row in order:  # the list grows during iteration
         order.extend(children[row])
     return tuple(counts[row] for row in order)
 
