@@ -67,12 +67,12 @@ class TrieDrafter(RequestDrafter[_OwnTexts]):
     which cannot be partitioned.
 
     The trie is implicit, see ``decoding.sources.log.token_log``; tests compare it with the explicit one in
-    ``papers/ablation/frequency_trie.py``, which also lists the defects of the published code that are fixed here. Further
-    departures: frequencies count at most ``max_occurrences`` occurrences; equally frequent nodes are ordered by depth; an output
-    can be drafted from as soon as it is emitted, not ``branch_length`` tokens later; pruning is continuous: at capacity the
-    oldest block of tokens is dropped, and its frequent branches survive with half their frequency. References count like outputs,
-    for their request only. Each tenant has its own trie of outputs; a request without a tenant has a private one, and leaves
-    nothing behind. Public texts count like outputs.
+    ``experiments/papers/ablation/frequency_trie.py``, which also lists the defects of the published code that are fixed here.
+    Further departures: frequencies count at most ``max_occurrences`` occurrences; equally frequent nodes are ordered by depth;
+    an output can be drafted from as soon as it is emitted, not ``branch_length`` tokens later; pruning is continuous: at capacity
+    the oldest block of tokens is dropped, and its frequent branches survive with half their frequency. References count like
+    outputs, for their request only. Each tenant has its own trie of outputs; a request without a tenant has a private one, and
+    leaves nothing behind. Public texts count like outputs.
 
     Args:
         decoding_length: maximum rows of a tree per rank that shares the step, the root included, at least 1.
