@@ -24,12 +24,7 @@ class CacheKeeper:
     """``CacheServer`` and ``CacheAdmin`` for the model that the replicas have loaded."""
 
     def __init__(self, access: CacheAccess, quotas: Mapping[str, int], identity: Callable[[], Identity | None]) -> None:
-        """Start a thread that waits for the model identity and then opens the server and the admin.
-
-        Args:
-            quotas: bytes of cached tokens by tenant; other tenants get the default from the options.
-            identity: returns the model identity, or None while it is unknown. Polled from a thread.
-        """
+        """Start a thread that polls ``identity`` until known, then opens server and admin. ``quotas`` are bytes by tenant."""
         self._access, self._quotas, self._identity = access, quotas, identity
         self._server: CacheServer | None = None
         self._admin: CacheAdmin | None = None

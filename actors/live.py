@@ -28,11 +28,9 @@ class Live:
     began_s: float = field(default_factory=time.monotonic)
 
     def tell(self, output: StepOutput, now_s: float, period_s: float) -> bool:
-        """Deliver an output to the event loop, or hold it if the last delivery was less than ``period_s`` ago.
-
-        Final outputs, outputs with a step report, and more than a few tokens are never held. Returns the result of ``put``.
-        """
+        """Deliver an output, or hold it if the last delivery was less than ``period_s`` ago. Return the result of ``put``."""
         held = 0 if self.held is None else len(self.held.token_ids)
+        # Final outputs, step reports and more than a few tokens are never held.
         at_once = output.finish_reason is not None or output.report is not None or held + len(output.token_ids) >= MOST_HELD
         if now_s - self.told_s >= period_s or at_once:
             self.told_s = now_s

@@ -40,10 +40,7 @@ class GroupCounts:
 
 
 class OfflineEngine:
-    """Engine that takes all prompts at once (``max_waiting`` must have room for them) and runs until all are finished.
-
-    Use it from one thread.
-    """
+    """Engine that takes all prompts at once (``max_waiting`` must suffice) and runs until all are finished. For one thread."""
 
     def __init__(
         self,
@@ -52,13 +49,7 @@ class OfflineEngine:
         speculation: SpeculationOptions,
         ranks: Ranks | None = None,
     ) -> None:
-        """Load the model and start the ranks.
-
-        Raises:
-            engine.errors.ModelLoadError: the model cannot be loaded.
-            actors.ranks.GroupError: the ranks cannot be started.
-            ValueError: an option is out of range.
-        """
+        """Load the model and start the ranks. Raises ModelLoadError, GroupError, or ValueError for an option out of range."""
         self._ranks = ranks
         if ranks is None:
             self._engine = Engine.load(model, engine, speculation)
@@ -75,15 +66,9 @@ class OfflineEngine:
         self.threads = model.threads
 
     def submit(self, prompts: Sequence[OfflinePrompt], params: SamplingParams, chat: bool) -> list[int | str]:
-        """Tokenize prompts and add them to the engine.
+        """Tokenize and add prompts. Return for each its number of tokens, or the reason why it cannot be served.
 
-        Args:
-            prompts: records with unique ids.
-            params: sampling parameters for all prompts.
-            chat: send each prompt as a user message in the model's chat template.
-
-        Returns:
-            For each prompt, its number of tokens, or the reason why it cannot be served.
+        ``chat`` sends each prompt as a user message in the model's chat template.
         """
         return [self._add(prompt, params, chat) for prompt in prompts]
 

@@ -49,18 +49,11 @@ class Shape:
 
 
 def shape_of(world_size: int | str, model: ModelOptions, cpus: int, gpus: int) -> Shape:
-    """Return the ranks that fit on a machine.
+    """Return the ranks that fit on a machine. Raises GroupError for too few GPUs or cores, or a device that is a single GPU.
+
+    ``world_size`` auto means one rank per GPU, or per ``model.threads`` cores.
 
     Example: on 16 cores without a GPU, ``auto`` with 4 threads is 4 ranks; 3 ranks without a number of threads get 5 each.
-
-    Args:
-        world_size: a number, or auto: one rank per GPU, or per ``model.threads`` cores.
-        model: its device and threads are used.
-        cpus: cores of the machine.
-        gpus: GPUs of the machine.
-
-    Raises:
-        GroupError: the machine has too few GPUs or cores, or the device names a single GPU.
     """
     if model.device.startswith("cuda:"):
         raise GroupError(f"device {model.device} is one GPU: several ranks take one each, so give cuda")
@@ -113,14 +106,9 @@ class OfflineGroup:
     def __init__(
         self, model: ModelOptions, engine: EngineOptions, speculation: SpeculationOptions, parallelism: ParallelismOptions
     ) -> None:
-        """Start Ray, the leader and the ranks, and load the model.
+        """Start Ray, the leader and the ranks, and load the model. Raises ModelLoadError, GroupError, or ValueError.
 
         ``world_size`` may be auto, and threads are per rank: see ``shape_of``.
-
-        Raises:
-            engine.errors.ModelLoadError: the model cannot be loaded.
-            GroupError: the ranks do not fit on the machine, Ray does not start, or a rank cannot be loaded.
-            ValueError: an option is out of range.
         """
         self._failed = False
         try:

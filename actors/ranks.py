@@ -32,11 +32,7 @@ class Ranks(ABC):
     device_failed: Callable[[DeviceError], object] | None = None
 
     def runner(self, model: PreTrainedModel, capacity: int, options: EngineOptions, tree_rows: int) -> ModelRunner:
-        """Return the engine's own runner (``engine.forward.runners``), of the whole model or a part. Called before ``executor``.
-
-        Raises:
-            GroupError: the model cannot be split among the ranks, or the ranks cannot be started.
-        """
+        """Return the engine's own runner, of the model or a part. Called once, before ``executor``. Raises GroupError."""
         return make_runner(model, capacity, options, tree_rows)
 
     @abstractmethod
@@ -54,10 +50,7 @@ class Ranks(ABC):
         """Return the group's composition; None before the engine is loaded."""
 
     def devices(self) -> tuple[str, ...] | None:
-        """Return the devices (``meter_name``) of all ranks except the leader, once they take part.
-
-        None if they cannot be metered from this process, or also compute for other replicas.
-        """
+        """Return the followers' devices (``meter_name``); None if they cannot be metered or also work for other replicas."""
         return None
 
     def times(self) -> list[StepTimes]:

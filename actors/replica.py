@@ -63,10 +63,7 @@ class Replica:
             meter: opens the energy meter of the devices; None if their counters also include other work.
             end: ends this process after a device failure, once all requests are notified.
 
-        Raises:
-            engine.errors.ModelLoadError: the model cannot be loaded.
-            actors.ranks.GroupError: the ranks cannot be started.
-            ValueError: an option is out of range, or the Redis address is invalid.
+        Raises ModelLoadError, GroupError, or ValueError for an option or Redis address.
         """
         self._ranks, self._end = ranks, end
         self._mirror: Mirror | None = None
@@ -106,22 +103,19 @@ class Replica:
     ) -> AsyncGenerator[StepOutput, None]:
         """Yield the outputs of one request as they are computed; the last has a finish reason.
 
-        The first output is empty: it confirms that the engine took the request. When the consumer stops (cancelled, or
-        ``aclose``), the slot is freed at the next step.
+        The first output is empty: it confirms that the engine took the request. If the consumer stops, the slot is freed at the
+        next step. Tokens that the request emitted on another replica (``Request.emitted``) are not yielded again.
 
         Args:
-            request: a new request. Tokens that it emitted on another replica (``Request.emitted``) are not yielded again.
             resumed: abort a running request of the same id and account, whose consumer may have disconnected unnoticed. That
                 request ends with a ``StreamTakenError``; if it was itself resumed within ``RESUME_PERIOD_S``, this one gets the
                 error instead.
-            announced: for a quarantined request, also yield outputs without tokens that report, before a step, whether it runs
-                alone.
+            announced: also yield outputs without tokens that report whether the next step runs this quarantined request alone.
 
         Raises:
-            engine.errors.QueueFullError, engine.errors.RequestError: the engine refuses the request; raised before the first
-                output.
-            ReplicaError: the replica has failed or stopped (``DeviceLostError`` if its device failed). The emitted tokens are
-                valid: another replica can continue the request (``Request.emitted``).
+            engine.errors.QueueFullError, engine.errors.RequestError: the engine refuses the request (before the first output).
+            ReplicaError: the replica has failed or stopped (``DeviceLostError``: its device failed). Another one can continue the
+                request.
         """
         if request.params.grammar is not None:
             try:
@@ -196,7 +190,6 @@ class Replica:
             self._engine.meter(meter)
 
     def _open_mirror(self, cache: CacheAccess | None) -> Mirror | None:
-        """Return the copy of the shared cache, filled before the first request; None if nothing is shared."""
         memory = self._engine.memory
         if cache is None or memory is None:
             return None
@@ -235,7 +228,6 @@ class Replica:
             self._close(fault)
 
     def _tell_ranks(self) -> None:
-        """Report to the ranks whether requests exist, if that has changed."""
         if self._ranks is not None and self._busy != self._engine.has_work:
             self._busy = self._engine.has_work
             self._ranks.occupied(self._busy)
@@ -285,8 +277,8 @@ class Replica:
         live.put(StepOutput(request_id, (), ""))
 
     def _abort(self, live: Live) -> None:
-        """Abort a request if it is still running; another request may use its id by now."""
         request_id = live.request.request_id
+        # Otherwise it has finished, and another request may use its id.
         if self._live.get(request_id) is live:
             del self._live[request_id]
             self._engine.abort(request_id)
@@ -392,7 +384,6 @@ class Replica:
 
 
 def _again(fault: ReplicaError) -> ReplicaError:
-    """Return a copy of an error, to be raised in another place."""
     return type(fault)(*fault.args)
 
 

@@ -42,11 +42,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """Return the message that bytes encode.
-
-    Raises:
-        WireError: the bytes are not a message.
-    """
+    """Return the message that bytes encode. Raises ``WireError`` if they are not a message."""
     try:
         name, told = msgpack.unpackb(data, use_list=False, unicode_errors="surrogatepass")
         message: Message = _form(_MESSAGES[name]).build(told)
@@ -69,7 +65,6 @@ def _as_is(value: Any) -> Any:
 
 @cache
 def _form(hint: Any) -> _Form:
-    """Return the codec of a field's type."""
     origin, arguments = get_origin(hint), get_args(hint)
     if dataclasses.is_dataclass(hint):
         return _object(hint)
@@ -87,8 +82,6 @@ def _form(hint: Any) -> _Form:
 
 
 def _plain(kinds: Any) -> _Form:
-    """Return the codec of numbers, strings and bytes."""
-
     def build(value: Any) -> Any:
         if not isinstance(value, kinds):
             raise ValueError(f"{type(value).__name__} in the place of {kinds}")
@@ -113,7 +106,6 @@ def _object(kind: Any) -> _Form:
 
 
 def _array(dtype: np.dtype[Any]) -> _Form:
-    """Return the codec of an array: its shape and its data."""
     little = dtype.newbyteorder("<")
 
     def build(told: Sequence[Any]) -> Any:

@@ -24,13 +24,10 @@ class CacheAccess:
         return RedisStore(self.url, self.options.prefix, max(self.options.timeout_s, least_timeout_s))
 
     def of_tenant(self, tenant: str, identity: Identity) -> dict[str, str]:
-        """Return the Redis namespaces of a tenant's texts by memory name, the base model's first.
-
-        Each adapter has a separate memory (``decoding.request.memory_name``), bound to its weights. Raises
-        ``ValueError`` for an empty secret.
-        """
+        """Return the namespaces of a tenant by memory name, the base model's first. Raises ``ValueError`` for an empty secret."""
         revision, tokenizer = identity.model_revision, identity.tokenizer_revision
         found = {tenant: namespace(self.secret, tenant, revision, tokenizer)}
+        # Each adapter has a separate memory (``decoding.request.memory_name``), bound to its weights.
         for name, digest in identity.adapters if tenant != PUBLIC else ():
             memory = memory_name(tenant, name)
             assert memory is not None, tenant

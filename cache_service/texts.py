@@ -104,7 +104,6 @@ class Ledger:
 
 
 def _is_of(passage: int, tokens: Int32Array, documents: Container[int]) -> bool:
-    """Return whether a passage is, or contains a part of, a document given by hash."""
     from decoding.sources.passages import names_of  # loads the compiler: import only when needed
 
     return any(name in documents for name in names_of(passage, tokens))
@@ -196,10 +195,10 @@ class TenantTexts:
         return admitted
 
     def expire(self, ttl_s: float, now_s: float, share: float = 0.1) -> list[int]:
-        """Drop texts that did not grow for ``ttl_s``, unfinished ones too, and old removals. Return the texts' keys.
+        """Drop texts, unfinished ones too, that did not grow for ``ttl_s``, and old removals. Return the texts' keys.
 
-        At most a fraction ``share`` of the texts (at least one) is dropped at once, oldest first, so that a wrong clock is
-        noticed in time.
+        At most a fraction ``share`` of the texts (at least one) goes at once, oldest first, so that a wrong clock is noticed in
+        time.
         """
         old = [key for key, text in self._texts.items() if text.updated_s < now_s - ttl_s]
         keys = sorted(old, key=lambda key: (self._texts[key].updated_s, key))[: max(1, int(share * len(self._texts)))]

@@ -17,26 +17,20 @@ from configs.tenancy_checks import KEY_ADVICE, entry_faults
 
 @dataclass(frozen=True, config={"extra": "forbid"})
 class _Keys:
-    """Content of the file, in the form of the section."""
-
     tenants: dict[str, TenantOptions] = dataclasses.field(default_factory=dict)
     admin_keys: tuple[str, ...] = ()
 
 
 def with_keys_file(section: TenancyOptions, required: bool = False) -> TenancyOptions:
-    """Return the section merged with its file; the section itself if it names none.
+    """Return the section merged with its file; the section itself if it names none. ``required``: some tenant must have a key.
 
     A tenant in both has the keys of both. Any other option has the file's value, if the file sets it.
 
     Example: the section gives ``acme`` one key and ``cache_mib=8``, the file gives it another key. Then both keys are acme's, and
     it keeps 8 MiB.
 
-    Args:
-        required: some tenant must have a key.
-
-    Raises:
-        ConfigError: the file cannot be read, the merged section is invalid, or no tenant has a required key. The message names
-            file and field, and no value: it may be a key.
+    Raises ConfigError if the file is unreadable, the result is invalid, or a required key is missing. The message names file and
+    field, and no value: it may be a key.
     """
     whole = section if section.keys_file is None else _with_keys(section, Path(section.keys_file))
     if required and not any(tenant.keys for tenant in whole.tenants.values()):

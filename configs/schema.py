@@ -131,14 +131,9 @@ _SLICES: dict[str, Any] = {name: field.annotation for name, field in Config.mode
 
 
 def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration of a yaml file with overrides applied.
+    """Return the configuration of a yaml file (None: defaults) with overrides applied. Raises ConfigError for any mistake.
 
-    Args:
-        path: a yaml file; None for the defaults.
-        overrides: ``key=value`` with dots in the key, such as ``server.port=8001``. Values are parsed as yaml.
-
-    Raises:
-        ConfigError: the file does not exist or is not yaml, a key is unknown, or a value is not allowed.
+    ``overrides`` are ``key=value`` with dots in the key, such as ``server.port=8001``. Values are parsed as yaml.
     """
     data = read_settings(path, overrides)
     try:
@@ -159,10 +154,7 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Conf
 
 
 def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of a yaml file and overrides by section, unchecked.
-
-    Raises ConfigError if the file does not exist or is not yaml, or an override cannot be parsed.
-    """
+    """Return the unchecked settings of a yaml file and overrides by section. Raises ConfigError if one cannot be parsed."""
     data = {} if path is None else _read_yaml(path)
     for override in overrides:
         _apply(data, override)
@@ -170,15 +162,13 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]
 
 
 def find_model(path: str) -> str:
-    """Return the absolute path of a folder or GGUF file, relative to the working directory or else to the repository.
-
-    A path found in neither is returned unchanged: it may be a name for ``engine.loading.model_files.find_files``.
-    """
+    """Return the absolute path of a folder or GGUF file, relative to the working directory or else to the repository."""
     expanded = Path(path).expanduser()
     for base in (Path.cwd(), REPOSITORY):
         found = base / expanded
         if found.is_dir() or (found.suffix == ".gguf" and found.is_file()):
             return str(found.resolve())
+    # Found in neither: it may be a name for ``engine.loading.model_files.find_files``.
     return path
 
 
@@ -327,7 +317,6 @@ def _fields(section: str) -> list[str]:
 
 
 def _describe(details: ErrorDetails) -> str:
-    """Return one sentence about an error of pydantic."""
     key = ".".join(str(part) for part in details["loc"])
     if details["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return _unknown(key)

@@ -35,33 +35,23 @@ class Elastic(Ranks):
     """``Ranks`` of one of several replicas; each leads its own requests, and follows others while it has none.
 
     A replica with requests is *busy*. All replicas learn which ones are busy from the beats of ``RankServer`` and compute the
-    same groups (``share_ranks``). Between two steps each busy replica adds the ranks of its group and removes the others. No
-    coordinator exists: a replica that gets requests turns its leader away at once and waits for at most one step. If two leaders
-    ask for the same rank, the later one gets it. Each rank's part of a step is a valid step by itself, so neither case loses a
-    token or recomputes one.
+    same groups (``share_ranks``) without a coordinator. Between two steps each busy replica adds the ranks of its group and
+    removes the others. A replica that gets requests turns its leader away and waits for at most one step. If two leaders ask for
+    the same rank, the later one gets it. Each rank's part of a step is a valid step by itself, so no token is lost or recomputed.
 
-    A request's width (number of ranks) follows the load while it runs. With a width fixed at admission, the next request would
-    have to wait for a wide one, and a narrow one would stay narrow after the others end.
+    A request's width (number of ranks) follows the load while it runs: with a width fixed at admission, the next request would
+    wait for a wide one, and a narrow one would stay narrow after the others end.
 
     Example: replicas 0 to 3, one request at 2: it has ranks 0 1 2 3. Another comes to 0: that one has 0 1, the first 2 3. When it
     has ended for half a second, the first has all four again.
-
-    ``devices`` is None: a device computes for changing leaders, so its energy counter cannot be attributed to one replica.
     """
 
     def __init__(
         self, options: ParallelismOptions, secret: bytes, world_size: int, host: str = "127.0.0.1", idle_s: float = IDLE_S
     ) -> None:
-        """Store the options.
+        """Store the options. Raises GroupError if threads are to be pinned and the system does not support that.
 
-        Args:
-            secret: shared by the replicas.
-            world_size: most ranks of a group.
-            host: address to listen on for the other replicas.
-            idle_s: seconds for which a replica counts as busy after its last request.
-
-        Raises:
-            GroupError: threads are to be pinned, and the operating system does not support that.
+        ``world_size`` is the most ranks of a group. A replica counts as busy for ``idle_s`` after its last request.
         """
         self.world_size = world_size
         self._options, self._secret, self._host, self._idle_s = options, secret, host, idle_s
@@ -138,12 +128,12 @@ class Elastic(Ranks):
             if member.link is not None:
                 member.link.close()
 
+    # ``devices`` stays None: a device computes for changing leaders, so its energy cannot be attributed to one replica.
     def _fail(self, error: DeviceError) -> None:
         if self.device_failed is not None:
             self.device_failed(error)
 
     def _pin(self) -> None:
-        """Pin the calling compute thread to the cores of this replica's rank, if enabled."""
         if not self._cores:
             return
         try:
@@ -189,7 +179,6 @@ class Elastic(Ranks):
             return _TEND_S
 
     def _meet_known(self) -> None:
-        """Connect to new replicas and disconnect from removed ones."""
         assert self._executor is not None
         with self._turn:
             ranks = self._known
@@ -209,7 +198,7 @@ class Elastic(Ranks):
             former[address].peer.close()
 
     def _regroup(self) -> None:
-        """Add the ranks that belong to this replica's group now and remove the others, at the next step."""
+        """Add the ranks of this replica's group and remove the others, at the next step."""
         assert self._executor is not None
         group = self._group()
         for member in self._members.values():

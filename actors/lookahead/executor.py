@@ -57,15 +57,13 @@ class LookaheadParallelExecutor:
     Each step, ``DraftTree.partition`` distributes the branches; every rank computes and verifies its part, and the longest
     accepted walk is emitted. Messages hold token ids and row numbers, no activations and no KV: a rank recomputes tokens accepted
     elsewhere as a longer spine of its next step. Every part contains the root, so any rank's result is a valid step: if a rank is
-    lost, the step is the merge of the remaining results, and nothing is recomputed.
-
-    ``WidthChoice`` decides by measured speed whether a step is shared at all. If not, the leader computes the whole tree, and the
-    ranks compute only the accepted tokens.
+    lost, the remaining results are merged and nothing is recomputed. ``WidthChoice`` decides by measured speed whether a step is
+    shared; if not, the leader computes the whole tree and the ranks only the accepted tokens.
 
     Differences from the published code: only the leader drafts; one message per step goes each way instead of four collectives;
-    ranks join and leave; several requests share a step; sampled requests are supported, because the choice at a position depends
-    only on seed and position. A walk whose first token differs from the leader's is dropped: ranks on different processors, or
-    with ``engine.exact=rounding``, may resolve a near-tie differently.
+    ranks join and leave; several requests share a step; sampled requests are supported, because a choice depends only on seed and
+    position. A walk whose first token differs from the leader's is dropped: ranks on different processors, or with
+    ``engine.exact=rounding``, may resolve a near-tie differently.
 
     Example: root 7 with the branches 1 2 and 3, two ranks. The leader computes 7 1 2, the other rank 7 3. The target says 3 after
     7 and 5 after 3: the leader's walk emits 3, the other's emits 3 5 and wins. The leader's next step begins with 3 5, of which
@@ -203,7 +201,6 @@ class LookaheadParallelExecutor:
     def _partition(
         self, works: Sequence[Work], parts: Sequence[list[Part]], rank_states: Sequence[RankState], top_k: int
     ) -> dict[RankState, Partition]:
-        """Send the parts from the second on to the ranks, one each."""
         compare = self._steps % self._check_steps == 0
         partitioned = {}
         for at, rank_state in enumerate(rank_states, start=1):
@@ -272,7 +269,6 @@ class LookaheadParallelExecutor:
 
 
 def _moved(rank_states: Sequence[RankState]) -> int:
-    """Return the bytes of messages exchanged with ranks so far."""
     return sum(rank_state.link.sent + rank_state.link.received for rank_state in rank_states)
 
 

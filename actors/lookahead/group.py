@@ -72,13 +72,8 @@ class Group(Ranks):
     ) -> None:
         """Start the actors, which load the model while the leader loads its own.
 
-        Args:
-            placement_group: has a bundle for each rank; by default the one that this actor runs in.
-            start_timeout_s: deadline for loading a rank.
-
-        Raises:
-            GroupError: no such placement group exists.
-            ValueError: ``parallelism.world_size`` is auto.
+        Raises GroupError if no placement group (by default this actor's) has a bundle per rank, ValueError if ``world_size`` is
+        auto.
         """
         if parallelism.world_size == "auto":
             raise ValueError("parallelism.world_size must be a number for a static group, got 'auto'")
@@ -158,6 +153,7 @@ class Group(Ranks):
         pinned = self._pin_of(member.rank) if self._cores else None
         arguments = (self._model, self._engine, self._speculation, self._parallelism, self.world_size)
         member.actor = BundleActor(RankActor, self._bundles, member.rank, *arguments)
+        # The secret is not an argument of the actor: Ray stores those where a new head node finds them.
         member.loading = member.actor.handle.load.remote(pinned, self._secret)
         member.spawned_s, member.joined_s = time.monotonic(), None
 
@@ -211,7 +207,6 @@ class Group(Ranks):
                 self._fail(member, f"not loaded within {self._start_timeout_s:.0f} s")
 
     def _fail(self, member: _Member, why: str) -> None:
-        """Kill a rank's actor and schedule its restart."""
         now = time.monotonic()
         if member.joined_s is not None and now - member.joined_s >= STEADY_S:
             member.failures = 0

@@ -54,10 +54,7 @@ class Link:
             self.sent += len(data)
 
     def receive(self, timeout_s: float | None) -> Message | None:
-        """Return the next message; None if none begins within ``timeout_s`` seconds (None: wait without limit).
-
-        Raises one of ``LINK_ERRORS`` if the peer is gone or sends invalid bytes.
-        """
+        """Return the next message, or None after ``timeout_s`` (None: no limit). Raises one of ``LINK_ERRORS`` on failure."""
         if not readable([self], timeout_s):
             return None
         return self.take()
@@ -89,7 +86,7 @@ class Link:
 
 
 def readable(links: Sequence[Link], timeout_s: float | None) -> list[Link]:
-    """Wait for links that have a message or have ended; return none after ``timeout_s`` seconds.
+    """Return links that have a message or have ended, waiting at most ``timeout_s`` seconds.
 
     A link closed by this process counts as ended: ``take`` on it raises one of ``LINK_ERRORS``.
     """
@@ -108,11 +105,9 @@ def readable(links: Sequence[Link], timeout_s: float | None) -> list[Link]:
 
 
 def connect(address: Address, secret: bytes, timeout_s: float) -> Link:
-    """Connect to a rank's server.
+    """Connect to a rank's server. Raises OSError or EOFError if none accepts within ``timeout_s``.
 
-    Raises:
-        OSError, EOFError: no server answers within ``timeout_s``, or it refuses the connection.
-        multiprocessing.AuthenticationError: the secret differs, or the server is not a rank.
+    Raises ``multiprocessing.AuthenticationError`` if the secret differs or the server is not a rank.
     """
     raw = socket.create_connection(address, timeout_s)
     raw.settimeout(None)  # set_timeouts replaces it
@@ -123,7 +118,7 @@ def connect(address: Address, secret: bytes, timeout_s: float) -> Link:
 
 
 def accepted(raw: socket.socket, secret: bytes, timeout_s: float) -> Link:
-    """Return the accepting side's link over an accepted socket. Raises the errors of ``connect``, after closing the socket."""
+    """Return the accepting side's link over a socket. Raises the errors of ``connect``, after closing the socket."""
     return _authenticated(raw, None, secret, timeout_s)
 
 
@@ -158,14 +153,9 @@ class _TlsConnection(Connection):
     """
 
     def __init__(self, raw: socket.socket, dialled: str | None) -> None:
-        """Prepare the TLS state.
+        """Take over a connected socket. Raises OSError if a certificate file is unreadable or invalid.
 
-        Args:
-            raw: connected socket; the connection takes it over.
-            dialled: address of the peer, checked against its certificate; None on the accepting side.
-
-        Raises:
-            OSError: a certificate file cannot be read or is invalid.
+        ``dialled`` is the peer's address, which its certificate must contain; None on the accepting side.
         """
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = _context(dialled is None).wrap_bio(self._incoming, self._outgoing, dialled is None, dialled)
@@ -173,11 +163,9 @@ class _TlsConnection(Connection):
         super().__init__(raw.detach())
 
     def shake_hands(self) -> None:
-        """Do the TLS handshake. Required on both sides before the first message.
+        """Do the TLS handshake, before the first message. Raises OSError or EOFError if the peer does not speak TLS or is gone.
 
-        Raises:
-            multiprocessing.AuthenticationError: the peer's certificate has another authority or address.
-            OSError, EOFError: the peer does not speak TLS, refuses this side, or is gone.
+        Raises ``multiprocessing.AuthenticationError`` if its certificate has another authority or address.
         """
         while True:
             try:

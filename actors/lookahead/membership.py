@@ -94,7 +94,6 @@ class RankMembership:
         return replies
 
     def _patience(self, rank_states: Sequence[RankState]) -> float:
-        """Return the seconds until the first of some ranks is overdue."""
         now = time.monotonic()
         beat = min(rank_state.link.heard_s for rank_state in rank_states) + self._options.rank_timeout_s
         step = min(rank_state.unanswered[0][1] for rank_state in rank_states) + self._options.step_timeout_s
@@ -112,7 +111,6 @@ class RankMembership:
         return True
 
     def _read(self, rank_state: RankState) -> Reply | None:
-        """Take one message if one is available; see ``_take``."""
         return self._take(rank_state) if readable([rank_state.link], 0.0) else None
 
     def _take(self, rank_state: RankState) -> Reply | None:

@@ -25,10 +25,7 @@ class OpenMessage:
 
 @dataclass(frozen=True, slots=True)
 class WorkMessage:
-    """Rank's part of a step for one request: see ``engine.forward.batch.Work``.
-
-    ``start`` 0 assigns the slot to the request. The rank may find that it already holds some of the tokens.
-    """
+    """Rank's part of a step for one request: see ``engine.forward.batch.Work``. ``start`` 0 assigns the slot to the request."""
 
     number: int
     slot: int

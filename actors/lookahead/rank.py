@@ -44,11 +44,9 @@ class Rank:
         self._requests: dict[int, tuple[Request, frozenset[int]]] = {}
 
     def handle(self, message: StepMessage) -> Reply:
-        """Compute a step.
+        """Compute a step. Raises DisagreementError if the committed tokens differ from the leader's, or any error of the forward.
 
-        Raises:
-            DisagreementError: the leader's digest of the committed tokens differs from this rank's.
-            Exception: any error of the forward. Do not use the rank afterwards: its KV may lack tokens that the leader counts on.
+        Do not use the rank after an error: its KV may lack tokens that the leader counts on.
         """
         for number in message.closed:
             self._close(number)
@@ -118,11 +116,9 @@ class RankServer:
         prepare: Callable[[], None] | None = None,
         device_failed: Callable[[DeviceError], object] | None = None,
     ) -> None:
-        """Listen on a free port and start the threads. Raises ``OSError`` if the address is not available.
+        """Listen on a free port and start the threads. Raises OSError if the address is not available.
 
-        Args:
-            prepare: called once in each computing thread, before it computes.
-            device_failed: called in a new thread if the device failed for good.
+        Each computing thread calls ``prepare`` first. A new thread calls ``device_failed`` if the device failed for good.
         """
         self._rank, self._secret, self._options, self._prepare = Rank(executor), secret, options, prepare
         self._model_device, self._device_failed = executor.runner.model.device, device_failed
@@ -170,7 +166,6 @@ class RankServer:
             threading.Thread(target=self._serve, args=(raw,), name="rank-leader", daemon=True).start()
 
     def _serve(self, raw: socket.socket) -> None:
-        """Serve one leader until it disconnects."""
         try:
             link = accepted(raw, self._secret, self._options.rank_timeout_s)
         except LINK_ERRORS as error:

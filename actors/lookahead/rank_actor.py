@@ -45,15 +45,9 @@ class RankActor:
         self._server: RankServer | None = None
 
     def load(self, pinned: tuple[int, int] | None, secret: bytes) -> RankPlace:
-        """Load the model and listen.
+        """Load the model and listen. Raises ModelLoadError, or GroupError if the node has too few cores.
 
-        Args:
-            pinned: (number of lower ranks on its node, cores per rank) to pin threads; None does not pin.
-            secret: of the group. Not an argument of the actor, because Ray persists those for a new head node.
-
-        Raises:
-            ModelLoadError: the model cannot be used.
-            GroupError: the node has too few cores.
+        ``pinned`` is (number of lower ranks on the node, cores per rank); None does not pin threads.
         """
         prepare = None if pinned is None else functools.partial(pin_thread, own_cores(*pinned, allowed_cores()))
         loaded, runner = load_runner(self._model, self._engine, self._speculation, self._world_size)

@@ -31,13 +31,10 @@ class RankShare:
 
 
 def merge(tree: DraftTree, end: int, shares: Sequence[RankShare]) -> tuple[Outcome, int]:
-    """Return the outcome of the longest walk (ties: lowest rank) with the target's tokens for all computed rows.
+    """Return the outcome of the longest walk (ties: lowest rank), and the number of walks dropped as different from rank 0's.
 
-    Each rank's computed count becomes ``end`` committed tokens plus the common prefix of its walk and the longest one. ``shares``
-    are of the ranks that replied, rank 0 first. The outcome's tree lacks rows that no rank computed.
-
-    Returns:
-        The outcome, and the number of walks dropped because their first token differs from rank 0's.
+    ``shares`` are of the ranks that replied, rank 0 first. The outcome has the target's tokens for all computed rows and lacks
+    the others. Each rank's computed count becomes ``end`` plus the common prefix of its walk and the longest one.
     """
     walks = [share.tokens() for share in shares]
     same = [at for at, walk in enumerate(walks) if walk[0] == walks[0][0]]

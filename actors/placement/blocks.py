@@ -9,17 +9,12 @@ from collections.abc import Collection
 
 
 def block(rank: int, busy: Collection[int], world: int) -> range:
-    """Return the largest aligned block of ranks that contains ``rank`` and no other busy rank.
+    """Return the largest aligned block of ranks (below ``world``) that contains ``rank`` and no other busy rank.
 
     A block is ``size`` ranks from a multiple of ``size`` on, clipped to the world; ``size`` is a power of two. This is buddy
     allocation (Knowlton, CACM 8(10), 1965).
 
     Example: of 8 ranks of which 0, 4 and 6 are busy, 0 has ``range(0, 4)``, 4 has ``range(4, 6)`` and 6 has ``range(6, 8)``.
-
-    Args:
-        rank: below ``world``; busy or not.
-        busy: ranks with requests of their own.
-        world: number of ranks.
     """
     assert 0 <= rank < world, (rank, world)
     others = [other for other in busy if other != rank]
@@ -37,12 +32,9 @@ def share_ranks(busy: Collection[int], present: Collection[int]) -> dict[int, tu
     """Return the ranks of each busy rank's group, ascending. Every present rank is in exactly one group.
 
     Each busy rank gets its ``block``. Idle ranks outside all blocks go one by one to the smallest group (ties: lowest rank).
+    Numbers missing in ``present`` are lost ranks; they widen no group.
 
     Example: of 4 ranks 0 and 1 are busy, and neither block is wider than one rank: ``{0: (0, 2), 1: (1, 3)}``.
-
-    Args:
-        busy: ranks with requests of their own, all of them present; empty for an empty result.
-        present: ranks that are reachable. Numbers may be missing: a lost rank widens no group.
     """
     assert set(busy) <= set(present), (busy, present)
     if not busy:

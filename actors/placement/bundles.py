@@ -15,11 +15,7 @@ from actors.ranks import GroupError
 
 
 def bundles_for(world_size: int, placement_group: PlacementGroup | None = None) -> PlacementGroup:
-    """Return the placement group, by default the calling actor's.
-
-    Raises:
-        GroupError: no placement group with a bundle for each rank exists.
-    """
+    """Return the placement group, by default the calling actor's. Raises GroupError without one that has a bundle per rank."""
     bundles = placement_group or get_current_placement_group()
     found = 0 if bundles is None else bundles.bundle_count
     if bundles is None or found < world_size:

@@ -82,8 +82,8 @@ def start_ray(address: str | None = None, namespace: str | None = None, folder: 
 
 
 def _core_worker(*arguments: Any) -> Any:
-    """Return Ray's C++ core worker, with Python's SIGTERM handler restored."""
     made = _CoreWorker(*arguments)
+    # Give SIGTERM back to Python's handler.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
     return made

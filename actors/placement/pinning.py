@@ -17,12 +17,9 @@ def allowed_cores() -> tuple[int, ...]:
 
 
 def own_cores(index: int, threads: int, cores: Sequence[int]) -> tuple[int, ...]:
-    """Return the ``index``-th group of ``threads`` cores.
+    """Return the ``index``-th group of ``threads`` cores. Raises GroupError if there are too few.
 
     Example: with the cores (0, 1, 4, 5) and two threads a rank, index 1 gets the cores 4 and 5.
-
-    Raises:
-        GroupError: there are too few cores.
     """
     run = tuple(cores[index * threads : (index + 1) * threads])
     if len(run) < threads:

@@ -45,11 +45,7 @@ class RayFolderError(OSError):
 
 
 def base_folder() -> Path:
-    """Return the parent of Ray's folder: ``RAY_TMPDIR``, else ``TMPDIR``, else the system's temporary folder.
-
-    Raises:
-        RayFolderError: Ray cannot use its path, or no such folder exists.
-    """
+    """Return ``RAY_TMPDIR``, else ``TMPDIR``, else the temporary folder. Raises RayFolderError if Ray cannot use it."""
     try:
         base = Path(os.environ.get(MARK) or tempfile.gettempdir()).absolute()
     except FileNotFoundError as error:
@@ -135,7 +131,6 @@ class RayFolder:
 
 
 def _own(base: Path, prefix: str) -> Iterator[Path]:
-    """Yield this user's folders whose names begin with ``prefix``."""
     for path in base.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):  # it has just gone
             found = path.lstat()
@@ -158,7 +153,6 @@ def _locked(path: Path) -> int | None:
 
 
 def _kill_processes(folder: Path) -> None:
-    """Kill all processes of the Ray cluster in a folder, orphans included."""
     # Some processes outlive Ray by a minute.
     deadline = time.monotonic() + _END_S
     while (left := [one for one in psutil.process_iter() if _is_of(one, folder)]) and time.monotonic() < deadline:

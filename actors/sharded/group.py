@@ -90,12 +90,7 @@ class ShardedGroup(Ranks):
         self._watcher = threading.Thread(target=self._watch, name="sharded-watch", daemon=True)
 
     def runner(self, model: PreTrainedModel, capacity: int, options: EngineOptions, tree_rows: int) -> ModelRunner:
-        """See ``Ranks``. Keeps the leader's part of the model, and returns when all followers have theirs.
-
-        Raises:
-            GroupError: the ranks cannot be started, the model cannot be split among them, or an option requires a whole model.
-            ModelLoadError: see ``ModelRunner``.
-        """
+        """See ``Ranks``. Keeps the leader's part of the model and waits for the followers. Also raises ModelLoadError."""
         if options.compile:
             raise GroupError("engine.compile=true is for whole models, not for parts of one")
         deadline = time.monotonic() + self._terms.start_timeout_s
@@ -140,7 +135,6 @@ class ShardedGroup(Ranks):
             sweep(HOST, self._store.port, self._shard.world_size)
 
     def _meet(self, slots: int, capacity: int) -> int:
-        """Form a ``torch.distributed`` group of all ranks; return its port."""
         world_size = self._shard.world_size
         self._store = distributed.TCPStore(HOST, 0, world_size, is_master=True, wait_for_workers=False)
         port = int(self._store.port)

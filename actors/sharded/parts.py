@@ -16,11 +16,9 @@ MOST_DIFFERENT = 0.1  # relative error of the logits: half precision gives about
 
 
 def take_checked(model: PreTrainedModel, shard: Shard) -> ModelPart:
-    """Reduce a whole model to a shard's part, in place. All ranks call it at the same time, after ``meet``.
-
-    The leader compares the logits of a few rows before and after: DeepSpeed silently splits architectures with fused projections
-    at wrong positions. Raises GroupError if the model cannot be split or its logits differ after the split.
-    """
+    """Reduce a model to a shard's part, in place; raise GroupError if its logits change. All ranks call it, after ``meet``."""
+    # DeepSpeed silently splits architectures with fused projections at wrong positions, so the logits of a few rows are compared
+    # before and after.
     whole = probe_logits(model, kv_shape(model)) if shard.rank == 0 else None
     part = take_slices(model, shard) if shard.mode == "tensor" else take_layers(model, shard)
     try:

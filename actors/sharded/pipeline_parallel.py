@@ -23,24 +23,20 @@ from engine.forward.runner import kv_shape
 
 
 def bounds(layers: int, world_size: int) -> list[range]:
-    """Return the layers of each rank. In an uneven split the last ranks have one more: the leader also has the output layer.
+    """Return the layers of each rank. Raises GroupError if the model has fewer layers than ranks.
 
     Example: 10 layers on 4 ranks are 0-1, 2-3, 4-6 and 7-9.
-
-    Raises GroupError if the model has fewer layers than ranks.
     """
     if layers < world_size:
         raise GroupError(f"{layers} layers cannot be partitioned among {world_size} ranks: lower world_size")
     few, more = divmod(layers, world_size)
+    # In an uneven split the last ranks have one more: the leader also has the output layer.
     sizes = [few + (rank >= world_size - more) for rank in range(world_size)]
     return [range(sum(sizes[:rank]), sum(sizes[: rank + 1])) for rank in range(world_size)]
 
 
 def take_part(model: PreTrainedModel, shard: Shard) -> ModelPart:
-    """Reduce a whole model to a rank's layers, in place, and hook up sending and receiving. Call it after ``meet``.
-
-    Raises GroupError if the model has fewer layers than ranks, or an unknown structure.
-    """
+    """Reduce a whole model to a rank's layers, in place, and hook up communication. Call it after ``meet``. Raises GroupError."""
     whole = kv_shape(model)
     own = bounds(whole.layers, shard.world_size)[shard.rank]
     layers = _keep_layers(model, own)
@@ -59,7 +55,6 @@ def take_part(model: PreTrainedModel, shard: Shard) -> ModelPart:
 
 
 def _keep_layers(model: PreTrainedModel, own: range) -> torch.nn.ModuleList:
-    """Remove all other layers from the model."""
     count = model.config.get_text_config().num_hidden_layers
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
     attends = [any(hasattr(part, "layer_idx") for part in module.modules()) for _, module in lists]

@@ -70,7 +70,6 @@ class RankProcesses:
 
 
 def _follow(pipe: Connection, load: LoadWhole, shard: Shard, terms: Terms, threads: int) -> None:
-    """Run a follower."""
     # The leader handles Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
@@ -98,11 +97,8 @@ def process_group(
     Example: ``OfflineEngine(whole_model(model), engine, speculation, process_group("tensor", 2, model))``. Where a rank is lost,
     this process ends: give it one of its own.
 
-    Args:
-        world_size: ranks, including this process.
-        model: loaded by all ranks; its device and threads apply to each rank.
-        parallelism: timeouts.
-        load: loads the whole model in the other processes; by default from ``model``.
+    The device and threads of ``model`` apply to each rank. ``load`` loads the whole model in the other processes, by default from
+    it.
     """
     leader = Shard(mode, 0, world_size, device_of(model))
     terms = Terms(secrets.token_bytes(32), start_timeout_s, (parallelism or ParallelismOptions()).step_timeout_s)

@@ -123,7 +123,6 @@ class ShardServer:
         self._finish()
 
     def _finish(self) -> None:
-        """Clean up and exit the process."""
         # A leader that was killed during start-up leaves shared memory behind that only this rank removes.
         if self._met is not None:
             sweep(self._met.host, self._met.port, self._shard.world_size)
@@ -131,7 +130,6 @@ class ShardServer:
 
 
 def _compute(runner: ModelRunner, part: ModelPart, step: ShardedStep) -> None:
-    """Compute a rank's part of a step."""
     apply_moves(runner.cache, step.moves)
     batch = step.batch
     for segment in batch.segments:  # compiled code has no bounds checks

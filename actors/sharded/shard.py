@@ -52,9 +52,7 @@ class ModelPart:
 def meet(shard: Shard, host: str, port: int, timeout_s: float) -> None:
     """Join a ``torch.distributed`` group for the rest of this process's life: gloo on CPUs, NCCL on GPUs.
 
-    Raises:
-        GroupError: the process is in a group already.
-        RuntimeError: the other ranks do not connect, or disconnect.
+    Raises GroupError if the process is in a group already, RuntimeError if the other ranks do not connect.
     """
     if distributed.is_initialized():
         raise GroupError("this process has been a rank of another group: a rank needs a process of its own")

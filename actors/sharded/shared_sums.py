@@ -67,7 +67,6 @@ def sweep(host: str, port: int, world_size: int) -> None:
 
 
 def _why_not(world_size: int) -> str | None:
-    """Return the reason why shared memory cannot be used, or None."""
     if not SHARED_MEMORY.is_dir():
         return f"there is no {SHARED_MEMORY}"
     free, needed = shutil.disk_usage(SHARED_MEMORY).free, world_size * BUFFER_BYTES
@@ -116,7 +115,6 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 def _seal(folder: Path) -> None:
-    """Store the digest of the loaded module, if the folder is writable."""
     try:
         (folder / _MODULE / f"{_MODULE}.so").chmod(0o755)  # the compiler may have left it group-writable
         keep_sealed(folder / _SEAL, _digest(folder / _MODULE))

@@ -134,7 +134,6 @@ def row_parts(model: PreTrainedModel) -> int:
 
 
 def _linear(weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> torch.nn.Linear:
-    """Return a linear layer over existing parameters."""
     linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
     linear.weight, linear.bias = weight, bias  # type: ignore[assignment]
     return linear

@@ -73,19 +73,16 @@ class CacheAdmin:
     def stats(self, tenant: str | None = None, vouched: bool = False) -> list[TenantStats]:
         """Return the statistics of each memory, as last counted by the service, or read in full if never counted.
 
-        Args:
-            tenant: a tenant, or one adapter's memory (``decoding.request.memory_name``); None: all. Unknown:
-                ``UnknownTenantError``.
-            vouched: accept the tenant even if the configuration at start did not have it.
+        ``tenant`` is a tenant or one adapter's memory (``decoding.request.memory_name``); None: all. ``vouched`` accepts a tenant
+        that the configuration did not have at start; otherwise raises ``UnknownTenantError``.
         """
         names = self._namespaces if tenant is None else self._of_tenant(tenant, vouched)
         return [self._stats(one, name) for one, name in names.items()]
 
     def export(self, tenant: str) -> bytes:
-        """Return a current snapshot: the stored one with the later stream entries applied.
+        """Return a current snapshot: the stored one with the later stream entries applied. Raises ``UnknownTenantError``.
 
-        Raises ``UnknownTenantError``, and ``CorruptSnapshotError`` if the stored snapshot is unreadable: the export would be
-        incomplete.
+        Raises ``CorruptSnapshotError`` if the stored snapshot is unreadable: the export would be incomplete.
         """
         fold = self._fold(tenant)
         if fold.damaged:
@@ -93,12 +90,9 @@ class CacheAdmin:
         return encode_snapshot(fold.snapshot(time.time()))
 
     def import_(self, tenant: str, data: bytes) -> int:
-        """Add the texts of an exported snapshot as if generated now. Return their number.
+        """Add the texts of an exported snapshot, except for those of requests deleted here. Return their number.
 
-        Texts of requests that were deleted here are skipped and not counted.
-
-        Raises ``UnknownTenantError``, ``CorruptSnapshotError`` (no valid snapshot) or ``ForeignSnapshotError`` (another
-        tokenizer).
+        Raises ``UnknownTenantError``, ``CorruptSnapshotError`` or, for another tokenizer, ``ForeignSnapshotError``.
         """
         fold = self._fold(tenant)
         snapshot = decode_snapshot(data)
@@ -143,10 +137,9 @@ class CacheAdmin:
         return epochs[0]
 
     def delete_request(self, tenant: str, request: str) -> None:
-        """Delete the outputs of a request (all choices) everywhere and permanently.
+        """Delete all outputs of a request everywhere and permanently. Raises ``UnknownTenantError``.
 
-        ``request`` is the ``id`` of the answer, such as ``chatcmpl-...``; ``ID/CHOICE`` also deletes the whole request. Raises
-        ``UnknownTenantError``.
+        ``request`` is the ``id`` of the answer, such as ``chatcmpl-...``; ``ID/CHOICE`` also deletes the whole request.
         """
         for name in self._of_tenant(tenant).values():  # the adapter of the request is not known
             epoch = self._store.head(name).epoch
@@ -184,7 +177,6 @@ class CacheAdmin:
     # -- parts -----------------------------------------------------------------------------------------------------------------
 
     def _of_tenant(self, tenant: str, vouched: bool = False) -> dict[str, str]:
-        """Return the namespaces of all memories of a tenant, or of a single named memory."""
         if vouched:
             return self._access.of_tenant(tenant, self._identity)
         name = self._namespace(tenant)
@@ -238,11 +230,7 @@ class CacheAdmin:
 
 
 def _deltas(fold: Fold, texts: Iterable[SnapshotText]) -> list[CacheDelta]:
-    """Return deltas that add texts to the fold's tenant, except for texts of requests deleted there.
-
-    An evicted key is never accepted again, so the text gets another choice number of its request. Deletion by request still
-    finds it.
-    """
+    """Return deltas that add texts to the fold's tenant, except for texts of requests deleted there."""
     deltas = []
     keys: dict[int, int] = {}  # new key by key in the snapshot
     taken: set[int] = set()
@@ -252,6 +240,7 @@ def _deltas(fold: Fold, texts: Iterable[SnapshotText]) -> list[CacheDelta]:
         if text.text not in keys:
             if is_note(text.text) and not _is_free(fold, text.text, text):
                 continue
+            # An evicted key is never accepted again, so its text gets another choice number. Deletion by request still finds it.
             keys[text.text] = next(key for key in _candidates(text.text) if key not in taken and _is_free(fold, key, text))
             taken.add(keys[text.text])
         deltas.append(CacheDelta(keys[text.text], text.offset, text.tokens, text.final))

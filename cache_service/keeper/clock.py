@@ -48,9 +48,8 @@ class _Watched:
 class AgeClock:
     """Earlier one of the clocks of Redis (which dates texts) and of this machine, if both run evenly.
 
-    A clock that jumped is not trusted until it has run evenly for an hour or is back at its old offset. Neither is a clock at
-    first, since an earlier jump cannot be detected. If the clocks differ, the earlier one counts, so that no text expires too
-    early.
+    A clock that jumped is not trusted until it has run evenly for an hour or is back at its old offset; nor is a clock at first.
+    If the clocks differ, the earlier one counts, so that no text expires too early.
     """
 
     def __init__(self, ttl_s: float, wall: Callable[[], float] = time.time, steady: Callable[[], float] = time.monotonic) -> None:

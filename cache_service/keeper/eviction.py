@@ -18,33 +18,31 @@ _MIX = np.uint64(0xBF58476D1CE4E5B9)
 
 
 def worths(texts: Sequence[Int32Array], ages_s: Float64Array, half_life_s: float) -> Float64Array:
-    """Return the value of each text for its tenant's drafts: n-gram frequency with age decay.
+    """Return the [n] values of texts for their tenant's drafts: n-gram frequency with age decay.
 
-    The value of a text is the mean over its 4-grams (a shorter text is one n-gram) of ``2 ** (-age / half_life) * (number of
-    texts that contain the 4-gram if this is the latest of them, else 1)``. So old texts with unique content go first, then old
-    copies: of several texts with the same n-gram, the latest one keeps the count.
+    The value of a text is the mean over its 4-grams (a shorter text is one n-gram) of
+    ``2 ** (-age / half_life) * (number of texts that contain the 4-gram if this is the latest of them, else 1)``.
+    So old texts with unique content go first, then old copies: of several texts with the same n-gram, the latest one keeps the
+    count.
 
     Example, with a half-life of 7 days: A ``1 2 3 4 5`` of 14 days ago, B ``1 2 3 4 6`` of 7 days ago and C ``7 8 9 10`` of
     today. ``1 2 3 4`` is in two texts, of which B is the latest. A is worth 0.25 * (1 + 1) / 2 = 0.25, B 0.5 * (2 + 1) / 2 = 0.75
     and C 1 * 1 = 1: first A goes, though it holds what is frequent, because B holds it too.
 
     Source: node pruning of Lookahead (arXiv 2312.12728, section 4.3.1), which removes the least frequent trie nodes when the trie
-    exceeds its capacity. Differences: whole texts are evicted instead of nodes, because texts are stored and deletable as units;
-    frequency counts texts instead of occurrences, so that a repetitive text is not frequent; frequencies decay with age instead
-    of being halved at each pruning; and a copy does not keep its copies alive.
+    exceeds its capacity. Differences: whole texts are evicted, because texts are stored and deletable as units; frequency counts
+    texts instead of occurrences, so that a repetitive text is not frequent; frequencies decay with age instead of being halved at
+    each pruning; and a copy does not keep its copies alive.
 
-    With more than ``MAX_GRAMS`` 4-grams, a sample is examined. It is chosen by hash, so it is the same in all texts: counts of
-    sampled 4-grams are exact, and a text's mean is over its sampled ones (1 without any).
+    With more than ``MAX_GRAMS`` 4-grams, a sample is examined, chosen by hash and so the same in all texts: counts of sampled
+    4-grams are exact, and a text's mean is over its sampled ones (1 without any). Values are integer sums before the division, so
+    equal inputs give equal values everywhere. N-grams are compared by hash: the chance of a collision is about (number of
+    tokens)**2 * n / 2**65, 0.04 % for a million tokens in 10,000 texts.
 
     Args:
         texts: their tokens, least recently grown first.
         ages_s: [n] seconds since each text grew.
         half_life_s: age at which a text counts half.
-
-    Returns:
-        [n] values. They are integer sums before the division, so equal inputs give equal values everywhere. N-grams are compared
-            by hash: the chance of a collision is about (number of tokens)**2 * n / 2**65, 0.04 % for a million tokens in 10,000
-            texts.
     """
     if not len(texts):
         return np.zeros(0)

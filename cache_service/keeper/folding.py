@@ -111,10 +111,8 @@ class Fold:
         self.unsaid.extend(keys)
 
     def write_again(self, place: str) -> None:
-        """Schedule rewriting of all texts, after Redis lost everything but a snapshot at ``place`` ("0-0": none).
-
-        Reading continues after ``place``: earlier entries are in memory, and duplicates are harmless.
-        """
+        """Schedule rewriting of all texts after Redis lost everything but a snapshot at ``place`` ("0-0": none)."""
+        # Reading continues there: earlier entries are in memory, and duplicates are harmless.
         self.cursor = self.snapshot_id = place
         self.demand()
 

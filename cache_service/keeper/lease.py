@@ -32,8 +32,7 @@ class Lease:
     def hold(self, work_s: float = 0.0) -> None:
         """Acquire the lease, or extend it if a third of its time has passed or ``work_s`` seconds of work follow.
 
-        Raises ``LeaseLostError`` if another instance holds it. After ``RedisError`` or ``OSError`` it stays valid until it
-        expires.
+        Raises ``LeaseLostError`` if another instance holds it. If Redis fails, it stays valid until it expires.
         """
         now = time.monotonic()
         if now < self._renew_at and now + work_s < self._until:

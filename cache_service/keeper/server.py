@@ -60,10 +60,7 @@ class CacheServer:
     """
 
     def __init__(self, access: CacheAccess, identity: Identity, quotas: Mapping[str, int]) -> None:
-        """Prepare the service; ``start`` starts it. Raises ``ValueError`` for a bad address or an empty secret.
-
-        ``quotas`` are bytes by tenant, for the model and for each adapter; by default the configured quota.
-        """
+        """Prepare the service. ``quotas`` are bytes by tenant. Raises ``ValueError`` for a bad address or empty secret."""
         self._options, self._identity = access.options, identity
         self._store = access.store()
         self._tenants = {name: tenant for tenant, name in access.namespaces(identity).items()}  # by namespace

@@ -51,13 +51,8 @@ class TextTable:
         self, requests: npt.NDArray[Any], choices: npt.NDArray[Any], offsets: npt.NDArray[Any], lengths: npt.NDArray[Any],
         updated_s: npt.NDArray[Any], tokens: Int32Array,
     ) -> None:  # fmt: skip
-        """Store the columns, each [n], and all tokens, [sum of lengths].
-
-        Args:
-            requests: request hashes, the upper 64 bits of the text keys.
-            choices: the lower 16 bits.
-            offsets: tokens before the piece, plus 2**31 if the text ends with it.
-        """
+        # [n] columns: upper 64 and lower 16 bits of the text keys; tokens before the piece, plus 2**31 if the text ends with it;
+        # tokens of the piece; time of last growth. Then [sum of lengths] tokens of all pieces.
         self.requests, self.choices = requests.astype("<u8", copy=False), choices.astype("<u2", copy=False)
         self.offsets, self.lengths = offsets.astype("<u4", copy=False), lengths.astype("<u4", copy=False)
         self.updated_s, self.tokens = updated_s.astype("<f8", copy=False), tokens

@@ -28,13 +28,11 @@ class _Arrival:
 
 
 def _weight(admitted: Admitted, reload: bool) -> int:
-    """Return the total weight of an update's pieces."""
     tokens = sum(max(1, len(delta.tokens)) for delta in admitted.deltas)
     return tokens + _REMOVAL_TOKENS * (len(admitted.removed) + len(admitted.evicted)) + (reload or admitted.cleared)
 
 
 def _pieces(admitted: Admitted, reload: bool, memory: Histories, tenant: str) -> Iterator[tuple[int, int]]:
-    """Apply an update piece by piece."""
     history = memory.of(tenant)
     assert history is not None
     if reload or admitted.cleared:

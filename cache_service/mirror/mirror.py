@@ -65,10 +65,7 @@ class Mirror:
     def __init__(self, access: CacheAccess, identity: Identity, memory: Histories, wake: Callable[[], None]) -> None:
         """Prepare the queues and threads. Raises ``ValueError`` for a bad address or an empty secret.
 
-        Args:
-            access: Redis and tenants. The public corpus is read, never written.
-            memory: the engine's histories.
-            wake: called by a thread of the mirror when updates can be applied.
+        A thread of the mirror calls ``wake`` when updates can be applied. The public corpus is read, never written.
         """
         options = self._options = access.options
         self._memory, self._wake, self._vocab_size = memory, wake, identity.vocab_size

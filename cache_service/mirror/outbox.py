@@ -89,11 +89,10 @@ class _Share:
 
 
 class Outbox:
-    """Texts on their way to Redis. The engine's thread puts, one other thread takes.
+    """Texts on their way to Redis. The engine's thread puts, one other thread takes. Methods wait only for a short lock.
 
     Contiguous pieces of a text are merged, so an outage of Redis costs memory per token, not per step. Each tenant has a separate
-    limit; beyond it, its oldest texts are dropped whole, because a text with a gap is useless. Methods only wait for a lock that
-    is held briefly.
+    limit; beyond it, its oldest texts are dropped whole, because a text with a gap is useless.
 
     Example: the pieces (text 7, offset 0) ``1 2`` and (text 7, offset 2) ``3`` leave as one, (text 7, offset 0) ``1 2 3``.
     """
@@ -153,10 +152,7 @@ class Outbox:
         self._filled.set()
 
     def take(self, max_tokens: int) -> dict[str, list[CacheDelta]]:
-        """Take pieces, one of each tenant in turn, up to about ``max_tokens``.
-
-        Call ``delivered`` or ``give_back`` before the next take.
-        """
+        """Take pieces, tenants in turn, up to about ``max_tokens``. Call ``delivered`` or ``give_back`` before the next take."""
         with self._lock:
             assert not self._out, "taken twice"
             self._forgotten.clear()

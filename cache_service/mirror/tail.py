@@ -77,14 +77,7 @@ class Tail:
     def __init__(
         self, store: RedisStore, identity: Identity, namespaces: Mapping[str, str], inbox: Inbox, outbox: Outbox, ttl_s: float
     ) -> None:
-        """Start at the beginning of all streams.
-
-        Args:
-            identity: required of snapshots; its vocabulary bounds token ids.
-            namespaces: by tenant.
-            outbox: drops texts that are deleted.
-            ttl_s: how long deletions are remembered; texts are not kept longer.
-        """
+        """Start at the beginning of all streams; ``namespaces`` are by tenant. Deletions are remembered for ``ttl_s``."""
         self._store, self._identity, self._inbox, self._outbox, self._ttl_s = store, identity, inbox, outbox, ttl_s
         self.places = {tenant: StreamPlace(namespace) for tenant, namespace in namespaces.items()}
         self._tenants = {namespace: tenant for tenant, namespace in namespaces.items()}

@@ -44,10 +44,7 @@ _OURS = ("socket_timeout", "socket_connect_timeout", "timeout", "protocol", "dec
 def connect(url: str, timeout_s: float, block_s: float = 0.0) -> Client:
     """Return a client for an address. Only a cluster is contacted now, other servers by the first command.
 
-    Args:
-        url: see the table above.
-        timeout_s: of a connection and of a reply; nothing is retried.
-        block_s: how long commands of this client may block in the server.
+    ``timeout_s`` limits a connection and a reply; nothing is retried. Commands may block in the server for ``block_s``.
 
     Raises:
         ValueError: the address is invalid; one line, without the password.
@@ -105,7 +102,6 @@ class _AddressError(Exception):
 
 
 def _arguments(parts: SplitResult) -> dict[str, Any]:
-    """Return redis-py's keyword arguments for user, password and the query."""
     arguments: dict[str, Any] = dict(_parse_url(f"redis://?{parts.query}"))
     for name in _OURS:
         if name in arguments:

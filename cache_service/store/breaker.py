@@ -21,8 +21,7 @@ _MESSAGE_CHARS = 160  # of an error in the log
 class Guard(CircuitBreakerListener):
     """Circuit breaker of one thread. While open, Redis is not used for ``retry_s``; then one attempt decides.
 
-    Each thread needs its guard, because pybreaker holds a lock during the operation. Reading and writing also fail separately: a
-    full Redis can still be read.
+    Threads need separate guards: pybreaker holds a lock during the operation, and a full Redis can still be read.
     """
 
     def __init__(self, doing: str, retry_s: float) -> None:

@@ -142,7 +142,6 @@ def _quoted(path: Path) -> str:
 
 
 def _wait_until_ready(url: str, watcher: subprocess.Popen[bytes], folder: Path) -> int:
-    """Wait until the server answers. Return its process id."""
     deadline = time.monotonic() + _START_TIMEOUT_S
     with redis.Redis.from_url(url, socket_timeout=1.0) as client:
         while time.monotonic() < deadline and watcher.poll() is None:

@@ -93,8 +93,8 @@ def translated(method: Callable[Concatenate[RedisStore, _P], _R]) -> Callable[Co
 class RedisStore:
     """Client of the streams and snapshots in one Redis. Thread-safe; a method takes one or a few round trips.
 
-    Every method raises ``redis.RedisError`` or ``OSError`` if Redis is away, slow, full, refuses, or sends invalid replies.
-    Nothing is retried.
+    Methods raise ``redis.RedisError`` or ``OSError`` if Redis is away, slow, full, refuses, or sends nonsense. Nothing is
+    retried.
     """
 
     def __init__(self, url: str, prefix: str, timeout_s: float) -> None:
@@ -132,15 +132,9 @@ class RedisStore:
 
     @translated
     def read(self, cursors: Mapping[str, str], block_s: float, count: int) -> dict[str, list[tuple[str, bytes | None]]]:
-        """Return entries after the cursors, oldest first, waiting for the first one.
+        """Return (id, data) entries after the cursors by namespace, oldest first, at most ``count`` each; wait for the first.
 
-        Args:
-            cursors: stream id by namespace; "0-0" is the beginning.
-            block_s: at most ``MAX_BLOCK_S``; 0 does not wait.
-            count: most entries per namespace.
-
-        Returns:
-            (id, data) by namespace with entries; data is None for an entry of another writer's format.
+        ``block_s`` is at most ``MAX_BLOCK_S``; 0 does not wait. Data is None for an entry without our field.
         """
         assert 0 <= block_s <= MAX_BLOCK_S, block_s
         if not cursors:
@@ -183,10 +177,7 @@ class RedisStore:
 
     @translated
     def load_snapshot(self, namespace: str) -> tuple[str, bytes] | None:
-        """Return the newest snapshot as (stream id up to which it goes, data); None without one.
-
-        Missing pieces are skipped: the checksum detects them.
-        """
+        """Return the newest snapshot as (stream id up to which it goes, data); None without one."""
         pointer = self._key(namespace, "snap")
         previous = None
         while True:
@@ -195,20 +186,17 @@ class RedisStore:
                 return None
             key = f"{pointer}:{text_of(name)}"
             parts = [self._run("HGET", key, piece) for piece in range(int(pieces))]
+            # Missing pieces are skipped: the snapshot's checksum detects them.
             if None not in parts or name == previous:
                 return id_of(id), b"".join(part for part in parts if part is not None)
             previous = name  # replaced during the read, or damaged: read again to find out
 
     @translated
     def save_snapshot(self, namespace: str, stream_id: str, data: bytes, epoch: int | None = None) -> bool:
-        """Store ``data`` as the newest snapshot, in pieces that each block the server only briefly.
+        """Store ``data``, up to stream entry ``stream_id``, as the newest snapshot, in pieces that block the server only briefly.
 
-        Args:
-            stream_id: last stream entry in it. A snapshot never replaces one of a later entry.
-            epoch: store only if this is still the tenant's epoch, so that deleted texts do not return.
-
-        Returns:
-            False, with nothing changed, if a newer snapshot exists or the tenant was deleted meanwhile.
+        Returns False, with nothing changed, if a newer snapshot exists or the epoch is not ``epoch`` any more: then the tenant
+        was deleted, and its texts must not return.
         """
         pointer, name = self._key(namespace, "snap"), f"{stream_id}-{secrets.token_hex(4)}"
         key = f"{pointer}:{name}"
@@ -224,9 +212,9 @@ class RedisStore:
 
     @translated
     def delete(self, namespace: str) -> int:
-        """Delete a tenant's snapshot and stream entries atomically. Return the epoch, increased by one.
+        """Delete a tenant's snapshot and stream entries atomically, also in a full Redis. Return the epoch, increased by one.
 
-        This works in a full Redis too. The stream keeps its last id, so readers keep their positions.
+        The stream keeps its last id, so readers keep their positions.
         """
         return int(self._run("EVAL", scripts.DELETE, 3, *self._keys(namespace, "log", "snap", "epoch")))
 
@@ -277,8 +265,7 @@ class RedisStore:
     def rewrite_files(self) -> bool:
         """Start a rewrite of Redis' append-only file, which removes deleted data from it.
 
-        Returns False if a rewrite is running, which may have begun too early. Returns True if it has started or no such file
-        exists.
+        Returns False if a rewrite is running, which may have begun too early; True if it has started or no such file exists.
         """
         client: Any = self._client()
         nodes = {"target_nodes": RedisCluster.PRIMARIES} if isinstance(client, RedisCluster) else {}
