@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from decoding.request import CLEARED_TOKENS, Request, StepOutput
 from decoding.step_output import merge_outputs
 
-MOST_HELD = CLEARED_TOKENS // 2  # tokens; fewer are recomputed after a crash than end a quarantine
+MOST_HELD = CLEARED_TOKENS // 2  # tokens; held output is recomputed after a crash, so it must be less than what ends a quarantine
 
 
 @dataclass(slots=True)

@@ -40,7 +40,7 @@ class Shape:
 
     world_size: int
     device: str  # cuda or cpu
-    threads: int | None  # of each rank on a CPU; None on GPUs
+    threads: int | None  # per rank on a CPU; None on GPUs
 
     @property
     def bundle(self) -> dict[str, float]:

@@ -29,7 +29,7 @@ from engine.measures.energy import EnergyMeter, measure_idle, open_meter
 
 logger = logging.getLogger(__name__)
 
-MAX_FAILED_STEPS = 3  # in a row: then the device or the model is at fault, not one request
+MAX_FAILED_STEPS = 3  # consecutive failures after which the device or the model is at fault, not one request
 SETTLED_S = 5.0  # after the start, before background warm-up: other processes of the server need the CPU first
 QUIET_S = 1.0  # without requests before background warm-up continues: it uses CPU, and KV slots whose content could be reused
 STALL_S = 120.0  # a longer step counts as a hang

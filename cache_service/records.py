@@ -43,7 +43,7 @@ MAX_BATCH_BYTES = 1 << 20  # longer batches are refused by writer and reader
 MAX_DELTA_TOKENS = 0xFFFF  # per delta
 MAX_ITEMS = 0xFFFF  # deltas, removed requests and evicted texts of one batch, each
 MAX_VOCAB = 1 << 24  # what fits in 3 bytes
-MAX_TOKENS = 2**31 - 1  # of one text
+MAX_TOKENS = 2**31 - 1  # per text
 
 _HEADER = struct.Struct("<BBHHHQII")
 _CHECKSUM = struct.Struct("<I")

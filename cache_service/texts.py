@@ -171,7 +171,7 @@ class TenantTexts:
 
     def __init__(self, epoch: int = 0) -> None:
         self.ledger = Ledger(epoch)
-        self.num_tokens = 0  # of all texts, including pieces after gaps
+        self.num_tokens = 0  # all texts, including pieces after gaps
         self._texts: dict[int, KeptText] = {}
 
     @property

@@ -118,7 +118,7 @@ class ParallelismOptions:
     rank_timeout_s: float = 2.0  # a rank without a sign of life for this long is lost
     step_timeout_s: float = 60.0  # a rank that does not answer a step for this long is lost, even with signs of life
     check_steps: int = 64  # steps between comparisons of the committed texts' hashes
-    placement: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"  # of a group's ranks on the nodes
+    placement: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"  # placement of a group's ranks on nodes
     adaptive: bool = True  # share a step only if that was faster recently; false: always
     pin_threads: bool = False  # CPU: pin each rank's compute thread to separate cores
 
@@ -131,7 +131,7 @@ class ServerOptions:
 
     host: str = "127.0.0.1"  # 0.0.0.0: reachable from other machines
     port: int = 8000
-    admin_port: int | None = None  # of /admin and /metrics; when absent the main port on loopback, else the one after port
+    admin_port: int | None = None  # port of /admin and /metrics; when absent the main port on loopback, else the one after port
     admin_host: str = "127.0.0.1"  # address of admin_port, on the node of the API's actor
     # Host names that clients may use, besides localhost and IP addresses; "*": any. When absent none on loopback, else any.
     allowed_hosts: tuple[str, ...] | None = None
@@ -157,7 +157,7 @@ class ServerOptions:
     stream_period_s: float = 0.1  # cadence: time between two chunks
     stream_pad_bytes: int = 512  # pad: lengths of events are multiples of it
     otlp_endpoint: str | None = None  # OTLP/HTTP collector for traces, such as http://127.0.0.1:4318; none when absent
-    api_replicas: int = 1  # of the API, each on a different node, with its share of max_queued and of rate limits
+    api_replicas: int = 1  # API processes, each on a different node, with its share of max_queued and of rate limits
     api_resource: str | None = None  # custom resource of Ray: processes without a model run only on nodes that offer it
     ray_address: str | None = None  # running cluster to join ("auto", "host:port"); when absent a private one is started
 
@@ -189,7 +189,7 @@ class CacheOptions:
     __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
 
     enabled: bool = True  # false: each replica drafts from its own outputs only
-    prefix: str = "outrider"  # of all keys in Redis
+    prefix: str = "outrider"  # prefix of all keys in Redis
     tenant_mib: float = 64.0  # tokens kept per tenant; a token takes 2 bytes, 3 in vocabularies above 65,536
     public_mib: float = 256.0  # tokens of the public corpus
     ttl_s: float = 30 * 86400.0  # older outputs are deleted
@@ -199,7 +199,7 @@ class CacheOptions:
     snapshot_s: float = 60.0  # delay until changes are in a snapshot
     services: int = 1  # actors that maintain Redis; one works, the others stand by
     lease_s: float = 5.0  # a service that is silent for this long is replaced by one on standby
-    timeout_s: float = 1.0  # of one operation in Redis; none is on the decoding path
+    timeout_s: float = 1.0  # limit per operation in Redis; none is on the decoding path
     retry_s: float = 1.0  # pause after a failure of Redis
     start_timeout_s: float = 30.0  # longest wait of a new replica for the shared cache
 
@@ -237,18 +237,18 @@ class LimitsOptions:
 
     __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
 
-    requests_per_minute: int | None = None  # in any 60 seconds; no limit when absent
-    tokens_per_minute: int | None = None  # of prompts, reference documents and answers; the longest answer is reserved
+    requests_per_minute: int | None = None  # requests in any 60 seconds; no limit when absent
+    tokens_per_minute: int | None = None  # prompts, reference documents and answers count; the longest answer is reserved
     max_concurrent: int | None = None  # choices at once
-    max_request_bytes: int = 8 * 2**20  # of a request's body
+    max_request_bytes: int = 8 * 2**20  # size of a request's body
     max_upload_bytes: int | None = None  # total of bodies being received; 32 times max_request_bytes when absent
     max_key_upload_bytes: int | None = None  # the same for one key; 8 times max_request_bytes when absent
     body_timeout_s: float = 60.0  # limit for receiving a body
     max_prompt_tokens: int | None = None  # the model's context when absent
     max_reference_tokens: int = 2**18  # total of reference_documents and prediction of a request
-    # of one choice: larger requests are refused; also the limit of requests without max_tokens
+    # limit per choice: larger requests are refused; also the limit of requests without max_tokens
     max_output_tokens: int | None = None
-    request_timeout_s: float | None = None  # from arrival to the last token; a request may set a shorter timeout
+    request_timeout_s: float | None = None  # seconds from arrival to the last token; a request may set a shorter timeout
 
 
 @dataclass(frozen=True, slots=True)

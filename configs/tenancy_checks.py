@@ -11,8 +11,8 @@ from configs.slices import TenancyOptions, TenantOptions
 KEY_ADVICE = "sha256: and the 64 hex digits of an API key's hash; outrider new-key makes a key and its hash"
 TENANT_NAME = re.compile(r"(?!\.\.?$)[A-Za-z0-9_.-]{1,64}")  # . and .. have another meaning in URLs
 _KEY_HASH = re.compile(r"sha256:[0-9a-f]{64}")
-LIMIT_BOUNDS = (1, 2**40)  # of a number of requests or tokens
-WEIGHT_BOUNDS = (0.01, 100.0)  # of a tenant
+LIMIT_BOUNDS = (1, 2**40)  # bounds of a number of requests or tokens
+WEIGHT_BOUNDS = (0.01, 100.0)  # bounds of a tenant's weight
 _OWN_LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent")
 
 

@@ -44,6 +44,8 @@ class Elastic(Ranks):
 
     Example: replicas 0 to 3, one request at 2: it has ranks 0 1 2 3. Another comes to 0: that one has 0 1, the first 2 3. When it
     has ended for half a second, the first has all four again.
+
+    ``devices`` is None: a device computes for changing leaders, so its energy cannot be attributed to one replica.
     """
 
     def __init__(
@@ -128,7 +130,6 @@ class Elastic(Ranks):
             if member.link is not None:
                 member.link.close()
 
-    # ``devices`` stays None: a device computes for changing leaders, so its energy cannot be attributed to one replica.
     def _fail(self, error: DeviceError) -> None:
         if self.device_failed is not None:
             self.device_failed(error)

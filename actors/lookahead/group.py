@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 TEND_S = 0.25  # period of the supervisor
 STEADY_S = 10.0  # a rank that took part for this long before it was lost starts again with zero failures
 MOST_BACKOFF_S = 30.0
-MOST_DOUBLINGS = 5  # of the one-second pause; MOST_BACKOFF_S caps the result
+MOST_DOUBLINGS = 5  # most doublings of the one-second pause; MOST_BACKOFF_S caps the result
 CLOSE_S = 5.0
 
 
@@ -49,8 +49,8 @@ class _Member:
     link: Link | None = None
     spawned_s: float = 0.0
     joined_s: float | None = None
-    device: str | None = None  # of its model, while it takes part on the leader's node
-    failures: int = 0  # in a row
+    device: str | None = None  # model device, while the rank takes part on the leader's node
+    failures: int = 0  # consecutive failures
     due_s: float = 0.0  # time of the next attempt to start an actor
 
 
@@ -87,7 +87,7 @@ class Group(Ranks):
         self._pinned: int | None = None  # identity of the pinned compute thread
         self._start_timeout_s, self._secret = start_timeout_s, secrets.token_bytes(32)
         self._executor: LookaheadParallelExecutor | None = None
-        self._max_model_len = 0  # of the leader
+        self._max_model_len = 0  # the leader's
         self._closing = threading.Event()
         self._supervisor = threading.Thread(target=self._supervise, name="group", daemon=True)
         self._members = [_Member(rank) for rank in range(1, self.world_size)]

@@ -30,7 +30,7 @@ Address = tuple[str, int]
 # Errors of a connection whose peer is gone, stopped, or speaks another protocol.
 LINK_ERRORS = (OSError, EOFError, AuthenticationError, WireError)
 
-_RECORD_HEADER_BYTES = 5  # of TLS: type, version, length of the payload
+_RECORD_HEADER_BYTES = 5  # TLS record header: type, version, length of the payload
 _RECORD_KINDS = range(20, 24)
 
 

@@ -13,6 +13,7 @@ from actors.lookahead.messages import Beat
 logger = logging.getLogger(__name__)
 
 # a replica that was stopped (SIGSTOP) finds all connections of that time when it continues
+# backoff: a replica that was suspended finds all connections of that time when it continues
 _REDIAL_S, _LONGEST_REDIAL_S = 0.5, 4.0
 
 

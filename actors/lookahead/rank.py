@@ -63,7 +63,7 @@ class Rank:
         return Reply(message.sequence, time.perf_counter() - began, told)
 
     def forget(self, failed: bool = False) -> None:
-        """Drop all requests and free their slots. After a failure, also forbid reuse of their KV."""
+        """Drop all requests and free their slots. After a failure, also clear the prefix cache."""
         if failed:
             self._executor.runner.cache.prefixes.clear()
         for number in list(self._requests):

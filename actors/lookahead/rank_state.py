@@ -39,8 +39,8 @@ class Held:
     request: Request
     number: int  # identifies it in messages
     computed: int = 0  # tokens whose KV the rank has
-    preemptions: int = 0  # of the request when ``computed`` was last valid
-    reach: int = 0  # of the request when its number was assigned
+    preemptions: int = 0  # the request's preemptions when ``computed`` was last valid
+    reach: int = 0  # the request's reach (RoPE length) when its number was assigned
     told: int = -1  # output tokens sent to the rank; -1: the rank does not know the request yet
 
 

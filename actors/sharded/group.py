@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"  # all ranks are on one machine
 CONNECT_S = 30.0  # limit of a handshake, and of a message that a rank does not take
-RAISE_S = 5.0  # in which a starting leader may raise the error before its process is ended
+RAISE_S = 5.0  # time for a starting leader to raise the error before its process is ended
 
 
 class Housing(Protocol):

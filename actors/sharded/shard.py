@@ -45,7 +45,7 @@ class Terms:
 class ModelPart:
     """Part of a model that a rank keeps."""
 
-    shape: KVShape  # of its heads, or its layers
+    shape: KVShape  # the rank's heads or layers
     gives_logits: bool  # whether it takes part in computing them
 
 

@@ -34,7 +34,7 @@ from engine.loading.kept_files import alone
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
-BUFFER_BYTES = 66 * 2**20 + 8  # of each rank, independent of the model
+BUFFER_BYTES = 66 * 2**20 + 8  # per rank, independent of the model
 _MODULE = "deepspeed_shm_comm"
 _SEAL = "deepspeed_shm_comm.sha256"  # sealed digest of the loaded library
 _FOLDER = "TORCH_EXTENSIONS_DIR"  # environment variable from which torch takes the folder of compiled modules

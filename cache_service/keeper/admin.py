@@ -23,7 +23,7 @@ from decoding.tree import Int32Array
 
 DOCUMENT_TOKENS = 4096  # longer documents are split, because texts are evicted as a whole
 _ENTRIES = 4  # entries of up to 1 MiB per round trip
-_LEAST_TIMEOUT_S = 10.0  # of one operation: an operator prefers to wait through a pause of Redis
+_LEAST_TIMEOUT_S = 10.0  # per operation: an operator prefers to wait through a pause of Redis
 
 
 class UnknownTenantError(LookupError):

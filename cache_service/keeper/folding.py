@@ -31,7 +31,7 @@ class Fold:
         self.cursor = cursor  # last applied entry
         self.damaged = False  # the stored snapshot could not be read
         self.origin = secrets.randbits(64)
-        self.sequence = 0  # of the next batch that this fold's owner writes
+        self.sequence = 0  # number of the next batch that this fold's owner writes
         self.unsaid: list[int] = []  # evicted text keys that are not yet in the stream
         self.snapshot_id = cursor  # stream position of the newest snapshot
         self._identity = identity

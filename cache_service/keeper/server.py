@@ -23,7 +23,7 @@ from cache_service.store.redis_store import Counts, Head
 from cache_service.store.stream_ids import compare_ids, written_s
 from decoding.request import PUBLIC, tenant_of
 
-_BLOCK_S = 0.2  # of one blocking read, and so the delay of stop()
+_BLOCK_S = 0.2  # duration of one blocking read, and so the delay of stop()
 _CHECK_S = 1.0  # period of comparisons with the state of Redis
 _KEEP_S = 3600.0  # period of renewing the expiry of keys in Redis
 _EXPIRE_S = (1.0, 60.0)  # bounds of the expiry period, which is a hundredth of the time to live

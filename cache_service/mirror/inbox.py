@@ -64,7 +64,7 @@ class Inbox:
         self.applied_tokens = 0
 
     def put(self, tenant: str, admitted: Admitted, reload: bool = False) -> None:
-        """Add an admitted update. ``reload`` clears the tenant's history first."""
+        """Add an admitted update. ``reload`` clears the tenant's history first; its texts may arrive again."""
         weight = _weight(admitted, reload)
         if not weight:
             return

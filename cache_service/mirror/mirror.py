@@ -44,11 +44,11 @@ class MirrorCounts:
     failures: dict[str, int]  # by kind: connection, timeout, full, refused, read-only, nonsense, wrong type, other, internal
     published_tokens: int  # accepted by Redis
     applied_tokens: int  # received, including this replica's own
-    dropped_tokens: int  # of this replica, never stored in Redis
+    dropped_tokens: int  # generated here, never stored in Redis
     corrupt_records: int
     corrupt_snapshots: int
     lost_records: int  # batches written but never received
-    reloads: int  # from a snapshot, except the first
+    reloads: int  # reloads from a snapshot, except the first
     outbox_bytes: int
     outbox_dropped_texts: int
     waiting_tokens: int = 0  # received, not applied yet

@@ -19,8 +19,8 @@ from cache_service.texts import Admitted, Ledger
 
 logger = logging.getLogger(__name__)
 
-READ_ENTRIES = 128  # of one tenant at once
-MAX_WAITING_TOKENS = 1 << 20  # of one tenant in the inbox; beyond it nothing more is read
+READ_ENTRIES = 128  # per tenant and read
+MAX_WAITING_TOKENS = 1 << 20  # per tenant in the inbox; beyond it nothing more is read
 _MAX_ORIGINS = 1024  # writers of a tenant whose batch numbers are tracked
 _COUNT = 1 << 32  # modulus of batch numbers
 

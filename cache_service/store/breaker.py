@@ -13,9 +13,9 @@ from pybreaker import STATE_CLOSED, STATE_OPEN, CircuitBreaker, CircuitBreakerLi
 
 logger = logging.getLogger(__name__)
 
-FAILURES_TO_OPEN = 2  # in a row: a single one may be a connection closed while idle
+FAILURES_TO_OPEN = 2  # consecutive: a single one may be a connection closed while idle
 _SOON_S = 0.02  # retry delay after a failure that does not open the breaker
-_MESSAGE_CHARS = 160  # of an error in the log
+_MESSAGE_CHARS = 160  # most characters of an error in the log
 
 
 class Guard(CircuitBreakerListener):

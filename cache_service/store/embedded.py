@@ -62,7 +62,7 @@ class EmbeddedRedis:
     def __init__(self, url: str, binary: RedisBinary, pid: int, watcher: subprocess.Popen[bytes], lifeline: int) -> None:
         self.url = url  # contains the password: never log it
         self.binary = binary
-        self.pid = pid  # of the first server process
+        self.pid = pid  # first server process
         self._watcher = watcher
         self._lifeline: int | None = lifeline  # write end of the pipe that the supervisor reads
 

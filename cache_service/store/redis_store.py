@@ -32,9 +32,9 @@ from cache_service.store import scripts
 from cache_service.store.addresses import Client, connect
 from cache_service.store.stream_ids import id_of, text_of
 
-MAX_ENTRIES = 100_000  # of a stream, if no service trims it
+MAX_ENTRIES = 100_000  # per stream, if no service trims it
 MAX_BLOCK_S = 0.5  # longest blocking read; a server silent for this plus the timeout counts as down
-CHUNK_BYTES = 1 << 20  # of a snapshot: longer values block the server's only thread
+CHUNK_BYTES = 1 << 20  # snapshot piece: longer values block the server's only thread
 ORPHAN_S = 3600  # expiry of the pieces of an unfinished snapshot
 
 _P = ParamSpec("_P")
