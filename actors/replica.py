@@ -68,7 +68,7 @@ class Replica:
         self._ranks, self._end = ranks, end
         self._mirror: Mirror | None = None
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._live: dict[str, Live] = {}  # by request id; used by the engine's thread only
+        self._live: dict[str, Live] = {}  # by request id; for the engine's thread, except in `_close`
         self._closing = threading.Lock()  # after the inbox was drained for the last time, no command may enter it
         self._fault: ReplicaError | None = None  # reason why new requests are refused
         self._failed_steps = 0

@@ -181,7 +181,7 @@ class _TlsConnection(Connection):
                 self._write_all(self._outgoing.read())
                 return
 
-    # ---- below: overridden I/O primitives of Connection ----------------------------------------------------------
+    # ---- below: overridden I/O primitives of Connection ---------------------------------------------------------------------
 
     def _send(self, data: bytes | memoryview) -> None:
         with self._turn:

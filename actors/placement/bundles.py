@@ -38,7 +38,7 @@ class BundleActor:
 
     def kill(self) -> None:
         """Kill the actor."""
-        # Ray takes five seconds to end a stopped (SIGSTOP) process, so kill it directly on this node.
+        # Ray takes five seconds to end a stopped process, so kill it directly on this node.
         if self.process is not None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 self.process.kill()

@@ -45,7 +45,7 @@ class RayFolderError(OSError):
 
 
 def base_folder() -> Path:
-    """Return ``RAY_TMPDIR``, else ``TMPDIR``, else the temporary folder. Raises RayFolderError if Ray cannot use it."""
+    """Return the parent of Ray's folder: ``RAY_TMPDIR``, else the temporary folder. Raises RayFolderError if unusable."""
     try:
         base = Path(os.environ.get(MARK) or tempfile.gettempdir()).absolute()
     except FileNotFoundError as error:

@@ -65,7 +65,7 @@ class CacheAdmin:
     """
 
     def __init__(self, access: CacheAccess, identity: Identity) -> None:
-        """Connect to Redis, with timeouts of at least ten seconds. Raises ``ValueError`` for a bad address or empty secret."""
+        """Parse the address. Timeouts are at least ten seconds. Raises ``ValueError`` for a bad address or an empty secret."""
         self._access, self._identity = access, identity
         self._store = access.store(_LEAST_TIMEOUT_S)
         self._namespaces = access.namespaces(identity)
@@ -90,7 +90,7 @@ class CacheAdmin:
         return encode_snapshot(fold.snapshot(time.time()))
 
     def import_(self, tenant: str, data: bytes) -> int:
-        """Add the texts of an exported snapshot, except for those of requests deleted here. Return their number.
+        """Add the texts of an exported snapshot as if generated now, except for requests deleted here. Return their number.
 
         Raises ``UnknownTenantError``, ``CorruptSnapshotError`` or, for another tokenizer, ``ForeignSnapshotError``.
         """
@@ -109,7 +109,8 @@ class CacheAdmin:
     def preload(self, documents: Sequence[Sequence[int] | Int32Array]) -> int:
         """Add tokenized documents to the public corpus. Return the number of new texts.
 
-        Text keys are content hashes, so a document loaded twice is kept once. Raises ``ValueError`` for an invalid token id.
+        Documents are split into texts of at most ``DOCUMENT_TOKENS``. Text keys are content hashes, so a document loaded twice is
+        kept once. Raises ``ValueError`` for an invalid token id.
         """
         texts: dict[int, SnapshotText] = {}
         for index, document in enumerate(documents):

@@ -43,7 +43,7 @@ class MirrorCounts:
     opened: int  # times a breaker opened
     failures: dict[str, int]  # by kind: connection, timeout, full, refused, read-only, nonsense, wrong type, other, internal
     published_tokens: int  # accepted by Redis
-    applied_tokens: int  # received, including this replica's own
+    applied_tokens: int  # applied to histories, including this replica's own
     dropped_tokens: int  # generated here, never stored in Redis
     corrupt_records: int
     corrupt_snapshots: int
