@@ -102,10 +102,7 @@ def unpack_tokens(data: memoryview, width: int) -> Int32Array:
 
 
 def encode_batch(batch: TextBatch, vocab_size: int) -> bytes:
-    """Return a batch as bytes.
-
-    Raises ``ValueError`` if a value does not fit its field, or above ``MAX_BATCH_BYTES``; ``split_deltas`` makes parts that fit.
-    """
+    """Return a batch as bytes. Raises ``ValueError`` if it exceeds a field or ``MAX_BATCH_BYTES``; see ``split_deltas``."""
     width = token_width(vocab_size)
     for name, value, bits in (("origin", batch.origin, 64), ("sequence", batch.sequence, 32), ("epoch", batch.epoch, 32)):
         if not 0 <= value < 1 << bits:

@@ -42,11 +42,9 @@ def with_keys_file(section: TenancyOptions, required: bool = False) -> TenancyOp
 
 
 def with_tenants_of_file(section: TenancyOptions) -> TenancyOptions:
-    """Return the section with the file's tenants and quotas, which must be known at start.
-
-    The file's keys and limits are left out, because they may change later. Raises the errors of ``with_keys_file``.
-    """
+    """Return the section with the file's tenants and quotas, needed at start. Raises the errors of ``with_keys_file``."""
     tenants = {
+        # The file's keys and limits may change later.
         name: dataclasses.replace(section.tenants.get(name, TenantOptions()), cache_mib=tenant.cache_mib)
         for name, tenant in with_keys_file(section).tenants.items()
     }

@@ -227,7 +227,6 @@ class Elastic(Ranks):
         return {there[rank].number for rank in [rank for rank in group if rank != own][: self.world_size - 1]}
 
     def _dismiss(self) -> None:
-        """Close the links of ranks that have left the group."""
         assert self._executor is not None
         led = {member.number: member for member in self._members.values() if member.link is not None}
         for lost in self._executor.take_lost():

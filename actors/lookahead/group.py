@@ -38,10 +38,7 @@ CLOSE_S = 5.0
 
 @dataclass(slots=True)
 class _Member:
-    """Rank and its current actor.
-
-    Exactly one holds: the actor is loading (``loading``), has taken part since ``joined_s``, or is due at ``due_s``.
-    """
+    """Rank and its current actor: loading (``loading``), taking part since ``joined_s``, or due to start at ``due_s``."""
 
     rank: int
     actor: BundleActor | None = None
@@ -70,10 +67,9 @@ class Group(Ranks):
         placement_group: PlacementGroup | None = None,
         start_timeout_s: float = ServerOptions().start_timeout_s,
     ) -> None:
-        """Start the actors, which load the model while the leader loads its own.
+        """Start the actors, which load the model while the leader loads its own. Raises ValueError if ``world_size`` is auto.
 
-        Raises GroupError if no placement group (by default this actor's) has a bundle per rank, ValueError if ``world_size`` is
-        auto.
+        Raises GroupError if no placement group (by default this actor's) has a bundle per rank.
         """
         if parallelism.world_size == "auto":
             raise ValueError("parallelism.world_size must be a number for a static group, got 'auto'")

@@ -102,10 +102,7 @@ def outcome_message(outcome: Outcome, top_k: int) -> OutcomeMessage:
 
 
 class RankServer:
-    """Server that accepts leaders, follows the one that joined last, and sends beats to all of them.
-
-    While it is busy (see ``occupy``) it turns leaders away.
-    """
+    """Server that follows the leader that joined last and sends beats to all. Turns leaders away while busy (``occupy``)."""
 
     def __init__(
         self,

@@ -62,10 +62,7 @@ def device_of(model: ModelOptions) -> Literal["cpu", "cuda"]:
 
 
 def whole_model(model: ModelOptions) -> ModelOptions:
-    """Return the options with which ranks load a model that they split: on the CPU, with dequantized weights.
-
-    Raises ModelLoadError if no such model exists, or if it has recurrent layers, which cannot be split.
-    """
+    """Return the options for loading a model to split. Raises ModelLoadError for no model, or one with recurrent layers."""
     refuse_role(load_config(model.path), "parallelism.mode tensor or pipeline", "set parallelism.mode to none or lookahead")
     # The whole model may not fit one device, and block-quantized weights cannot be split.
     return dataclasses.replace(model, device="cpu", weights="dequantized")

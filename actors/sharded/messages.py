@@ -31,10 +31,7 @@ class Ready(Message):
 
 @dataclass(frozen=True, slots=True)
 class ShardedStep(Message):
-    """KV slot moves, and the batch to compute afterwards.
-
-    Raises ``ValueError`` for invalid indices, which compiled code would not detect.
-    """
+    """KV slot moves, and the batch to compute afterwards. Raises ``ValueError`` for indices that are out of range."""
 
     moves: tuple[Move, ...]
     batch: Batch

@@ -107,10 +107,8 @@ class _RowSum(torch.nn.Module):
 
 @torch.inference_mode()
 def row_parts(model: PreTrainedModel) -> int:
-    """Replace DeepSpeed's linear layers with torch's in place, where compiled kernels exist. Return their number.
-
-    ``engine.forward.cpu.products.row_linear`` recognises torch's layers. The all-reduces stay DeepSpeed's.
-    """
+    """Replace DeepSpeed's linear layers with torch's in place, where compiled kernels exist. Return their number."""
+    # The kernels of ``row_linear`` apply to torch's layers only. The all-reduces stay DeepSpeed's.
     if not has_kernels(model.device, model.dtype):
         return 0
     from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, LmHeadLinearAllreduce

@@ -59,10 +59,7 @@ class Problem:
 
 
 class CacheAdmin:
-    """Operator's commands. Thread-safe. They need only Redis; no service or replica has to run.
-
-    All methods also raise ``redis.RedisError`` or ``OSError`` if Redis fails.
-    """
+    """Operator's commands. Thread-safe. They need only Redis, and raise ``redis.RedisError`` or ``OSError`` if it fails."""
 
     def __init__(self, access: CacheAccess, identity: Identity) -> None:
         """Parse the address. Timeouts are at least ten seconds. Raises ``ValueError`` for a bad address or an empty secret."""

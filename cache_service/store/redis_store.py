@@ -212,10 +212,8 @@ class RedisStore:
 
     @translated
     def delete(self, namespace: str) -> int:
-        """Delete a tenant's snapshot and stream entries atomically, also in a full Redis. Return the epoch, increased by one.
-
-        The stream keeps its last id, so readers keep their positions.
-        """
+        """Delete a tenant's snapshot and stream entries atomically, also in a full Redis. Return the increased epoch."""
+        # The stream keeps its last id, so readers keep their positions.
         return int(self._run("EVAL", scripts.DELETE, 3, *self._keys(namespace, "log", "snap", "epoch")))
 
     @translated
@@ -263,10 +261,7 @@ class RedisStore:
 
     @translated
     def rewrite_files(self) -> bool:
-        """Start a rewrite of Redis' append-only file, which removes deleted data from it.
-
-        Returns False if a rewrite is running, which may have begun too early; True if it has started or no such file exists.
-        """
+        """Start a rewrite of Redis' append-only file, to remove deleted data. Return False if one is already running."""
         client: Any = self._client()
         nodes = {"target_nodes": RedisCluster.PRIMARIES} if isinstance(client, RedisCluster) else {}
         told = client.execute_command("INFO", "persistence", **nodes)
@@ -275,6 +270,7 @@ class RedisStore:
         try:
             client.execute_command("BGREWRITEAOF", **nodes)
         except redis.ResponseError as error:
+            # The running rewrite may have begun too early.
             if "in progress" in str(error):
                 return False
             raise
