@@ -31,7 +31,7 @@ class Ready(Message):
 
 @dataclass(frozen=True, slots=True)
 class ShardedStep(Message):
-    """KV slot moves, and the batch to compute afterwards. Raises ``ValueError`` for indices that are out of range."""
+    """KV slot moves, and the batch to compute afterwards. Raises ``ValueError`` for invalid rows, slots or masks."""
 
     moves: tuple[Move, ...]
     batch: Batch
