@@ -184,7 +184,7 @@ MODELS = {
     "refused": Source((), partial(families, served=False)),
 }  # fmt: skip
 ARCHITECTURE = {"rooms": Source((), rooms)}
-OPERATIONS = {
+RUNBOOK = {
     "node-faults": Source(("2026-11-25-node-faults.json", "2026-11-26-node-faults.json"), node_faults),
     "request-bounds": Source((), request_bounds),
 }
@@ -194,7 +194,7 @@ DOCUMENTS = {
     "docs/rag.md": RAG,
     "docs/lookahead-parallel.md": LOOKAHEAD,
     "docs/simulation.md": SIMULATION,
-    "docs/operations.md": OPERATIONS,
+    "docs/runbook.md": RUNBOOK,
     "docs/exactness.md": EXACTNESS,
     "docs/benchmarks.md": BENCHMARKS,
     "docs/configuration.md": CONFIGURATION,

@@ -3,7 +3,7 @@
 ``NO_OPS`` lists unsupported parameters that clients often send, with the values that have no effect. These values are accepted,
 all others are refused.
 
-Every string, list and number has a bound, listed in docs/operations.md by ``cluster.http.types.bounds``. Lists are validated up
+Every string, list and number has a bound, listed in docs/runbook.md by ``cluster.http.types.bounds``. Lists are validated up
 to their first wrong item, so that no error response is larger than the body.
 """
 
