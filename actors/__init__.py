@@ -1,5 +1,5 @@
-"""Engines as processes: one replica, and groups of ranks that share its steps.
+"""Replicas and rank groups: engines that run as processes.
 
-In: requests, from any event loop.
-Out: outputs, whatever becomes of the ranks.
+In: requests from any event loop.
+Out: outputs, also when ranks fail.
 """

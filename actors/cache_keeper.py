@@ -1,4 +1,4 @@
-"""The service behind the shared memory as one actor: it keeps Redis in order, and does what operators ask for."""
+"""Actor that maintains the shared cache in Redis and runs the operator's cache commands."""
 
 from __future__ import annotations
 
@@ -17,42 +17,37 @@ _ASK_AGAIN_S = 0.2
 
 
 class CacheNotReadyError(RuntimeError):
-    """No replica has told yet which model is served, and the names of tenants depend on it."""
+    """Error raised while no replica has reported the model, from which the Redis namespaces of tenants are derived."""
 
 
 class CacheKeeper:
-    """A ``CacheServer`` and a ``CacheAdmin`` for the model that the replicas have loaded."""
+    """``CacheServer`` and ``CacheAdmin`` for the model that the replicas have loaded."""
 
     def __init__(self, access: CacheAccess, quotas: Mapping[str, int], identity: Callable[[], Identity | None]) -> None:
-        """
-        Args:
-            access: where the memory is, and whose.
-            quotas: bytes of tokens to keep of tenants for whom it is not what the options say.
-            identity: of the model, None while it is not known; asked from a thread until it is.
-        """
+        """Start a thread that polls ``identity`` until known, then opens server and admin. ``quotas`` are bytes by tenant."""
         self._access, self._quotas, self._identity = access, quotas, identity
         self._server: CacheServer | None = None
         self._admin: CacheAdmin | None = None
-        self._fault: str | None = None  # why it will never be ready
+        self._fault: str | None = None  # reason why start-up failed for good
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._begin, name="cache-keeper", daemon=True)
         self._thread.start()
 
     @property
     def admin(self) -> CacheAdmin:
-        """The operator's verbs. Raises ``CacheNotReadyError`` before the model is known."""
+        """Return the operator's commands. Raises ``CacheNotReadyError`` until the model is known."""
         if self._admin is None:
             why = self._fault or "no engine replica has loaded the model yet; try again"
             raise CacheNotReadyError(f"the shared memory is not ready: {why}")
         return self._admin
 
     def check_health(self) -> None:
-        """Raises ``CacheNotReadyError`` when it has to be replaced."""
+        """Raise ``CacheNotReadyError`` if this actor has to be replaced."""
         if self._fault is not None:
             raise CacheNotReadyError(self._fault)
 
     def stop(self) -> None:
-        """Gives the lease back and ends the threads. Harmless when repeated."""
+        """Release the lease and stop the threads. Idempotent."""
         self._stopped.set()
         self._thread.join()
         if self._server is not None:
@@ -68,7 +63,7 @@ class CacheKeeper:
                     self._open(identity)
                     return
                 self._stopped.wait(_ASK_AGAIN_S)
-        except Exception as error:  # of a thread that nobody waits for: whoever asks next is told
+        except Exception as error:  # the thread has no caller: report the error at the next call
             logger.exception("the keeper of the shared memory could not begin")
             self._fault = f"{type(error).__name__}: {error}"
 

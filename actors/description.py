@@ -1,4 +1,4 @@
-"""What a replica says of itself. Plain data: it travels to processes that have no model and import none."""
+"""Data that describes a replica. It is sent to processes that load no model, so importing it must not import one."""
 
 from __future__ import annotations
 
@@ -17,19 +17,14 @@ if TYPE_CHECKING:
 
 
 class ReplicaError(RuntimeError):
-    """The replica cannot serve: its engine failed for good, hangs, or was stopped. It has to be replaced."""
+    """Error of a replica that cannot serve: its engine failed for good, hangs, or was stopped. Replace the replica."""
 
 
 class DeviceLostError(ReplicaError):
-    """The device of a replica failed, and its process ends. That is no fault of its requests, which go on elsewhere."""
+    """Error of a replica whose device failed. Its process exits; its requests continue on another replica."""
 
     def __init__(self, engine: str, kind: str, reason: str) -> None:
-        """
-        Args:
-            engine: name of the replica's engine, by which one failure is known as such.
-            kind: one of ``engine.errors.DEVICE_FAULTS``.
-            reason: of the device, in one line.
-        """
+        """Store the fault: ``kind`` is one of ``DEVICE_FAULTS``; ``engine`` identifies a failure reported several times."""
         super().__init__(engine, kind, reason)
         self.engine, self.kind, self.reason = engine, kind, reason
 
@@ -39,40 +34,40 @@ class DeviceLostError(ReplicaError):
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """How a group is made up."""
+    """Composition and counters of a rank group."""
 
     world_size: int
-    ready: tuple[int, ...]  # ranks that share the steps, the leader among them
-    refilling: tuple[int, ...]  # ranks that are sent the live requests
+    ready: tuple[int, ...]  # ranks that compute steps, including the leader
+    refilling: tuple[int, ...]  # ranks that are receiving the running requests
     losses: int
     last_loss: str | None
-    divergences: int  # walks that were left out because their first token was not the leader's: a near-tie, rounded otherwise
-    disagreements: int  # ranks whose committed text was not the leader's
-    width: int | None = None  # of an elastic group: ranks that share this replica's steps now; None: all that are ready, always
-    exchange_s: float = 0.0  # of all steps that emitted tokens, see StepTimes
-    exchange_bytes: int = 0  # of the messages of these steps, both ways
+    divergences: int  # walks dropped because their first token differed from the leader's (a near-tie, rounded differently)
+    disagreements: int  # ranks whose committed text differed from the leader's
+    width: int | None = None  # elastic groups: ranks that currently share this replica's steps; None: always all ready ranks
+    exchange_s: float = 0.0  # total over all steps that emitted tokens, see StepTimes
+    exchange_bytes: int = 0  # size of these steps' messages in both directions
 
     @property
     def degraded(self) -> bool:
-        """Whether a rank is missing."""
+        """Return whether a rank is missing."""
         return len(self.ready) < self.world_size
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a replica serves, how busy it is, and how it gets on with the cluster's memory."""
+    """Model, load, and shared-cache state of a replica."""
 
     info: ModelInfo
     counts: EngineCounts
-    cache: MirrorCounts | None  # None where nothing is shared
-    group: GroupState | None = None  # the ranks that share its steps; None where it computes alone
-    strategies: tuple[StrategyCounts, ...] = ()  # its requests that have ended, by who drafted for them
-    energy: EnergyCounts | None = None  # None where nothing is metered
+    cache: MirrorCounts | None  # None if the replica shares no cache
+    group: GroupState | None = None  # ranks that share its steps; None if it computes alone
+    strategies: tuple[StrategyCounts, ...] = ()  # counts of its finished requests by drafting strategy
+    energy: EnergyCounts | None = None  # None if no device is metered
     metrics: MetricsCounts | None = None
-    version: str = ""  # that it was deployed with, see ``cluster.app``
+    version: str = ""  # version that it was deployed with, see ``cluster.app``
 
 
 def identity_of(info: ModelInfo) -> Identity:
-    """What the names of its tenants in Redis depend on."""
+    """Return the part of the model info from which tenant namespaces in Redis are derived."""
     adapters = tuple((each.name, each.revision) for each in info.adapters)
     return Identity(info.model_revision, info.tokenizer_revision, info.vocab_size, adapters)

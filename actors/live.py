@@ -1,4 +1,4 @@
-"""Commands to a replica's engine thread: new requests with the event loop that awaits them, aborts, arrivals from Redis."""
+"""Commands to a replica's engine thread: new requests with their event loops, aborts, and updates from Redis."""
 
 from __future__ import annotations
 
@@ -10,29 +10,27 @@ from dataclasses import dataclass, field
 from decoding.request import CLEARED_TOKENS, Request, StepOutput
 from decoding.step_output import merge_outputs
 
-MOST_HELD = CLEARED_TOKENS // 2  # tokens: what is computed again after a crash is less than what ends a quarantine
+MOST_HELD = CLEARED_TOKENS // 2  # tokens; held output is recomputed after a crash, so it must be less than what ends a quarantine
 
 
 @dataclass(slots=True)
 class Live:
-    """A request and the queue of the event loop that waits for its outputs."""
+    """Running request and the queue of the event loop that receives its outputs."""
 
     request: Request
     loop: asyncio.AbstractEventLoop
     items: asyncio.Queue[StepOutput | Exception]
-    published: int = 0  # emitted tokens that the mirror was told of
-    held: StepOutput | None = None  # goes out with the next
-    told_s: float = -math.inf  # when tokens went out last
-    resumed: bool = False  # takes the place of a live request of the same id and account
-    announced: bool = False  # its consumer is told when it is computed alone
+    published: int = 0  # output tokens already passed to the mirror
+    held: StepOutput | None = None  # output delayed until the next one
+    told_s: float = -math.inf  # time of the last delivery to the event loop
+    resumed: bool = False  # replaces a running request of the same id and account
+    announced: bool = False  # the consumer is notified when the request is computed alone
     began_s: float = field(default_factory=time.monotonic)
 
     def tell(self, output: StepOutput, now_s: float, period_s: float) -> bool:
-        """Hands an output to the event loop, or holds it until the next where the last went less than ``period_s`` ago.
-
-        The end of a request, what is reported by step and more than a few tokens are not held. Returned is what ``put`` returns.
-        """
+        """Deliver an output, or hold it if the last delivery was less than ``period_s`` ago. Return the result of ``put``."""
         held = 0 if self.held is None else len(self.held.token_ids)
+        # Final outputs, step reports and more than a few tokens are never held.
         at_once = output.finish_reason is not None or output.report is not None or held + len(output.token_ids) >= MOST_HELD
         if now_s - self.told_s >= period_s or at_once:
             self.told_s = now_s
@@ -41,8 +39,7 @@ class Live:
         return True
 
     def put(self, item: StepOutput | Exception) -> bool:
-        """Hands an item to the event loop from another thread, and first what is held; False when that loop is closed and nobody
-        waits any more."""
+        """Send an item, after any held output, to the event loop from another thread. Return False if the loop is closed."""
         if isinstance(item, StepOutput):
             item = item if self.held is None else merge_outputs((self.held, item))
             self.held = None
@@ -57,14 +54,14 @@ class Live:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """A request that nobody waits for any more."""
+    """Request whose consumer has gone."""
 
     live: Live
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """Something of other replicas waits to be applied."""
+    """Signal that updates of other replicas are ready to be applied."""
 
 
 Command = Live | Abort | Arrived | None  # None: stop

@@ -1,4 +1,4 @@
-"""An engine over a list of prompts that are all there from the beginning: what ``outrider generate`` runs. Without Ray."""
+"""Engine that runs a fixed list of prompts, used by ``outrider generate``. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -21,29 +21,26 @@ TENANT = "local"  # all records of a file may draft from each other
 
 @dataclass(frozen=True, slots=True)
 class OfflinePrompt:
-    """One record, as text."""
+    """Input record as text."""
 
     request_id: str
     text: str
     references: tuple[str, ...] = ()  # documents that the answer may repeat
-    messages: tuple[Mapping[str, Any], ...] = ()  # of a chat, in the place of the text
+    messages: tuple[Mapping[str, Any], ...] = ()  # chat messages; replace the text
 
 
 @dataclass(frozen=True, slots=True)
 class GroupCounts:
-    """How the ranks shared the steps."""
+    """Summary of how the ranks shared the steps."""
 
-    mean_width: float  # ranks that took part, over the latest steps
-    exchange_share: float  # of those steps' time, what no rank computed in: messages, waiting, merging
+    mean_width: float  # mean number of participating ranks over the latest steps
+    exchange_share: float  # fraction of those steps' time in which no rank computed: messages, waiting, merging
     losses: int
     divergences: int
 
 
 class OfflineEngine:
-    """An engine that is given all its prompts, for which ``max_waiting`` leaves room, then run until none is left.
-
-    One thread calls it.
-    """
+    """Engine that takes all prompts at once (``max_waiting`` must suffice) and runs until all are finished. For one thread."""
 
     def __init__(
         self,
@@ -52,12 +49,7 @@ class OfflineEngine:
         speculation: SpeculationOptions,
         ranks: Ranks | None = None,
     ) -> None:
-        """
-        Raises:
-            engine.errors.ModelLoadError: the model cannot be loaded.
-            actors.ranks.GroupError: the ranks cannot be had.
-            ValueError: an option outside its range.
-        """
+        """Load the model and start the ranks. Raises ModelLoadError, GroupError, or ValueError for an option out of range."""
         self._ranks = ranks
         if ranks is None:
             self._engine = Engine.load(model, engine, speculation)
@@ -74,20 +66,14 @@ class OfflineEngine:
         self.threads = model.threads
 
     def submit(self, prompts: Sequence[OfflinePrompt], params: SamplingParams, chat: bool) -> list[int | str]:
-        """Tokenizes and takes in prompts.
+        """Tokenize and add prompts. Return for each its number of tokens, or the reason why it cannot be served.
 
-        Args:
-            prompts: with ids of their own.
-            params: of all of them.
-            chat: send each as a user message in the model's chat template.
-
-        Returns:
-            Of each the tokens of its prompt, or why it cannot be served.
+        ``chat`` sends each prompt as a user message in the model's chat template.
         """
         return [self._add(prompt, params, chat) for prompt in prompts]
 
     def outputs(self, every_s: float = 0.0) -> Iterator[list[StepOutput]]:
-        """What the steps emit until no request is left, gathered over ``every_s`` seconds.
+        """Yield the step outputs, collected over ``every_s`` seconds, until no request is left.
 
         The last output of a request has a finish reason and counters.
         """
@@ -107,11 +93,11 @@ class OfflineEngine:
             yield gathered
 
     def abort(self, request_id: str) -> None:
-        """Ends a request; harmless where it has ended."""
+        """Abort a request; does nothing if it has finished."""
         self._engine.abort(request_id)
 
     def group_counts(self) -> GroupCounts | None:
-        """How the ranks did; None where there are none."""
+        """Return the ranks' summary; None without ranks."""
         if self._ranks is None:
             return None
         state, times = self._ranks.state(), self._ranks.times()
@@ -125,7 +111,7 @@ class OfflineEngine:
         )
 
     def close(self) -> None:
-        """Ends the ranks, if there are any."""
+        """Stop the ranks, if any."""
         if self._ranks is not None:
             self._ranks.close()
 

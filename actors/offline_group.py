@@ -1,4 +1,4 @@
-"""``OfflineEngine`` over several ranks, on a Ray of its own that ends with it."""
+"""``OfflineEngine`` over several ranks, in a private Ray cluster that stops with it."""
 
 from __future__ import annotations
 
@@ -31,36 +31,29 @@ from engine.loading.model_info import ModelInfo
 
 logger = logging.getLogger(__name__)
 
-STREAM_S = 0.05  # outputs travel that often: each message costs the leader's thread a fraction of a millisecond
+STREAM_S = 0.05  # period of output messages; each costs the leader's thread a fraction of a millisecond
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How many ranks there are, and what each of them gets."""
+    """Number of ranks, and the resources of each."""
 
     world_size: int
     device: str  # cuda or cpu
-    threads: int | None  # of each rank on a CPU
+    threads: int | None  # per rank on a CPU; None on GPUs
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What Ray reserves for a rank."""
+        """Return the resources that Ray reserves for a rank."""
         return {"GPU": 1.0} if self.threads is None else {"CPU": float(self.threads)}
 
 
 def shape_of(world_size: int | str, model: ModelOptions, cpus: int, gpus: int) -> Shape:
-    """The ranks that a machine can house.
+    """Return the ranks that fit on a machine. Raises GroupError for too few GPUs or cores, or a device that is a single GPU.
+
+    ``world_size`` auto means one rank per GPU, or per ``model.threads`` cores.
 
     Example: on 16 cores without a GPU, ``auto`` with 4 threads is 4 ranks; 3 ranks without a number of threads get 5 each.
-
-    Args:
-        world_size: a number, or auto for as many as there are GPUs, or groups of ``model.threads`` cores.
-        model: its device and threads.
-        cpus: cores of the machine.
-        gpus: GPUs of the machine.
-
-    Raises:
-        GroupError: there are not so many.
     """
     if model.device.startswith("cuda:"):
         raise GroupError(f"device {model.device} is one GPU: several ranks take one each, so give cuda")
@@ -84,12 +77,12 @@ def shape_of(world_size: int | str, model: ModelOptions, cpus: int, gpus: int) -
 
 
 class OfflineLeader:
-    """The leader as an actor: the engine, and the group that shares its steps."""
+    """Actor that runs the leader: the engine, and the group that shares its steps."""
 
     def load(
         self, model: ModelOptions, engine: EngineOptions, speculation: SpeculationOptions, parallelism: ParallelismOptions
     ) -> ModelInfo:
-        """Loads the model in this process and in its followers. Raises as ``OfflineEngine`` does."""
+        """Load the model in this process and in its followers. Raises the errors of ``OfflineEngine``."""
         self._engine = OfflineEngine(model, engine, speculation, Group(model, engine, speculation, parallelism))
         spare_collector()
         return self._engine.info
@@ -108,17 +101,14 @@ class OfflineLeader:
 
 
 class OfflineGroup:
-    """As ``OfflineEngine``, with a leader and followers in a placement group of a Ray that belongs to this process."""
+    """``OfflineEngine`` with a leader and followers in a placement group of a private Ray cluster."""
 
     def __init__(
         self, model: ModelOptions, engine: EngineOptions, speculation: SpeculationOptions, parallelism: ParallelismOptions
     ) -> None:
-        """``world_size`` may be auto, and threads are of each rank: see ``shape_of``.
+        """Start Ray, the leader and the ranks, and load the model. Raises ModelLoadError, GroupError, or ValueError.
 
-        Raises:
-            engine.errors.ModelLoadError: the model cannot be loaded.
-            GroupError: the machine cannot house the ranks, Ray does not start, or a rank cannot be loaded.
-            ValueError: an option outside its range.
+        ``world_size`` may be auto, and threads are per rank: see ``shape_of``.
         """
         self._failed = False
         try:
@@ -130,7 +120,7 @@ class OfflineGroup:
             resources = ray.cluster_resources()
             shape = shape_of(parallelism.world_size, model, int(resources.get("CPU", 0)), int(resources.get("GPU", 0)))
             self.world_size, self.threads = shape.world_size, shape.threads
-            # One machine: how the ranks are placed in a cluster has no meaning here.
+            # One machine: the configured placement across nodes does not apply.
             parallelism = dataclasses.replace(parallelism, mode="lookahead", world_size=shape.world_size, placement="STRICT_PACK")
             model = dataclasses.replace(model, device=shape.device, threads=shape.threads or model.threads)
             bundles = placement_group([shape.bundle] * shape.world_size, strategy="STRICT_PACK")
@@ -147,7 +137,7 @@ class OfflineGroup:
         return counts
 
     def outputs(self) -> Iterator[list[StepOutput]]:
-        """See ``OfflineEngine``. Raises GroupError when the leader fails."""
+        """See ``OfflineEngine``. Raises GroupError if the leader fails."""
         for reference in self._leader.outputs.options(num_returns="streaming").remote():
             try:
                 outputs: list[StepOutput] = _answer(reference)
@@ -162,7 +152,7 @@ class OfflineGroup:
         return counts
 
     def close(self) -> None:
-        """Ends Ray, and all ranks with it. Harmless when repeated."""
+        """Stop Ray and all ranks. Idempotent."""
         ray.shutdown()
         kept = self._folder.end(keep_logs=self._failed)
         if kept is not None:
@@ -170,7 +160,7 @@ class OfflineGroup:
 
 
 def _start(folder: RayFolder) -> None:
-    """A Ray of this process's own. Raises GroupError when it does not start."""
+    """Start a private Ray cluster. Raises GroupError if it does not start."""
     try:
         with _uninterrupted():
             start_ray(folder=folder)
@@ -179,16 +169,15 @@ def _start(folder: RayFolder) -> None:
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    signal.alarm(0)  # Ray's handler in C++, where it was the first to get SIGTERM, has the process aborted after 3 s
+    signal.alarm(0)  # if Ray's C++ handler got SIGTERM first, it aborts after 3 s
     sys.exit(128 + number)
 
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP wait until the end: Ray interrupted half-way through its start could not be stopped in order.
-
-    The last two are noted, not blocked, since Ray's processes would inherit that.
-    """
+    """Defer Ctrl-C, SIGTERM and SIGHUP until the block ends."""
+    # If Ray is interrupted during its start, it cannot be stopped cleanly. SIGTERM and SIGHUP are recorded instead of blocked,
+    # because Ray's processes would inherit the signal mask.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     noted = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
     came: list[int] = []
@@ -205,7 +194,7 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def _answer(reference: ray.ObjectRef[Any]) -> Any:
-    """The value of a call to the leader. What it raised for users comes as it was, all else as a GroupError of one line."""
+    """Return the result of a call to the leader; raise errors meant for users unchanged, all others as a one-line GroupError."""
     try:
         return ray.get(reference)
     except RayTaskError as error:
@@ -213,5 +202,5 @@ def _answer(reference: ray.ObjectRef[Any]) -> Any:
             raise error.cause from None
         raise GroupError(f"the leader of the group failed: {one_line(error.cause)[:400]}") from error
     except RayError as error:
-        said = str(error).strip().split("\n")[0]  # the lines below name Ray's own things
+        said = str(error).strip().split("\n")[0]  # the following lines are Ray internals
         raise GroupError(f"the leader of the group is gone, perhaps for want of memory: {said}") from error

@@ -1,4 +1,4 @@
-"""Ranks that share a replica's steps. Without Ray, so that a replica is tested without a cluster."""
+"""Interface of ranks that share a replica's steps. Does not import Ray, so replicas can be tested without a cluster."""
 
 from __future__ import annotations
 
@@ -17,58 +17,46 @@ from engine.forward.runners import make_runner
 
 
 class GroupError(RuntimeError):
-    """The ranks of a group cannot be had. The message says which, why, and what to do."""
+    """Error of a rank group that cannot be started. The message says which rank, why, and what to do."""
 
 
 class Ranks(ABC):
-    """The ranks that share the steps of one engine, the engine's own (rank 0, the leader) among them.
+    """Ranks that share the steps of one engine, including the engine's own rank (0, the leader).
 
-    What is not abstract is that of ranks which each have the whole model and wait for their leader.
+    The methods that are not abstract suit ranks that each hold the whole model and wait for their leader.
     """
 
-    world_size: int  # the most ranks to which a step's trees may be partitioned: trees are as many times as large
+    world_size: int  # most ranks among which a step's draft trees are partitioned; trees are scaled by it
 
-    # To be told, from any thread, that a device failed without which this process is of no use; it may not return.
+    # Called from any thread if a device fails that this process depends on. It may not return.
     device_failed: Callable[[DeviceError], object] | None = None
 
     def runner(self, model: PreTrainedModel, capacity: int, options: EngineOptions, tree_rows: int) -> ModelRunner:
-        """The engine's own runner, of the whole model or a part; see ``engine.forward.runners``. Called once, before
-        ``executor``.
-
-        Raises:
-            GroupError: the model cannot be shared with the ranks, or these cannot be had.
-        """
+        """Return the engine's own runner, of the model or a part. Called once, before ``executor``. Raises GroupError."""
         return make_runner(model, capacity, options, tree_rows)
 
     @abstractmethod
     def executor(self, runner: ModelRunner) -> Executor:
-        """What computes the engine's steps. Called once, by ``Engine.load`` when the model is there."""
+        """Return the executor of the engine's steps. Called once, by ``Engine.load`` after the model is loaded."""
 
-    def start(self) -> None:  # noqa: B027  those of a part of a model are there since ``runner``
-        """Returns when the ranks take part; called once, after the engine is loaded.
+    def start(self) -> None:  # noqa: B027  not abstract: ranks with parts of a model start in ``runner``
+        """Wait until the ranks take part. Called once, after the engine is loaded. Raises GroupError if they cannot start."""
 
-        Raises:
-            GroupError: they cannot be had.
-        """
-
-    def occupied(self, busy: bool) -> None:  # noqa: B027  to many it is all the same
-        """Says whether the engine has requests; called by its thread."""
+    def occupied(self, busy: bool) -> None:  # noqa: B027  not abstract: many groups ignore it
+        """Set whether the engine has requests. Called by the engine's thread."""
 
     @abstractmethod
     def state(self) -> GroupState | None:
-        """Who takes part; None before the engine is loaded."""
+        """Return the group's composition; None before the engine is loaded."""
 
     def devices(self) -> tuple[str, ...] | None:
-        """What all ranks but the leader compute on (``engine.measures.energy.meter_name``), once they take part.
-
-        None where that cannot be metered from here, or computes for others, too.
-        """
+        """Return the followers' devices (``meter_name``); None if they cannot be metered or also work for other replicas."""
         return None
 
     def times(self) -> list[StepTimes]:
-        """What the latest steps took; none where steps are not taken apart by rank."""
+        """Return the times of the latest steps; empty if steps are not measured by rank."""
         return []
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the ranks and what watches them. Harmless when repeated."""
+        """Stop the ranks and their supervisor. Idempotent."""

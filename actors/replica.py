@@ -1,7 +1,7 @@
-"""One engine and the one thread that steps it, behind an async generator.
+"""Replica: one engine and the one thread that steps it, behind an async generator.
 
-An engine is not thread-safe and a step is long, so the event loop never calls it: requests travel to the engine's thread through
-an inbox, outputs travel back through ``loop.call_soon_threadsafe``. With nothing to compute the thread sleeps on the inbox.
+The engine is not thread-safe and steps are long, so the event loop never calls it. Requests reach the engine's thread through an
+inbox, outputs return through ``loop.call_soon_threadsafe``. With nothing to compute the thread blocks on the inbox.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from engine.measures.energy import EnergyMeter, measure_idle, open_meter
 
 logger = logging.getLogger(__name__)
 
-MAX_FAILED_STEPS = 3  # in a row: then the fault is the device's or the model's, not one request's
-SETTLED_S = 5.0  # after the start: until then the other processes of a server need the processors
-QUIET_S = 1.0  # without a request, before what was put off goes on: it takes processors, and slots whose KV would be reused
-STALL_S = 120.0  # a step that takes longer is taken for a hang
-ANNOUNCE_S = 0.05  # until word of who is computed alone has left a process that the next step may end
-STREAM_PERIOD_S = 0.04  # at most so often tokens of a request leave while many are computed: each event costs all of them time
-MANY = 4  # requests that emit in a step
-RESUME_PERIOD_S = 1.0  # at most so often clients take a stream from each other: each time it is computed again
+MAX_FAILED_STEPS = 3  # consecutive failures after which the device or the model is at fault, not one request
+SETTLED_S = 5.0  # after the start, before background warm-up: other processes of the server need the CPU first
+QUIET_S = 1.0  # without requests before background warm-up continues: it uses CPU, and KV slots whose content could be reused
+STALL_S = 120.0  # a longer step counts as a hang
+ANNOUNCE_S = 0.05  # for the quarantine notice to be sent before a step that may crash this process
+STREAM_PERIOD_S = 0.04  # least time between two messages of a request under load: each event costs time for all requests
+MANY = 4  # requests in a step from which STREAM_PERIOD_S applies
+RESUME_PERIOD_S = 1.0  # least time between two takeovers of a stream: each recomputes it
 _LAST_EVENT = "Last-Event-ID"
-COMPILING = 2  # grammars at a time
-IDLE_S = 2.0  # for which the idle power of the devices is measured at the start, where there is a meter
+COMPILING = 2  # grammars compiled at a time
+IDLE_S = 2.0  # duration of the idle power measurement at the start, if a meter exists
 
 
 class Replica:
-    """An engine that serves many requests at once from any event loop of this process."""
+    """Engine that serves many requests at once from any event loop of this process."""
 
     def __init__(
         self,
@@ -55,34 +55,31 @@ class Replica:
         meter: Callable[[Sequence[str]], EnergyMeter] | None = open_meter,
         end: Callable[[], object] | None = None,
     ) -> None:
-        """Loads the model and what the cluster remembers, waits for the ranks, and starts the thread.
+        """Load the model and the shared cache, wait for the ranks, and start the engine's thread.
 
         Args:
-            cache: where outputs are shared with other replicas; None to keep them to this one.
-            ranks: those that share its steps, closed with it; None to compute alone.
-            meter: opens the meter of its devices; None where their counters are not of its requests alone.
-            end: ends this process, when its device or a rank's has failed and all requests were told.
+            cache: access to the cache shared with other replicas; None shares nothing.
+            ranks: ranks that share the steps; closed with the replica. None computes alone.
+            meter: opens the energy meter of the devices; None if their counters also include other work.
+            end: ends this process after a device failure, once all requests are notified.
 
-        Raises:
-            engine.errors.ModelLoadError: the model cannot be loaded.
-            actors.ranks.GroupError: the ranks cannot be had.
-            ValueError: an option outside its range, or an address of Redis that is none.
+        Raises ModelLoadError, GroupError, or ValueError for an option or Redis address.
         """
         self._ranks, self._end = ranks, end
         self._mirror: Mirror | None = None
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._live: dict[str, Live] = {}  # touched by the engine's thread only
-        self._closing = threading.Lock()  # nothing enters the inbox after it was emptied for the last time
-        self._fault: ReplicaError | None = None  # why nothing is taken any more
+        self._live: dict[str, Live] = {}  # by request id; for the engine's thread, except in `_close`
+        self._closing = threading.Lock()  # after the inbox was drained for the last time, no command may enter it
+        self._fault: ReplicaError | None = None  # reason why new requests are refused
         self._failed_steps = 0
-        self._alone: Live | None = None  # who was told last that it is computed alone
-        self._unapplied = False  # of what came from other replicas
+        self._alone: Live | None = None  # last request whose consumer was notified that it is computed alone
+        self._unapplied = False  # updates of other replicas remain
         self._step_began: float | None = None
-        self._busy = False  # as the ranks were told
+        self._busy = False  # state last reported to the ranks
         self._compiling = ThreadPoolExecutor(COMPILING, thread_name_prefix="grammars")
         self._turns: WeakValueDictionary[tuple[asyncio.AbstractEventLoop, str], asyncio.Lock] = WeakValueDictionary()
         with contextlib.ExitStack() as parts:
-            parts.callback(self._close_parts)  # they do not outlive a replica that cannot start
+            parts.callback(self._close_parts)  # close them if the replica cannot start
             if ranks is None:
                 self._engine = Engine.load(model, engine, speculation, put_off=True)
             else:
@@ -104,21 +101,21 @@ class Replica:
     async def generate(
         self, request: Request, resumed: bool = False, announced: bool = False
     ) -> AsyncGenerator[StepOutput, None]:
-        """The outputs of one request as they are computed; the last has a finish reason.
+        """Yield the outputs of one request as they are computed; the last has a finish reason.
 
-        The first output is empty: it says that the engine took the request. A consumer that goes away (cancelled, or ``aclose``)
-        frees the slot at the next step.
+        The first output is empty: it confirms that the engine took the request. If the consumer stops, the slot is freed at the
+        next step. Tokens that the request emitted on another replica (``Request.emitted``) are not yielded again.
 
         Args:
-            request: new. Of what it emitted elsewhere nothing comes again.
-            resumed: a request of the same id and account that is live is aborted, as its consumer may be gone without a word. It
-                ends with a ``StreamTakenError``, and so does this one where the other was resumed within ``RESUME_PERIOD_S``.
-            announced: outputs without tokens say before a step whether it computes this request, which is quarantined, alone.
+            resumed: abort a running request of the same id and account, whose consumer may have disconnected unnoticed. That
+                request ends with a ``StreamTakenError``; if it was itself resumed within ``RESUME_PERIOD_S``, this one gets the
+                error instead.
+            announced: also yield outputs without tokens that report whether the next step runs this quarantined request alone.
 
         Raises:
-            engine.errors.QueueFullError, engine.errors.RequestError: before the first output; the engine refuses the request.
-            ReplicaError: the replica does not serve any more, or ends while it serves this request. What was emitted stands:
-                another replica goes on with it (``Request.emitted``). ``DeviceLostError`` where it is its device that failed.
+            engine.errors.QueueFullError, engine.errors.RequestError: the engine refuses the request (before the first output).
+            ReplicaError: the replica has failed or stopped (``DeviceLostError``: its device failed). Another one can continue the
+                request.
         """
         if request.params.grammar is not None:
             try:
@@ -146,16 +143,16 @@ class Replica:
                 self._send(Abort(live))
 
     async def _compile(self, request: Request) -> None:
-        """Compiles the grammar of a request in a thread, while steps go on. An account has one thread at a time."""
+        """Compile a request's grammar in a thread while steps continue. Each account uses one thread at a time."""
         loop = asyncio.get_running_loop()
         turn = self._turns.setdefault((loop, request.account), asyncio.Lock())
         await turn.acquire()
         compiling = loop.run_in_executor(self._compiling, self._engine.compile, request)
-        compiling.add_done_callback(lambda _: turn.release())  # the thread is taken until then, whoever waits for it
+        compiling.add_done_callback(lambda _: turn.release())  # the thread is busy until then, even if the waiter is cancelled
         await asyncio.shield(compiling)
 
     def describe(self) -> Description:
-        """The model and the counts after the last step. Raises as ``check_health`` does."""
+        """Return the model info and the counts after the last step. Raises the errors of ``check_health``."""
         self.check_health()
         cache = None if self._mirror is None else self._mirror.counts()
         group = None if self._ranks is None else self._ranks.state()
@@ -163,11 +160,7 @@ class Replica:
         return Description(self._info, self._counts, cache, group, engine.by_strategy(), engine.energy(), engine.metrics())
 
     def check_health(self) -> None:
-        """Returns when the replica serves.
-
-        Raises:
-            ReplicaError: the engine's thread has ended, or one step has been running for ``STALL_S``.
-        """
+        """Raise ``ReplicaError`` if the engine's thread has ended or one step has been running for ``STALL_S``."""
         if self._fault is not None or not self._thread.is_alive():
             raise _again(self._fault or ReplicaError("the engine's thread has ended"))
         began = self._step_began
@@ -175,7 +168,7 @@ class Replica:
             raise ReplicaError(f"one step of the engine has been running for {time.monotonic() - began:.0f} s")
 
     def stop(self, timeout_s: float = 30.0) -> None:
-        """Ends the thread after the step it is in; requests that are still live get an error. Harmless when repeated."""
+        """Stop the thread after its current step; running requests get an error. Idempotent."""
         self._send(None)
         self._thread.join(timeout_s)
         self._close_parts()
@@ -189,7 +182,7 @@ class Replica:
             self._mirror.close()
 
     def _open_meter(self, opened: Callable[[Sequence[str]], EnergyMeter]) -> None:
-        """Has the energy of requests told, where all devices of the replica and its ranks have counters; takes ``IDLE_S``."""
+        """Enable energy metering if every device of the replica and its ranks has a counter. Takes ``IDLE_S``."""
         others = () if self._ranks is None else self._ranks.devices()
         if others is not None:
             meter = opened((self._info.device, *others))
@@ -197,7 +190,6 @@ class Replica:
             self._engine.meter(meter)
 
     def _open_mirror(self, cache: CacheAccess | None) -> Mirror | None:
-        """The copy of what the cluster remembers, filled before the first request; None where nothing is to be shared."""
         memory = self._engine.memory
         if cache is None or memory is None:
             return None
@@ -236,13 +228,12 @@ class Replica:
             self._close(fault)
 
     def _tell_ranks(self) -> None:
-        """Says whether there are requests, whenever that has changed."""
         if self._ranks is not None and self._busy != self._engine.has_work:
             self._busy = self._engine.has_work
             self._ranks.occupied(self._busy)
 
     def _take_commands(self) -> bool:
-        """Does what the inbox holds, waiting for something when there is nothing to compute; False to stop."""
+        """Run the commands in the inbox, waiting for one if there is nothing to compute. Return False to stop."""
         wait = not self._engine.has_work and not self._unapplied
         while True:
             try:
@@ -258,7 +249,7 @@ class Replica:
                 self._add(command)
 
     def _until_chore_s(self) -> float | None:
-        """Until a piece of what was put off may be done; None where nothing is left of it."""
+        """Return the seconds until background warm-up may continue; None if it is complete."""
         if not self._engine.has_chores:
             return None
         return max(self._chores_from_s - time.monotonic(), 0.0)
@@ -286,28 +277,26 @@ class Replica:
         live.put(StepOutput(request_id, (), ""))
 
     def _abort(self, live: Live) -> None:
-        """Ends a request, unless it has ended: another one may have its id by now."""
         request_id = live.request.request_id
+        # Otherwise it has finished, and another request may use its id.
         if self._live.get(request_id) is live:
             del self._live[request_id]
             self._engine.abort(request_id)
             self._publish(live, final=True)
 
     def _publish(self, live: Live, final: bool) -> None:
-        """Tells the tenant's other replicas what was emitted since the last time.
-
-        The first time that is all, also what another replica emitted: it may have ended before it said so, and who has it already
-        takes no harm.
-        """
+        """Send the tokens emitted since the last call to the tenant's other replicas."""
         request = live.request
         if self._mirror is None or request.memory is None or not self._engine.remembers(request):
             return
+        # The first call also sends tokens that another replica emitted: that replica may have crashed before it sent them.
+        # Receivers ignore duplicates.
         if request.num_output:
             self._mirror.publish(request.memory, request.text, live.published, request.output_ids[live.published :], final)
             live.published = request.num_output
         history = self._engine.memory.of(request.memory) if final and self._engine.memory is not None else None
         for key, tokens in [] if history is None else history.notes(request):
-            if tokens.max() < self._info.vocab_size:  # of the tiniest vocabularies a sketch cannot travel
+            if tokens.max() < self._info.vocab_size:  # in very small vocabularies a note's numbers may not be valid tokens
                 self._mirror.publish(request.memory, key, 0, tokens, True)
 
     def _step(self) -> None:
@@ -328,11 +317,11 @@ class Replica:
             self._deliver(output, now_s, period_s)
         told = {output.request_id for output in outputs}
         for request_id, live in self._live.items():
-            if live.held is not None and request_id not in told:  # nobody knows when it will be computed again
+            if live.held is not None and request_id not in told:  # the time of its next step is unknown, so send held output now
                 live.put(StepOutput(request_id, (), ""))
 
     def _announce(self, alone: Request | None) -> None:
-        """Tell who asked to be told that the next step computes it alone, or no more, before that step may end the process."""
+        """Notify consumers, before a step that may crash the process, which request it computes alone."""
         live = None if alone is None else self._live.get(alone.request_id)
         before, self._alone = self._alone, live if live is not None and live.announced else None
         if before is self._alone:
@@ -354,7 +343,7 @@ class Replica:
             self._abort(live)
 
     def _fail_step(self, error: Exception) -> None:
-        """Ends the requests that were in the failed step, all that run where it was not planned; the others get their turn."""
+        """Abort the requests of the failed step (all running ones if the step was not planned); the others continue."""
         running = [key for key, live in self._live.items() if live.request.state is RequestState.RUNNING]
         in_step = [key for key in self._engine.in_step if key in self._live] or running or list(self._live)
         for request_id in in_step:
@@ -367,7 +356,8 @@ class Replica:
             raise ReplicaError(f"{self._failed_steps} steps in a row failed, the last with: {one_line(error)}") from error
 
     def _lose_device(self, error: DeviceError) -> None:
-        """Report a failed device to all requests, then end this process. From any thread: the engine's may hang."""
+        """Report a failed device to all requests, then end this process."""
+        # May run in any thread: the engine's thread may hang.
         count, device = len(self._live), self._info.device
         if self._close(DeviceLostError(self._engine.metrics().engine, error.kind, error.reason)):
             text = "device_failed: %s on %s, %d requests go on elsewhere and this process ends: %s"
@@ -377,7 +367,7 @@ class Replica:
                 self._end()
 
     def _close(self, fault: ReplicaError) -> bool:
-        """Refuse new requests and report the fault to the running ones. Return False where that was done before."""
+        """Refuse new requests and report the fault to the running ones. Return False if already closed."""
         with self._closing:
             if self._fault is not None:
                 return False
@@ -394,7 +384,6 @@ class Replica:
 
 
 def _again(fault: ReplicaError) -> ReplicaError:
-    """Return a copy of an error, to be raised elsewhere."""
     return type(fault)(*fault.args)
 
 

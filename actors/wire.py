@@ -1,7 +1,6 @@
-"""Messages between ranks as msgpack, by the types of their fields.
+"""Messages between ranks as msgpack, encoded by the types of their fields.
 
-Nothing is unpickled: what comes from a connection is checked and can build these messages only. Arrays travel as little-endian
-bytes.
+No pickle: received bytes are validated and can only build these messages. Arrays are little-endian bytes.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import msgpack
 import numpy as np
 
-MAX_MESSAGE_BYTES = 1 << 26  # prompts of millions of tokens; more is no message of ours
+MAX_MESSAGE_BYTES = 1 << 26  # enough for prompts of millions of tokens; longer messages are refused
 _MESSAGES: dict[str, Any] = {}
 
 
 class WireError(ValueError):
-    """Bytes that are no message."""
+    """Error of bytes that are not a message."""
 
 
 class Message:
-    """What ranks send: a dataclass of numbers, texts, arrays, other dataclasses, and tuples of these."""
+    """Base of the messages between ranks: dataclasses of numbers, strings, arrays, other dataclasses, and tuples of these."""
 
     __slots__ = ()
 
@@ -35,19 +34,15 @@ class Message:
 
 
 def encode(message: Message) -> bytes:
-    """The bytes of a message."""
+    """Return a message as bytes."""
     kind: Any = type(message)
     told = kind.__name__, _form(kind).pack(message)
-    data: bytes = msgpack.packb(told, unicode_errors="surrogatepass")  # ids and stop strings may be any text
+    data: bytes = msgpack.packb(told, unicode_errors="surrogatepass")  # ids and stop strings may contain lone surrogates
     return data
 
 
 def decode(data: bytes) -> Message:
-    """The message of some bytes.
-
-    Raises:
-        WireError: they are none.
-    """
+    """Return the message that bytes encode. Raises ``WireError`` if they are not a message."""
     try:
         name, told = msgpack.unpackb(data, use_list=False, unicode_errors="surrogatepass")
         message: Message = _form(_MESSAGES[name]).build(told)
@@ -58,10 +53,10 @@ def decode(data: bytes) -> Message:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How values of a type travel."""
+    """Codec of a type."""
 
-    pack: Callable[[Any], Any]  # to what msgpack knows
-    build: Callable[[Any], Any]  # back from it; raises ValueError or TypeError for what is none
+    pack: Callable[[Any], Any]  # converts to types that msgpack supports
+    build: Callable[[Any], Any]  # inverse of pack; raises ValueError or TypeError for invalid input
 
 
 def _as_is(value: Any) -> Any:
@@ -70,7 +65,6 @@ def _as_is(value: Any) -> Any:
 
 @cache
 def _form(hint: Any) -> _Form:
-    """Of a type as fields of messages have it."""
     origin, arguments = get_origin(hint), get_args(hint)
     if dataclasses.is_dataclass(hint):
         return _object(hint)
@@ -88,8 +82,6 @@ def _form(hint: Any) -> _Form:
 
 
 def _plain(kinds: Any) -> _Form:
-    """Of numbers, texts and bytes."""
-
     def build(value: Any) -> Any:
         if not isinstance(value, kinds):
             raise ValueError(f"{type(value).__name__} in the place of {kinds}")
@@ -99,7 +91,6 @@ def _plain(kinds: Any) -> _Form:
 
 
 def _object(kind: Any) -> _Form:
-    """Of a dataclass: its fields in order."""
     hints = get_type_hints(kind)
     forms = [_form(hint) for hint in hints.values()]
     packs = [(name, None if form.pack is _as_is else form.pack) for name, form in zip(hints, forms, strict=True)]
@@ -115,7 +106,6 @@ def _object(kind: Any) -> _Form:
 
 
 def _array(dtype: np.dtype[Any]) -> _Form:
-    """Of an array: its shape, and its numbers."""
     little = dtype.newbyteorder("<")
 
     def build(told: Sequence[Any]) -> Any:
@@ -126,8 +116,6 @@ def _array(dtype: np.dtype[Any]) -> _Form:
 
 
 def _sequence(form: _Form) -> _Form:
-    """Of tuples of any length."""
-
     def build(told: Any) -> tuple[Any, ...]:
         if not isinstance(told, tuple):
             raise ValueError(f"{type(told).__name__} in the place of a tuple")
@@ -137,14 +125,13 @@ def _sequence(form: _Form) -> _Form:
 
 
 def _optional(form: _Form) -> _Form:
-    """Of None, too."""
     return _Form(
         lambda value: None if value is None else form.pack(value), lambda told: None if told is None else form.build(told)
     )
 
 
 def _one_of(kinds: Sequence[Any]) -> _Form:
-    """Of one of several dataclasses, which its number tells."""
+    """Return the codec of a union of dataclasses: the index of the class, then its fields."""
     forms = [_form(kind) for kind in kinds]
 
     def pack(value: Any) -> tuple[int, Any]:

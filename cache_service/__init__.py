@@ -1,5 +1,5 @@
-"""What the cluster remembers: texts of all replicas, by tenant, in Redis.
+"""Shared cache: generated texts of all replicas, by tenant, in Redis.
 
-In: what replicas emit.
-Out: what every replica of the tenant drafts from.
+In: tokens that replicas emit.
+Out: texts from which every replica of the tenant drafts.
 """

@@ -1,6 +1,6 @@
-"""Entries of a stream: batches of new tokens and of deletions, in a fixed binary layout.
+"""Binary format of stream entries: batches of new tokens and of deletions.
 
-Little endian throughout. ``W`` is the width of a token: 2 bytes in vocabularies of up to 65,536 tokens, else 3.
+Little endian. ``W`` is the width of a token: 2 bytes in vocabularies of up to 65,536 tokens, else 3.
 
 ==========================  =====================================================================
 bytes                       field
@@ -11,10 +11,10 @@ bytes                       field
 8-15                        origin
 16-19                       sequence
 20-23                       epoch
-16 for each of ``D``        text: request hash (8), choice (2); offset, plus 2**31 where final (4); number of tokens (2)
+16 for each of ``D``        text: request hash (8), choice (2); offset, plus 2**31 if final (4); number of tokens (2)
 8 for each of ``R``         request hash
 10 for each of ``E``        request hash (8), choice (2)
-``W`` for each token        the tokens of all deltas, one after another
+``W`` for each token        the tokens of all deltas, concatenated
 4                           crc32 of all bytes before
 ==========================  =====================================================================
 
@@ -23,8 +23,8 @@ tokens 7.5. Example: ``TextBatch(1, 2, 3, deltas=(CacheDelta((5 << 16) | 1, 4, [
 is, in hexadecimal, ``01 02 0100 0000 0000 0100000000000000 02000000 03000000`` (header: origin 1, sequence 2, epoch 3),
 ``0500000000000000 0100 04000080 0200`` (delta), ``0700 0800`` (tokens), ``a3750361`` (crc32): 48 bytes.
 
-The checksum finds damage, not forgery: who may write to the stream is up to Redis' access control. Whatever the bytes, a reader
-gets a valid batch or ``CorruptRecordError``, and allocates no more than a small multiple of what it was given.
+The checksum detects damage, not forgery: Redis' access control decides which clients may write. For any bytes a reader gets a
+valid batch or ``CorruptRecordError``, and allocates at most a small multiple of their size.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ import numpy as np
 
 from decoding.tree import Int32Array
 
-SCHEMA = 1  # of records; another layout is another number, and another namespace
-MAX_BATCH_BYTES = 1 << 20  # longer ones are refused, by the writer and by the reader
-MAX_DELTA_TOKENS = 0xFFFF  # of one delta
+SCHEMA = 1  # another layout gets another number, and so other namespaces
+MAX_BATCH_BYTES = 1 << 20  # longer batches are refused by writer and reader
+MAX_DELTA_TOKENS = 0xFFFF  # per delta
 MAX_ITEMS = 0xFFFF  # deltas, removed requests and evicted texts of one batch, each
-MAX_VOCAB = 1 << 24  # what 3 bytes hold
-MAX_TOKENS = 2**31 - 1  # of one text
+MAX_VOCAB = 1 << 24  # what fits in 3 bytes
+MAX_TOKENS = 2**31 - 1  # per text
 
 _HEADER = struct.Struct("<BBHHHQII")
 _CHECKSUM = struct.Struct("<I")
@@ -54,7 +54,7 @@ _DELTA = np.dtype([("request", "<u8"), ("choice", "<u2"), ("offset", "<u4"), ("c
 
 @dataclass(frozen=True, slots=True)
 class CacheDelta:
-    """Tokens of a text, from a position on."""
+    """Tokens of a text from a position on."""
 
     text: int  # text key, below 2**80
     offset: int  # tokens of the text before these
@@ -64,40 +64,36 @@ class CacheDelta:
 
 @dataclass(frozen=True, slots=True)
 class TextBatch:
-    """What one stream entry holds."""
+    """Content of one stream entry."""
 
-    origin: int  # uint64, random for each process
-    sequence: int  # uint32, counts the batches of this origin and namespace from 0
-    epoch: int  # uint32, deletions of the tenant before this was said
+    origin: int  # uint64, random per process
+    sequence: int  # uint32, numbers the batches of this origin and namespace from 0
+    epoch: int  # uint32, number of deletions of the tenant when the batch was created
     deltas: tuple[CacheDelta, ...] = ()
-    removed: tuple[int, ...] = ()  # hashes of requests and documents that were deleted
-    evicted: tuple[int, ...] = ()  # text keys that the service let go of
+    removed: tuple[int, ...] = ()  # hashes of deleted requests and documents
+    evicted: tuple[int, ...] = ()  # text keys evicted by the service
 
 
 class CorruptRecordError(ValueError):
-    """Bytes that are no batch; the message says what is wrong with them."""
+    """Error of bytes that are not a batch; the message names the fault."""
 
 
 def token_width(vocab_size: int) -> int:
-    """Bytes that a token takes.
-
-    Raises:
-        ValueError: a vocabulary that 3 bytes do not hold.
-    """
+    """Return the bytes per token. Raises ``ValueError`` if 3 bytes are not enough for the vocabulary."""
     if not 1 <= vocab_size <= MAX_VOCAB:
         raise ValueError(f"vocab_size must be between 1 and {MAX_VOCAB}, got {vocab_size}")
     return 2 if vocab_size <= 1 << 16 else 3
 
 
 def pack_tokens(tokens: Int32Array, width: int) -> bytes:
-    """Tokens (below ``256 ** width``, not checked) in ``width`` bytes each."""
+    """Encode tokens in ``width`` bytes each. They must be below ``256 ** width``, which is not checked."""
     if width == 2:
         return tokens.astype("<u2").tobytes()
     return np.ascontiguousarray(tokens, "<i4").view(np.uint8).reshape(-1, 4)[:, :3].tobytes()
 
 
 def unpack_tokens(data: memoryview, width: int) -> Int32Array:
-    """[n] int32 from ``n * width`` bytes."""
+    """Return [n] int32 tokens from ``n * width`` bytes."""
     if width == 2:
         return np.frombuffer(data, "<u2").astype(np.int32)
     wide = np.zeros((len(data) // 3, 4), np.uint8)
@@ -106,11 +102,7 @@ def unpack_tokens(data: memoryview, width: int) -> Int32Array:
 
 
 def encode_batch(batch: TextBatch, vocab_size: int) -> bytes:
-    """The bytes of a batch.
-
-    Raises:
-        ValueError: a value that its field does not hold, or more than ``MAX_BATCH_BYTES``; ``split_deltas`` makes parts that fit.
-    """
+    """Return a batch as bytes. Raises ``ValueError`` if it exceeds a field or ``MAX_BATCH_BYTES``; see ``split_deltas``."""
     width = token_width(vocab_size)
     for name, value, bits in (("origin", batch.origin, 64), ("sequence", batch.sequence, 32), ("epoch", batch.epoch, 32)):
         if not 0 <= value < 1 << bits:
@@ -150,10 +142,9 @@ def _delta_fields(delta: CacheDelta) -> tuple[int, int, int, int]:
 
 
 def decode_batch(data: bytes | None, vocab_size: int) -> TextBatch:
-    """The batch of these bytes; None stands for an entry of a stream that holds none.
+    """Return the batch that bytes encode; None stands for a stream entry without a record.
 
-    Raises:
-        CorruptRecordError: the bytes are no batch of tokens of this vocabulary. No other exception, whatever the bytes.
+    Raises ``CorruptRecordError``, and no other exception, for any bytes that are not a batch of this vocabulary.
     """
     width = token_width(vocab_size)
     if data is None:
@@ -190,7 +181,7 @@ def decode_batch(data: bytes | None, vocab_size: int) -> TextBatch:
 
 
 def unpack_keys(table: np.ndarray[tuple[int], np.dtype[np.void]]) -> list[int]:
-    """Text keys from an array of ``KEY``."""
+    """Return text keys from an array of ``KEY``."""
     return [request << 16 | choice for request, choice in table.tolist()]
 
 
@@ -205,7 +196,7 @@ def _deltas(table: np.ndarray[tuple[int], np.dtype[np.void]], tokens: Int32Array
 
 
 def split_deltas(deltas: Iterable[CacheDelta], vocab_size: int) -> Iterator[tuple[CacheDelta, ...]]:
-    """The same tokens in groups that fit a batch each: a delta that is too long becomes several."""
+    """Yield groups of deltas that each fit into a batch, splitting deltas that are too long."""
     width = token_width(vocab_size)
     limit = MAX_BATCH_BYTES - _HEADER.size - _CHECKSUM.size
     group: list[CacheDelta] = []

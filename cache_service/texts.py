@@ -1,4 +1,4 @@
-"""Texts of a tenant, and the rule by which batches of a stream are applied to them."""
+"""Texts of a tenant, and the rules for applying stream batches to them."""
 
 from __future__ import annotations
 
@@ -14,50 +14,49 @@ from cache_service.records import CacheDelta, TextBatch
 from decoding.sources.text_keys import is_passage
 from decoding.tree import Int32Array
 
-MAX_EVICTED = 1 << 14  # text keys whose late pieces are still recognised; the oldest are forgotten
-_PASSAGE_WORTH = 0.1  # of a passage beside an output: prompts bring most of theirs along again
-MAX_HELD = 256  # pieces of a text that wait for those before them; more are dropped
+MAX_EVICTED = 1 << 14  # text keys whose late pieces are still refused; the oldest are forgotten
+_PASSAGE_WORTH = 0.1  # worth of a passage relative to an output: prompts usually contain it again
+MAX_HELD = 256  # pieces of a text that wait for earlier ones; more are dropped
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """What of a batch is to be applied, in this order."""
+    """Parts of a batch to apply, in this order."""
 
-    cleared: bool = False  # the tenant was deleted: forget all of it first
+    cleared: bool = False  # the tenant was deleted: drop all its texts first
     removed: tuple[int, ...] = ()  # hashes of requests and of documents
     evicted: tuple[int, ...] = ()  # text keys
     deltas: tuple[CacheDelta, ...] = ()
 
 
 class Ledger:
-    """Which deletions a tenant has seen. Mirror and service ask it alike: both keep the same, in whatever order batches come.
+    """Deletions of a tenant. Mirror and service share these rules, so both keep the same texts in any order of batches.
 
-    A batch of an older epoch is dropped whole; one of a newer epoch clears everything first. Within an epoch the removed requests
-    and the evicted texts only grow (a 2P set of Shapiro et al., INRIA RR-7506: removal wins whatever the order, and what was
-    removed never comes back, which is right because a request's id is used once, and as a deleted document is not to be
-    remembered again). What survives is therefore a function of the
-    set of batches: duplicates and order do not matter.
+    A batch of an older epoch is dropped; one of a newer epoch clears everything first. Within an epoch the sets of removed
+    requests and evicted texts only grow (2P-set of Shapiro et al., INRIA RR-7506: removal always wins, and nothing removed
+    returns, which is right because request ids are used once and deleted documents must stay deleted). So the result depends only
+    on the set of batches, not on duplicates or order.
 
     Example: a batch that removes request 5 and one with a delta of text ``5 << 16`` leave nothing of it, whichever comes first.
     """
 
     def __init__(self, epoch: int = 0, removed: Iterable[tuple[int, float]] = (), evicted: Iterable[int] = ()) -> None:
         self.epoch = epoch
-        self.removed: dict[int, float] = dict(removed)  # hashes of requests and documents, and when each was removed
-        self.evicted: dict[int, None] = dict.fromkeys(evicted)  # text keys in the order of eviction
+        self.removed: dict[int, float] = dict(removed)  # hashes of requests and documents, and their times of removal
+        self.evicted: dict[int, None] = dict.fromkeys(evicted)  # text keys in order of eviction
 
     def allows(self, text: int, tokens: Int32Array | None = None) -> bool:
-        """Whether pieces of this text are applied; of a passage, which comes whole, the tokens say it, too."""
+        """Return whether pieces of this text are applied. For a passage, which arrives whole, ``tokens`` are checked too."""
         return text not in self.evicted and not self.deleted(text, tokens)
 
     def deleted(self, text: int, tokens: Int32Array | None = None) -> bool:
-        """Whether the text's request or, where the tokens of a passage are given, the document was deleted."""
+        """Return whether the text's request, or the document of a passage with these tokens, was deleted."""
         if text >> 16 in self.removed:
             return True
         return bool(self.removed) and tokens is not None and is_passage(text) and _is_of(text, tokens, self.removed)
 
     def admit(self, batch: TextBatch, now_s: float = 0.0) -> Admitted:
-        """What of a batch is to be applied. ``now_s``: the time that is noted with removed requests."""
+        """Return the parts of a batch to apply. ``now_s`` is recorded with removed requests."""
         if batch.epoch < self.epoch:
             return Admitted()
         cleared = self._enter(batch.epoch)
@@ -68,11 +67,10 @@ class Ledger:
         return Admitted(cleared, batch.removed, batch.evicted, deltas)
 
     def admit_snapshot(self, snapshot: Snapshot) -> Admitted | None:
-        """What a mirror that starts again from a snapshot applies to its emptied history; None: it is of an older epoch.
+        """Return the parts of a snapshot for a mirror that reloads its history; None if its epoch is older.
 
-        ``cleared`` says that it is of a newer epoch, so that texts which are growing here were deleted. What was removed before,
-        here or there, stays removed; ``removed`` and ``evicted`` hold what was not known here, and concern only texts that grow
-        here, as no delta is of them.
+        ``cleared`` means a newer epoch, so texts growing here were deleted. Removals of both sides stay. ``removed`` and
+        ``evicted`` are those not known here, and matter only for texts growing here, since no delta belongs to them.
         """
         if snapshot.epoch < self.epoch:
             return None
@@ -86,14 +84,14 @@ class Ledger:
         return Admitted(cleared, removed, evicted, tuple(piece for piece in pieces if self.allows(piece.text, piece.tokens)))
 
     def evict(self, keys: Iterable[int]) -> None:
-        """Notes texts that were let go of."""
+        """Record evicted texts."""
         self.evicted.update(dict.fromkeys(keys))
         if len(self.evicted) > MAX_EVICTED:
             for key in list(self.evicted)[: len(self.evicted) - MAX_EVICTED]:
                 del self.evicted[key]
 
     def forget(self, before_s: float) -> None:
-        """Drops removed requests that were noted before a time, when no piece of them can come any more."""
+        """Drop removals recorded before a time, after which no piece of them can arrive."""
         self.removed = {request: at_s for request, at_s in self.removed.items() if at_s >= before_s}
 
     def _enter(self, epoch: int) -> bool:
@@ -106,14 +104,13 @@ class Ledger:
 
 
 def _is_of(passage: int, tokens: Int32Array, documents: Container[int]) -> bool:
-    """Whether a passage is a document, or has a part of one, by the hashes of the documents."""
-    from decoding.sources.passages import names_of  # loads the compiler, which those who delete nothing do not need
+    from decoding.sources.passages import names_of  # loads the compiler: import only when needed
 
     return any(name in documents for name in names_of(passage, tokens))
 
 
 class KeptText:
-    """One text as far as it is known without a gap, and the pieces beyond."""
+    """Text without gaps, and pieces after a gap."""
 
     __slots__ = ("_buffer", "final", "held", "length", "updated_s")
 
@@ -121,21 +118,21 @@ class KeptText:
         self._buffer = np.empty(0, np.int32)
         self.length = 0
         self.final = False
-        self.held: dict[int, tuple[Int32Array, bool]] = {}  # by offset; of two pieces with one offset the longer
-        self.updated_s = 0.0  # when it grew last
+        self.held: dict[int, tuple[Int32Array, bool]] = {}  # by offset; of pieces with equal offset, the longer one
+        self.updated_s = 0.0  # time of last growth
 
     @property
     def tokens(self) -> Int32Array:
-        """[length] what is known without a gap."""
+        """Return the [length] tokens before the first gap."""
         return self._buffer[: self.length]
 
     @property
     def num_tokens(self) -> int:
-        """All tokens that are kept, those beyond gaps included."""
+        """Return the number of kept tokens, including those after gaps."""
         return self.length + (sum(len(tokens) for tokens, _ in self.held.values()) if self.held else 0)
 
     def extend(self, offset: int, tokens: Int32Array, final: bool) -> bool:
-        """Adds a piece; whether that changed anything. Overlapping pieces agree, as a text is a function of its request."""
+        """Add a piece. Return whether anything changed. Overlaps agree, because the request determines its text."""
         if self.final:
             return False
         if offset > self.length:
@@ -151,7 +148,7 @@ class KeptText:
         if self.final or not (len(new) or (final and offset + len(tokens) == end)):
             return False
         if end > len(self._buffer):
-            # The first piece may be all there is: no room beyond it.
+            # The first piece may be the only one: allocate no spare room.
             grown = np.empty(max(end, 2 * self.length if not final else 0), np.int32)
             grown[: self.length] = self.tokens
             self._buffer = grown
@@ -165,25 +162,25 @@ class KeptText:
         known = self.held.get(offset)
         if len(self.held) >= MAX_HELD if known is None else (len(known[0]), known[1]) >= (len(tokens), final):
             return False
-        self.held[offset] = np.array(tokens, np.int32), final  # a copy: the piece may be a part of something long
+        self.held[offset] = np.array(tokens, np.int32), final  # a copy: the piece may be a view of a long array
         return True
 
 
 class TenantTexts:
-    """The texts of one tenant as the service keeps them, bounded in time and size."""
+    """Texts of one tenant in the service, bounded in time and size."""
 
     def __init__(self, epoch: int = 0) -> None:
         self.ledger = Ledger(epoch)
-        self.num_tokens = 0  # of all texts, pieces beyond gaps included
+        self.num_tokens = 0  # all texts, including pieces after gaps
         self._texts: dict[int, KeptText] = {}
 
     @property
     def texts(self) -> Mapping[int, KeptText]:
-        """By text key."""
+        """Return the texts by key."""
         return MappingProxyType(self._texts)
 
     def apply(self, batch: TextBatch, now_s: float) -> Admitted:
-        """Applies a batch, any number of times and in any order; returns what of it was admitted."""
+        """Apply a batch, repeatedly and in any order. Return the admitted parts."""
         admitted = self.ledger.admit(batch, now_s)
         if admitted.cleared:
             self._texts.clear()
@@ -198,9 +195,10 @@ class TenantTexts:
         return admitted
 
     def expire(self, ttl_s: float, now_s: float, share: float = 0.1) -> list[int]:
-        """Drops texts, open ones too, that did not grow for ``ttl_s``, and forgets removals of that age; returns their keys.
+        """Drop texts, unfinished ones too, that did not grow for ``ttl_s``, and old removals. Return the texts' keys.
 
-        At most a share of all texts goes at once, or one: the oldest. A wrong clock is noticed before all are gone.
+        At most a fraction ``share`` of the texts (at least one) goes at once, oldest first, so that a wrong clock is noticed in
+        time.
         """
         old = [key for key, text in self._texts.items() if text.updated_s < now_s - ttl_s]
         keys = sorted(old, key=lambda key: (self._texts[key].updated_s, key))[: max(1, int(share * len(self._texts)))]
@@ -210,13 +208,10 @@ class TenantTexts:
         return keys
 
     def evict(self, max_tokens: int, half_life_s: float, now_s: float) -> list[int]:
-        """Drops the texts that are worth least (``eviction.worths``) until ``max_tokens`` or fewer are left; returns their keys.
+        """Drop the texts of least worth (``eviction.worths``) until at most ``max_tokens`` are left. Return their keys.
 
-        Passages count a tenth, and texts that are still growing go last. Of equal worth the older goes, then the smaller key.
-        Every text is looked at: evict somewhat more than the quota asks, so that it is not needed again at once.
-
-        Raises:
-            ValueError: a half-life that is not positive.
+        Passages count a tenth, and unfinished texts go last. Ties: the older text, then the smaller key. All texts are examined,
+        so evict somewhat more than the quota requires. Raises ``ValueError`` for a half-life that is not positive.
         """
         if not half_life_s > 0:
             raise ValueError(f"half_life_s must be above 0, got {half_life_s}")
@@ -237,7 +232,7 @@ class TenantTexts:
         return evicted
 
     def snapshot(self, stream_id: str, vocab_size: int, tokenizer_revision: str, created_s: float) -> Snapshot:
-        """All of it, as of a stream entry."""
+        """Return a snapshot as of a stream entry."""
         pieces = []
         for key, text in self._texts.items():
             if text.length or text.final:
@@ -249,7 +244,7 @@ class TenantTexts:
 
     @classmethod
     def restore(cls, snapshot: Snapshot) -> TenantTexts:
-        """What the snapshot was taken of."""
+        """Return the texts of a snapshot."""
         restored = cls()
         restored.ledger = Ledger(snapshot.epoch, snapshot.removed, snapshot.evicted)
         for text in snapshot.texts:

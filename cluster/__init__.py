@@ -1,5 +1,5 @@
 """The service: command line, HTTP interface, and the Ray Serve application.
 
 In: commands and HTTP requests.
-Out: answers in OpenAI's shapes.
+Out: responses in OpenAI's format.
 """

@@ -1,9 +1,9 @@
-"""The Serve application: an ingress that speaks HTTP and tokenizes, and engine replicas that decode.
+"""The Ray Serve application: an ingress that speaks HTTP and tokenizes, and engine replicas that decode.
 
-Nothing here imports torch or a model library: whoever starts or holds a deployment imports this, and few of them compute.
+Nothing here imports torch or a model library, because most processes that import this module compute nothing.
 """
 
-# No postponed annotations here: Serve reads the one of build_app to check the arguments in a configuration file.
+# No postponed annotations here: Serve reads build_app's annotation to validate the arguments of a configuration file.
 
 import asyncio
 import contextlib
@@ -58,17 +58,17 @@ from configs.tenancy_checks import is_loopback
 from decoding.request import PLAIN
 from engine.text.tokenizer import load_tokenizer_alone
 
-INGRESS_ONGOING = 100_000  # the ingress holds what engines queue, and answers /health whatever they do
-GRAIN = 0.001  # of a resource
+INGRESS_ONGOING = 100_000  # the ingress holds all queued requests and must still answer /health
+GRAIN = 0.001  # amount of `server.api_resource` that one actor reserves
 _POLL_S = 0.25
 HEALTH_PERIOD_S = 3.0
-SWITCH_S = 1e-4  # after which a thread that works on a text lets the event loop go on: an event needs several turns
-HEALTH_TIMEOUT_S = 5.0  # Serve replaces a replica that misses three in a row
+SWITCH_S = 1e-4  # thread switch interval in seconds: threads that process text must not hold up the event loop
+HEALTH_TIMEOUT_S = 5.0  # Serve replaces a replica that misses three checks in a row
 
 
 @serve.ingress()
 class Ingress:
-    """Takes HTTP requests. It has a tokenizer and no model."""
+    """HTTP entry point with a tokenizer and no model."""
 
     def __init__(
         self,
@@ -80,14 +80,15 @@ class Ingress:
         use_bounded_receive()
         sys.setswitchinterval(SWITCH_S)
         admin, server = None if cache is None else HandleCacheAdmin(cache), config.server
-        # The leader of a group is a rank like the others: it is missed after as long a silence, where that is not longer.
+        # The leader of a lookahead group is a rank too: it counts as lost after `rank_timeout_s`, if that is shorter.
         patience_s = min(config.parallelism.rank_timeout_s, DESCRIBE_TIMEOUT_S)
         if config.parallelism.mode != "lookahead":
             patience_s = DESCRIBE_TIMEOUT_S
         address = admin_address(server)
         self._admin_port = None if address is None else AdminPort(*address, admin_names(server))
         self._tracing = open_tracing(config)
-        accept_s = ACCEPT_TIMEOUT_S if server.replicas else server.start_timeout_s  # who comes first waits for the model
+        # With zero replicas at first, the first request waits for the model.
+        accept_s = ACCEPT_TIMEOUT_S if server.replicas else server.start_timeout_s
         failures, version = DeviceFailures(), version_of(config)
         port = HandleEngine(engine, server.resume_timeout_s, patience_s, server.most_replicas, accept_s, version, failures)
         self._has_only_others, self._start_timeout_s = port.has_only_others, server.start_timeout_s
@@ -104,30 +105,30 @@ class Ingress:
             forget=None if apis is None else apis.forget, tells_engines=None if apis is None else apis.leads,
             device_failures=failures.counts, stream_key=stream_key(),
         )  # fmt: skip
-        trim_heap()  # reading the tokenizer took more than it holds
+        trim_heap()  # loading the tokenizer allocated more than it keeps
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """The application, made where it runs: it is not sent to the actor."""
+        """Build the application inside the replica, so that it is not sent to the actor."""
         app = create_api(self._service, has_operator_routes=self._admin_port is None, lifespan=self._alive)
         if self._tracing is not None:
             app.add_middleware(self._tracing.middleware)
         return app
 
     async def drain(self, timeout_s: float) -> int:
-        """Takes nothing new and waits for what runs; see ``Draining.stop``."""
+        """Refuse new requests and wait for the running ones; see ``Draining.stop``."""
         return await self._service.draining.stop(timeout_s)
 
     async def forget(self, tenant: str, request_id: str | None) -> None:
-        """Lets go of what this replica of the API keeps for audits; see ``Auditor.forget``."""
+        """Delete what this API replica keeps for audits; see ``Auditor.forget``."""
         await self._auditor.forget(tenant, request_id)
 
     async def name(self) -> str:
-        """By which the others know it."""
+        """Return the replica tag by which the other API replicas know this one."""
         return str(serve.get_replica_context().replica_tag)
 
     @contextlib.asynccontextmanager
     async def _alive(self, app: FastAPI) -> AsyncIterator[None]:
-        # In a redeploy with another model the API of the old one goes when this one is up: not before there is an engine for it.
+        # In a redeploy with another model the old API stops once this one is up, so wait until an engine of this model exists.
         deadline_s = time.monotonic() + self._start_timeout_s
         while await self._has_only_others() and time.monotonic() < deadline_s:
             await asyncio.sleep(_POLL_S)
@@ -140,14 +141,14 @@ class Ingress:
 
 
 def build_app(config: Config) -> serve.Application:
-    """The application that ``serve.run`` starts and a Serve configuration file names (``cluster.app:build_app``).
+    """Build the application for ``serve.run`` and for Serve configuration files (``cluster.app:build_app``).
 
     Args:
-        config: all of it; each deployment gets its slices, which are plain data. Without ``redis_url`` replicas share nothing.
+        config: all of it; each deployment gets its slices as plain data. Without ``redis_url`` replicas share nothing.
 
     Raises:
-        configs.schema.ConfigError: a value that is not allowed; outputs are to be shared, and the environment has no secret to
-            derive names from; or the file of keys cannot be used.
+        configs.schema.ConfigError: a value is not allowed, the key file cannot be used, or outputs are shared and the environment
+            has no secret to derive names from.
     """
     check_values(config)
     check_address(config)
@@ -159,15 +160,15 @@ def build_app(config: Config) -> serve.Application:
 
 
 def application(config: Config) -> serve.Application:
-    """The application of a configuration that was checked; see ``build_app``. Its ``redis_url`` holds no password."""
+    """Build the application of a checked configuration whose ``redis_url`` holds no password; see ``build_app``."""
     config = config.model_copy(update={"tenancy": with_tenants_of_file(config.tenancy)})
     server, cache, place, baseline = config.server, config.cache, None, None
     if redis_address(config.redis_url) and cache.enabled:
         place = CachePlace(cache, config.redis_url, tenant_names(config), version_of(config))
     engine = _engines("engine", server.replicas, server.most_replicas, config, place, _membership_options(config))
-    if config.baseline.enabled:  # the engine without drafts and memory, and with ranks of its own kind
+    if config.baseline.enabled:  # the engine without drafting and shared cache, with its own parallelism
         parallelism, options = baseline_parallelism(config), config.engine
-        if parallelism.mode != "none":  # parts of a model are not compiled
+        if parallelism.mode != "none":  # ranks that hold parts of a model do not compile it
             options = dataclasses.replace(options, compile=False)
         changes = {"speculation": SpeculationOptions(PLAIN, max_draft_tokens=0), "engine": options, "parallelism": parallelism}
         replicas = config.baseline.replicas
@@ -191,10 +192,11 @@ def application(config: Config) -> serve.Application:
 
 
 def version_of(config: Config) -> str:
-    """Hexadecimal digits that stand for the model as a configuration has it: tokens of one version mean something to it alone.
+    """Return hexadecimal digits that identify the configured model; token ids are only valid within one version.
 
-    While a redeploy replaces one model by another both are there, and each API asks the engines of its own.
+    During a redeploy, engines of the old and the new model run at once, and each API uses those of its version.
     """
+    # The number of threads does not change the model.
     model = dataclasses.replace(config.model, threads=None)
     return hashlib.blake2b(repr(model).encode(), digest_size=8).hexdigest()
 
@@ -207,10 +209,10 @@ def _engines(
     place: CachePlace | None = None,
     membership: MembershipOptions | None = None,
 ) -> serve.Application:
-    """A deployment of engine replicas: how many, what each reserves, takes at once, and when Serve replaces it."""
+    """Return a deployment of engine replicas with their number, resources, request limit and health checks."""
     server, gpus = config.server, gpus_of_a_rank(config)
-    # More than admission lets in and the engine takes, also when a single replica is left: Serve never queues, the engine
-    # refuses.
+    # Above what admission and the engine accept, even if a single replica is left: Serve must never queue, the engine refuses
+    # requests itself.
     most = max(capacity(config), config.engine.max_running + config.engine.max_waiting)
     return serve.deployment(
         name=name,
@@ -229,36 +231,37 @@ def _engines(
 
 
 def _api_replicas(server: ServerOptions) -> dict[str, Any]:
-    """Deployment options that say how many APIs there are. In a redeploy one answers at any time: the old one until the new one
-    does, or another one. A node has one: it has a port of its own for the operator, and is what is lost together."""
+    """Return deployment options for the number of API replicas."""
     if server.api_replicas == 1:
+        # A redeploy starts the new API before it stops the old one.
         return {"max_surge_percent": 100}
+    # One per node: each has an operator port there, and a lost node takes only one API with it.
     return {"num_replicas": server.api_replicas, "max_replicas_per_node": 1}
 
 
 def _without_model(server: ServerOptions) -> dict[str, Any]:
-    """What an actor reserves that computes little: nothing, or a grain of the resource that nodes for such actors offer."""
+    """Return the resources of an actor without a model: none, or a fraction of ``server.api_resource``."""
     return {"num_cpus": 0, **({} if server.api_resource is None else {"resources": {server.api_resource: GRAIN}})}
 
 
 def _baseline_of(config: Config, handle: DeploymentHandle[Any], failures: DeviceFailures) -> Baseline:
-    """The baseline as comparisons see it. Processors are shared with the engine, and whole GPUs are not."""
     gpus, server = gpus_of_a_rank(config), config.server
     replicas, version = config.baseline.replicas, version_of(config)
     port = HandleEngine(handle, server.resume_timeout_s, replicas=replicas, version=version, failures=failures)
+    # CPUs and fractions of a GPU are shared with the engine, whole GPUs are not.
     return Baseline(port, config.baseline.kind, shares_devices=not gpus or gpus != int(gpus))
 
 
 def _shadow_of(config: Config, engine: EnginePort, baseline: Baseline) -> Shadow:
-    """What has the baseline answer some of what is served. Ranks that are the replicas of a node all compute a request."""
     options = config.parallelism
+    # If the replicas of a node are each other's ranks, all of them compute a request.
     wide = config.server.replicas if options.mode == "lookahead" and options.world_size == "auto" else group_size(options)
     devices = min(wide, MAX_WORLD_SIZE), group_size(baseline_parallelism(config))
     return Shadow(engine, baseline.engine, baseline.kind, config.baseline.shadow, devices, baseline.shares_devices)
 
 
 def _membership_options(config: Config) -> MembershipOptions | None:
-    """How the replicas of a node find each other; None where they have nothing to do with each other."""
+    """Return how the replicas of a node find each other to form a lookahead group; None if they do not."""
     options, server = config.parallelism, config.server
     if options.mode != "lookahead" or options.world_size != "auto" or server.replicas == 1:
         return None
@@ -267,12 +270,12 @@ def _membership_options(config: Config) -> MembershipOptions | None:
 
 
 def _has_devices_alone(config: Config, gpus: float) -> bool:
-    """Whether no other replica computes on a replica's devices: whole GPUs are its own, processors where there is one replica."""
+    """Return whether a replica shares its devices with no other: it has whole GPUs, or is the only replica on CPUs."""
     return gpus == int(gpus) if gpus else config.server.most_replicas == 1 and not config.baseline.enabled
 
 
 def _number(replicas: int, most_replicas: int, config: Config) -> dict[str, Any]:
-    """Deployment options that say how many replicas there are: so many, or as many as the load asks for."""
+    """Return deployment options for a fixed number of replicas, or for autoscaling."""
     if most_replicas == replicas:
         return {"num_replicas": replicas}
     targets = {"requests": config.engine.max_running, "tokens_per_s": config.server.target_tokens_per_s}
@@ -286,7 +289,7 @@ def _number(replicas: int, most_replicas: int, config: Config) -> dict[str, Any]
 
 
 def _placement(parallelism: ParallelismOptions, cpus: float, gpus: float) -> dict[str, Any]:
-    """Deployment options that reserve a bundle for each rank of a replica's group; its own is the first."""
+    """Return deployment options that reserve a bundle per rank of a replica's group; the first is the replica's own."""
     world_size = group_size(parallelism)
     if world_size == 1:
         return {}
@@ -295,27 +298,28 @@ def _placement(parallelism: ParallelismOptions, cpus: float, gpus: float) -> dic
 
 
 def _routing(config: Config, replicas: int) -> dict[str, Any]:
-    """Deployment options that say who chooses a replica; none where that is Serve, or nothing is to be chosen."""
+    """Return deployment options for the request router; none for Serve's own router or a single replica."""
     if config.server.routing == "load" or replicas == 1:
         return {}
     slots, tenants = config.engine.most_slots(config.parallelism.mode != "none"), len(tenant_names(config))
     kwargs = {"slots": slots, "tenants": tenants * (1 + len(config.model.adapters))}
-    router: Any = {"request_router_class": PrefixRouter, "request_router_kwargs": kwargs}  # Serve annotates each as a dict
+    # Any, because Serve annotates both values as dicts.
+    router: Any = {"request_router_class": PrefixRouter, "request_router_kwargs": kwargs}
     return {"request_router_config": RequestRouterConfig(**router)}
 
 
 def _quotas(config: Config) -> dict[str, int]:
-    """Bytes of tokens to keep of tenants that have a quota of their own."""
+    """Return the cache quotas in bytes of the tenants that have their own."""
     own = {name: tenant.cache_mib for name, tenant in config.tenancy.tenants.items()}
     return {name: int(mib * 2**20) for name, mib in own.items() if mib is not None}
 
 
 def gpus_of_a_rank(config: Config) -> float:
-    """GPUs that Ray reserves for each copy of the model. It hides them all from an actor that reserves none, so that ``auto`` has
-    to be settled here."""
+    """Return the number of GPUs that Ray reserves for each copy of the model."""
     device = config.model.device
     if config.server.gpus_per_replica is not None:
         return config.server.gpus_per_replica
+    # `auto` is resolved here, because Ray hides all GPUs from an actor that reserves none.
     if device == "auto":
         return 1.0 if ray.is_initialized() and ray.cluster_resources().get("GPU", 0) >= 1 else 0.0
     return 1.0 if device.startswith("cuda") else 0.0

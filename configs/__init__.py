@@ -1,1 +1,1 @@
-"""Schema, slices and yaml files of the configuration."""
+"""Configuration: schema, sections and yaml files."""

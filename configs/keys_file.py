@@ -1,4 +1,4 @@
-"""The file of ``tenancy.keys_file``: tenants and their keys, kept apart from the configuration, such as a mounted secret."""
+"""Reader of ``tenancy.keys_file``: tenants and their API keys, separate from the configuration, such as a mounted secret."""
 
 from __future__ import annotations
 
@@ -17,27 +17,20 @@ from configs.tenancy_checks import KEY_ADVICE, entry_faults
 
 @dataclass(frozen=True, config={"extra": "forbid"})
 class _Keys:
-    """What the file holds, in the form of the section."""
-
     tenants: dict[str, TenantOptions] = dataclasses.field(default_factory=dict)
     admin_keys: tuple[str, ...] = ()
 
 
 def with_keys_file(section: TenancyOptions, required: bool = False) -> TenancyOptions:
-    """The section with what its file adds; the section itself where it names none.
+    """Return the section merged with its file; the section itself if it names none. ``required``: some tenant must have a key.
 
-    A tenant of both has the keys of both, and of each other option the file's value where the file has one.
+    A tenant in both has the keys of both. Any other option has the file's value, if the file sets it.
 
     Example: the section gives ``acme`` one key and ``cache_mib=8``, the file gives it another key. Then both keys are acme's, and
     it keeps 8 MiB.
 
-    Args:
-        section: as configured.
-        required: some tenant has to have a key.
-
-    Raises:
-        ConfigError: the file cannot be read, what it and the section say together is not allowed, or nobody has a key. The
-            message names file and field, and shows no value: it may be a key.
+    Raises ConfigError if the file is unreadable, the result is invalid, or a required key is missing. The message names file and
+    field, and no value: it may be a key.
     """
     whole = section if section.keys_file is None else _with_keys(section, Path(section.keys_file))
     if required and not any(tenant.keys for tenant in whole.tenants.values()):
@@ -49,14 +42,9 @@ def with_keys_file(section: TenancyOptions, required: bool = False) -> TenancyOp
 
 
 def with_tenants_of_file(section: TenancyOptions) -> TenancyOptions:
-    """The section with what has to be known from the start: the names of the tenants that its file adds, and all quotas.
-
-    Keys and limits of the file are left out: they may be others tomorrow.
-
-    Raises:
-        ConfigError: as ``with_keys_file``.
-    """
+    """Return the section with the file's tenants and quotas, needed at start. Raises the errors of ``with_keys_file``."""
     tenants = {
+        # The file's keys and limits may change later.
         name: dataclasses.replace(section.tenants.get(name, TenantOptions()), cache_mib=tenant.cache_mib)
         for name, tenant in with_keys_file(section).tenants.items()
     }
@@ -83,7 +71,7 @@ def _read(path: Path) -> _Keys:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"{where} cannot be read: {reason}") from None
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)  # its message would show the line itself
+        mark = getattr(error, "problem_mark", None)  # the error's own message would show the line
         line = "" if mark is None else f", see line {mark.line + 1}"
         raise ConfigError(f"{where} is not yaml{line}") from None
     if not isinstance(data, dict):

@@ -1,4 +1,4 @@
-"""Reads a configuration: a yaml file, then ``key=value`` overrides, checked as a whole."""
+"""Loading and validation of a configuration: a yaml file, then ``key=value`` overrides."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ MAX_WORLD_SIZE = 64
 _WORLD_SIZES = f"1 to {MAX_WORLD_SIZE}, or auto"
 _CENTURY_S = 100 * 366 * 86400
 _MIB = (0.001, 2**20)
-_PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,64}")  # braces would end the hash tag that keeps all keys in one slot of a Cluster
+_PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,64}")  # braces would break the hash tag that keeps all keys in one slot of a Cluster
 
-_BOUNDS: dict[str, tuple[float, float]] = {  # lowest and highest value of a number, both allowed
+_BOUNDS: dict[str, tuple[float, float]] = {  # lowest and highest allowed value
     "model.max_model_len": (2, 2**24),
     "model.threads": (1, 4096),
     "engine.max_running": (1, 4096),
@@ -47,7 +47,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {  # lowest and highest value of a num
     "engine.max_waiting": (0, 2**20),
     "engine.max_wait_s": (0, 86400),
     "speculation.max_draft_tokens": (0, 4096),
-    # Below the two minutes after which a leader that waits is itself taken for one that hangs.
+    # Below the two minutes after which a waiting leader itself counts as hanging.
     "parallelism.rank_timeout_s": (0.2, 100),
     "parallelism.step_timeout_s": (0.2, 100),
     "parallelism.check_steps": (1, 2**31),
@@ -98,11 +98,11 @@ _BOUNDS: dict[str, tuple[float, float]] = {  # lowest and highest value of a num
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used. The message names the key, what was given, and what is allowed."""
+    """Error of an invalid configuration. The message names the key, the given value, and the allowed values."""
 
 
 class Config(BaseModel):
-    """Everything that can be set. Each class is given its own slice; defaults live in ``configs/slices.py``."""
+    """All settings. Each class gets its own section; defaults are in ``configs/slices.py``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -120,7 +120,7 @@ class Config(BaseModel):
 
     @model_validator(mode="after")
     def _check_tenancy(self) -> Config:
-        """Here and not in ``load_config``: whose requests share drafts is checked however a configuration comes about."""
+        # Here instead of in ``load_config``: tenant isolation is checked however a configuration is created.
         faults = tenancy_faults(self.tenancy, self.server.host, self.server.require_key)
         if faults:
             raise PydanticCustomError("tenancy", "{faults}", {"faults": "; ".join(faults)})
@@ -131,20 +131,15 @@ _SLICES: dict[str, Any] = {name: field.annotation for name, field in Config.mode
 
 
 def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a yaml file with overrides on top; defaults where neither speaks.
+    """Return the configuration of a yaml file (None: defaults) with overrides applied. Raises ConfigError for any mistake.
 
-    Args:
-        path: a yaml file; None for the defaults.
-        overrides: ``key=value`` with dots in the key, such as ``server.port=8001``. Values are read as yaml.
-
-    Raises:
-        ConfigError: no such file, not yaml, an unknown key, or a value that is not allowed.
+    ``overrides`` are ``key=value`` with dots in the key, such as ``server.port=8001``. Values are parsed as yaml.
     """
     data = read_settings(path, overrides)
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
-        # Each type of a union has an error of its own; together they are described once.
+        # Each type of a union has a separate error; report them once.
         raise ConfigError("; ".join(dict.fromkeys(_describe(details) for details in error.errors()))) from None
     check_values(config)
     adapters = {name: str(Path(path).expanduser().absolute()) for name, path in config.model.adapters.items()}
@@ -159,11 +154,7 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Conf
 
 
 def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
-    """What a yaml file and overrides set, by section, as they say it.
-
-    Raises:
-        ConfigError: no such file, not yaml, or an override that cannot be read.
-    """
+    """Return the unchecked settings of a yaml file and overrides by section. Raises ConfigError if one cannot be parsed."""
     data = {} if path is None else _read_yaml(path)
     for override in overrides:
         _apply(data, override)
@@ -171,33 +162,31 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]
 
 
 def find_model(path: str) -> str:
-    """The absolute path of a folder or GGUF file given relative to the working directory or, failing that, to the repository.
-
-    What is in neither place comes back as it is: it may be a name, of which ``engine.loading.model_files.find_files`` knows more.
-    """
+    """Return the absolute path of a folder or GGUF file, relative to the working directory or else to the repository."""
     expanded = Path(path).expanduser()
     for base in (Path.cwd(), REPOSITORY):
         found = base / expanded
         if found.is_dir() or (found.suffix == ".gguf" and found.is_file()):
             return str(found.resolve())
+    # Found in neither: it may be a name for ``engine.loading.model_files.find_files``.
     return path
 
 
 def keys() -> Iterator[str]:
-    """Every key that may be set, in the form that an override takes."""
+    """Yield every key that may be set, in the form of an override."""
     for section in _SLICES:
         yield from (f"{section}.{name}" for name in _fields(section))
     yield "redis_url"
 
 
 def tenant_names(config: Config) -> tuple[str, ...]:
-    """All tenants in alphabetical order. The one of requests without a key is one of them, listed or not."""
+    """Return all tenants in alphabetical order, including the one of requests without a key, listed or not."""
     anonymous = config.tenancy.anonymous
     return tuple(sorted({*config.tenancy.tenants, *([] if anonymous is None else [anonymous])}))
 
 
 def check_values(config: Config) -> None:
-    """Raises ConfigError for a number out of bounds, numbers that contradict each other, or a prefix Redis keys cannot have."""
+    """Raise ConfigError for a number out of bounds, contradicting values, or an invalid prefix of Redis keys."""
     for key, (low, high) in _BOUNDS.items():
         section, name = key.split(".")
         _check_bounds(key, getattr(getattr(config, section), name), low, high)
@@ -221,7 +210,7 @@ def check_values(config: Config) -> None:
 
 
 def _check_adapters(config: Config) -> None:
-    """Raises ConfigError for a name of an adapter that cannot be, or what adapters cannot be together with."""
+    """Raise ConfigError for an invalid adapter name, or options that adapters do not support."""
     for name in config.model.adapters:
         if not TENANT_NAME.fullmatch(name):
             raise ConfigError(f"model.adapters: {name!r} cannot name one; allowed: 1 to 64 characters out of A-Z a-z 0-9 _ . -")
@@ -262,7 +251,7 @@ def _check_parallelism(config: Config) -> None:
 
 
 def _check_parts(config: Config) -> None:
-    """Raises ConfigError for what ranks that hold parts of one model cannot do."""
+    """Raise ConfigError for options that tensor and pipeline parallelism do not support."""
     options = config.parallelism
     where = f"parallelism.mode is {options.mode}"
     if options.world_size == "auto" or options.world_size < 2:
@@ -295,7 +284,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold sections ({', '.join(_SLICES)}), not {_given(data)}")
-    # An empty section in yaml reads as None; it means its defaults.
+    # An empty section in yaml parses as None; it means the defaults.
     return {key: {} if value is None and key in _SLICES else value for key, value in data.items()}
 
 
@@ -328,7 +317,6 @@ def _fields(section: str) -> list[str]:
 
 
 def _describe(details: ErrorDetails) -> str:
-    """One sentence about one of pydantic's findings."""
     key = ".".join(str(part) for part in details["loc"])
     if details["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return _unknown(key)
@@ -339,7 +327,7 @@ def _describe(details: ErrorDetails) -> str:
         return f"parallelism.world_size is {_given(details['input'])}; allowed: {_WORLD_SIZES}"
     if where[:2] == ("tenancy", "admin_keys") or (where[:2] == ("tenancy", "tenants") and where[3:4] == ("keys",)):
         expected = "a hash of a key" if isinstance(where[-1], int) else "a list of hashes of keys"
-        return f"{key} is not {expected}; allowed: {KEY_ADVICE}"  # what was given may be a key: it is not shown
+        return f"{key} is not {expected}; allowed: {KEY_ADVICE}"  # the value may be a key: do not show it
     allowed = details["msg"].removeprefix("Input should be ").split(", unable to parse")[0].replace("a valid tuple", "a list")
     return f"{key} is {_given(details['input'])}; allowed: {allowed}"
 
@@ -348,8 +336,8 @@ def _unknown(key: str) -> str:
     tenant, _, last = key.removeprefix("tenancy.tenants.").rpartition(".")
     inside = bool(tenant and last) and key.startswith("tenancy.tenants.")
     known = [name.replace(".NAME.", f".{tenant}.") if inside else name for name in keys()]
-    # A key without its section is the commonest slip: compare the last parts as well.
-    by_name = {name.rpartition(".")[2]: name for name in reversed(known)}  # of two alike the first
+    # A key without its section is the most common mistake: compare the last parts too.
+    by_name = {name.rpartition(".")[2]: name for name in reversed(known)}  # of equal names the first
     near = difflib.get_close_matches(key, known, n=1) or [
         by_name[name] for name in difflib.get_close_matches(key.rpartition(".")[2], by_name, n=1)
     ]

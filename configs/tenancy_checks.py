@@ -1,4 +1,4 @@
-"""Checks of tenants and their keys, beyond the types of the values."""
+"""Checks of tenants and their API keys, beyond the types of the values."""
 
 from __future__ import annotations
 
@@ -9,43 +9,35 @@ from collections.abc import Iterator
 from configs.slices import TenancyOptions, TenantOptions
 
 KEY_ADVICE = "sha256: and the 64 hex digits of an API key's hash; outrider new-key makes a key and its hash"
-TENANT_NAME = re.compile(r"(?!\.\.?$)[A-Za-z0-9_.-]{1,64}")  # . and .. mean something else in a URL
+TENANT_NAME = re.compile(r"(?!\.\.?$)[A-Za-z0-9_.-]{1,64}")  # . and .. have another meaning in URLs
 _KEY_HASH = re.compile(r"sha256:[0-9a-f]{64}")
-LIMIT_BOUNDS = (1, 2**40)  # of a number of requests or tokens
-WEIGHT_BOUNDS = (0.01, 100.0)  # of a tenant
+LIMIT_BOUNDS = (1, 2**40)  # bounds of a number of requests or tokens
+WEIGHT_BOUNDS = (0.01, 100.0)  # bounds of a tenant's weight
 _OWN_LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent")
 
 
 def tenancy_faults(tenancy: TenancyOptions, host: str, require_key: bool | None = None) -> list[str]:
-    """One sentence for each fault; none when all is well.
-
-    What stands where a hash belongs is not shown: it may be the key itself.
-
-    Args:
-        tenancy: as configured.
-        host: where the server listens.
-        require_key: ``server.require_key``.
-    """
+    """Return one sentence for each fault. An invalid hash is not shown: it may be the key itself."""
     needed = list(_needed(tenancy, host, require_key))
     return [*entry_faults(tenancy), *(list(_anonymous(tenancy, host)) or needed)]
 
 
 def entry_faults(tenancy: TenancyOptions) -> list[str]:
-    """Those of the tenants and keys themselves."""
+    """Return the faults of the tenants and keys, independent of the server's address."""
     limits = (fault for name, tenant in tenancy.tenants.items() for fault in _limits(name, tenant))
     return [*_names(tenancy), *_hashes(tenancy), *limits]
 
 
 def key_is_required(require_key: bool | None, host: str) -> bool:
-    """Whether requests need a key: as configured, else wherever other machines reach the server."""
+    """Return whether requests need a key: as configured, else if other machines can reach the server."""
     return not is_loopback(host) if require_key is None else require_key
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server that listens there."""
+    """Return whether only this machine reaches a server that listens at ``host``."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # another name: what it stands for is not ours to say
+    except ValueError:  # a host name: its address is not known here
         return False
 
 
@@ -85,7 +77,7 @@ def _limits(name: str, tenant: TenantOptions) -> Iterator[str]:
 
 
 def _needed(tenancy: TenancyOptions, host: str, require_key: bool | None) -> Iterator[str]:
-    """Where keys are required there have to be some, and nobody comes without one."""
+    """Yield faults if keys are required: none exists, or requests without a key have a tenant."""
     if not key_is_required(require_key, host):
         return
     if tenancy.anonymous is not None:

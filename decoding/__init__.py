@@ -1,5 +1,5 @@
-"""What to guess and what to accept: numpy and torch operations only, no I/O, no clock, no hidden randomness.
+"""Drafting and verification of tokens: numpy and torch operations only, no I/O, no clock, no hidden randomness.
 
-In: a request and what the model said.
-Out: a draft tree, and what of it is accepted.
+In: a request and the output of the target model.
+Out: a draft tree, and its accepted rows.
 """

@@ -1,4 +1,4 @@
-"""numba's cache of compiled functions on disk, as ``decoding.jit`` uses it: no fault of it keeps a program from starting."""
+"""Numba's on-disk cache of compiled functions, as ``decoding.jit`` uses it. No cache failure keeps a program from starting."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from decoding.private_files import keep_sealed, read_sealed
 
 logger = logging.getLogger(__name__)
 
-caching: Any = numba.core.caching  # which says no types
+caching: Any = numba.core.caching  # untyped
 _PROCESS = uuid.uuid4().hex[:12]
 
 
 class FunctionCache(caching.FunctionCache):  # type: ignore[misc]
-    """The cache of one function: what cannot be read is compiled anew, and what cannot be written is not kept."""
+    """On-disk cache of one function. Unreadable entries are compiled again; entries that cannot be written are skipped."""
 
     def __init__(self, function: Callable[..., object], folder: Path) -> None:
         self._impl_class = functools.partial(_Place, folder=folder)
@@ -34,22 +34,23 @@ class FunctionCache(caching.FunctionCache):  # type: ignore[misc]
         self._cache_file = _SealedFiles(self._cache_path, place.filename_base, place.locator.get_source_stamp())
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return what was compiled for a signature; None where it was not, or cannot be used."""
+        """Return the compiled code of a signature, or None if it is missing or unusable."""
         found = None
         with _compiled_anew():
             found = super().load_overload(sig, target_context)
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Keep what was compiled for a signature, where that can be."""
+        """Save the compiled code of a signature, or log a warning if it cannot be written."""
         try:
             super().save_overload(sig, data)
         except OSError as error:
             _warn("compiled code cannot be kept (%s): the next start compiles again what is missing", error)
 
 
+# numba's own class tries other folders if the first is not writable; this one uses the given folder only.
 class _Place(caching.CompileResultCacheImpl):  # type: ignore[misc]
-    """Names a function's files in a given folder. numba's own looks for other folders where one cannot be written to."""
+    """Names of a function's cache files in a given folder."""
 
     def __init__(self, function: Callable[..., object], folder: Path) -> None:
         path = inspect.getfile(function)
@@ -64,23 +65,23 @@ class _Locator(caching.UserProvidedCacheLocator):  # type: ignore[misc]
         self._cache_path = str(folder / self.get_suitable_cache_subpath(path))
 
     def ensure_cache_path(self) -> None:
-        """Do nothing: ``keep_sealed`` makes the folder."""
+        """Do nothing: ``keep_sealed`` creates the folder."""
 
 
 class _SealedFiles(caching.IndexDataCacheFile):  # type: ignore[misc]
-    """The index of a function and its files of machine code. Nothing is unpickled, or run, but what was written whole."""
+    """Index and machine-code files of one function. A file is unpickled only after its checksum matched."""
 
     def __init__(self, folder: str, name: str, stamp: Any) -> None:
         super().__init__(folder, name, stamp)
-        # numba numbers the files of a function's types. Two processes that compile it at once for different types would choose
-        # the same number, and a third one would be given the code of other types than its own.
+        # numba numbers the files of a function by signature. Without the process id, two processes that compile different
+        # signatures at once would choose the same number, and a third would load code for the wrong types.
         self._data_name_pattern: str = f"{name}.{_PROCESS}-{{number:d}}.nbc"
 
     def _load_index(self) -> dict[Any, str]:
         found: dict[Any, str] = {}
         with _compiled_anew():
             file = io.BytesIO(read_sealed(Path(self._index_path)))
-            if pickle.load(file) == self._version:  # else the rest may be of classes that are no more
+            if pickle.load(file) == self._version:  # otherwise the rest may refer to classes that no longer exist
                 stamp, names = pickle.load(file)
                 found = names if stamp == self._source_stamp else {}
         return found
@@ -100,12 +101,12 @@ class _SealedFiles(caching.IndexDataCacheFile):  # type: ignore[misc]
 
 @contextmanager
 def _compiled_anew() -> Iterator[None]:
-    """Have what cannot be loaded count as not there."""
+    """Treat a cache entry that fails to load as missing."""
     try:
         yield
     except FileNotFoundError:
-        pass  # not compiled yet, or an index of a process that was killed before it wrote the code
-    except Exception as error:  # noqa: BLE001  # reading, and whatever unpickling and linking may raise
+        pass  # not compiled yet, or the process was killed between writing the index and the code
+    except Exception as error:  # noqa: BLE001  # anything that reading, unpickling and linking may raise
         _warn("compiled code that was kept cannot be used and is compiled anew: %s", error)
 
 
@@ -113,7 +114,7 @@ _warned = set[str]()
 
 
 def _warn(line: str, error: Exception) -> None:
-    """Say a line once: after a power cut it would be of a hundred files."""
+    """Log a warning once per process. After a power cut hundreds of files may be damaged."""
     if line not in _warned:
         _warned.add(line)
         logger.warning(line, f"{type(error).__name__}: {error}")

@@ -1,7 +1,7 @@
-"""Compilation of loops over arrays with numba, where it is installed, and the cache of compiled code on disk.
+"""Compilation of array loops with numba, if installed, and the on-disk cache of the compiled code.
 
-An image brings such code (``brought``): compiled for kinds of processors, as numba by itself finds only what was compiled on a
-processor with the very same features.
+An image ships compiled code (``BROUGHT``) for several kinds of processors, because numba's own cache only matches code that was
+compiled on a processor with exactly the same features.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ F = TypeVar("F", bound=Callable[..., object])
 
 _ROOM = Path(__file__).parent
 _PROCESS = uuid.uuid4().hex[:12]
-_FORMAT = b"sealed"  # another where files are kept otherwise
-NATIVE = importlib.util.find_spec("numba") is not None  # without it the same functions run as plain Python, many times slower
-IMAGE = Path(sys.prefix) / "share" / "outrider"  # what an image brings: a folder for each of ``KINDS`` that it was made for
+_FORMAT = b"sealed"  # part of the cache key: change it with the format of the files
+NATIVE = importlib.util.find_spec("numba") is not None  # without numba the same functions run as plain Python, many times slower
+IMAGE = Path(sys.prefix) / "share" / "outrider"  # compiled code in an image: one folder for each of its ``KINDS``
 NAME_VARIABLE, FEATURES_VARIABLE = "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"
 _AVX2 = ("avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "popcnt")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
-# Kinds of processors, the best first: LLVM's name of the processor that is compiled for, and its features.
+# Kinds of processors, the best first: LLVM's name of the target processor, and its features.
 _BF16 = (*_AVX512, "avx512bf16", "avx512vnni")
 _TILES = ("amx-tile", "amx-bf16")
 KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -49,15 +49,14 @@ _AS_LINUX_NAMES = {
     "amx-bf16": "amx_bf16",
 }  # fmt: skip
 _TILE_FLAGS = {_AS_LINUX_NAMES[each] for each in _TILES}
-_ARCH_PRCTL, _ASK_FOR_STATE, _TILE_DATA = 158, 0x1023, 18  # Linux: a system call, its request, and what is asked for
+_ARCH_PRCTL, _ASK_FOR_STATE, _TILE_DATA = 158, 0x1023, 18  # Linux: a system call, its request, and the requested state
 
 
 def compiled(function: F) -> F:
-    """Compiles a function of numbers, arrays and named tuples of arrays at its first call.
+    """Compile a function of numbers, arrays and named tuples of arrays at its first call.
 
-    The machine code is kept on disk, under a name that changes with any source of this room, or beside the function's elsewhere:
-    numba notices a change in the file of a function, but not in those of the functions it calls. Where nothing can be written
-    each process compiles anew, and what was damaged is compiled anew.
+    The machine code is cached on disk under a hash of all sources in this package (or in the function's folder, outside of it).
+    If nothing can be written, every process compiles again; damaged files are compiled again.
     """
     if not NATIVE:
         return function
@@ -67,11 +66,7 @@ def compiled(function: F) -> F:
 
 
 def compiled_callback(signature: Any) -> Callable[[Callable[..., None]], Any]:
-    """Compiles a function at once into a C function, kept on disk as those of ``compiled``; its address is ``address``.
-
-    Args:
-        signature: numba's.
-    """
+    """Return a decorator that compiles a function, for a numba signature, into a C function with an ``address``."""
     from numba.core import ccallback, sigutils
 
     normalize: Any = sigutils.normalize_signature
@@ -87,7 +82,7 @@ def compiled_callback(signature: Any) -> Callable[[Callable[..., None]], Any]:
 
 
 def _with_cache(made: Any, function: Callable[..., object]) -> Any:
-    """Give a compiled function a cache on disk, where there is a folder for it, and return it."""
+    # The hash covers all sources: numba notices a change in a function's own file, but not in the functions it calls.
     folder = cache_folder() / f"native-{_version(_sources(Path(function.__code__.co_filename)))}"
     _take_over(folder)
     if _writable(folder):
@@ -98,30 +93,30 @@ def _with_cache(made: Any, function: Callable[..., object]) -> Any:
 
 
 def cache_folder() -> Path:
-    """Where what is costly to make is kept: ``$XDG_CACHE_HOME/outrider``, or ``~/.cache/outrider``.
+    """Return the cache folder: ``$XDG_CACHE_HOME/outrider``, or ``~/.cache/outrider``.
 
-    A temporary folder where others may write to that one, or there is none: see ``private_folder``.
+    If other users may write to it, or there is no home, this is a temporary folder: see ``private_folder``.
     """
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not base.is_absolute():
         try:
             base = Path.home() / ".cache"
-        except RuntimeError:  # a container whose user has no entry and no HOME
+        except RuntimeError:  # a container user without a passwd entry and HOME
             return private_folder(None)
     return private_folder(base / "outrider" if base.is_absolute() else None)
 
 
 def compiles_first() -> bool:
-    """Whether this version's functions were never compiled for this user: who uses them first then waits."""
+    """Return whether this version's functions were never compiled for this user, so that first calls wait for the compiler."""
     folders = (cache_folder(), *((BROUGHT,) if BROUGHT else ()))
     return NATIVE and not any(any((each / f"native-{_version()}").rglob("*.nbc")) for each in folders)
 
 
 def kinds_of_processor(flags: str | None = None) -> list[str]:
-    """Which of ``KINDS`` the processor is, the best first; none where it is no x86-64, or where that is not told.
+    """Return the ``KINDS`` that the processor supports, the best first. Empty if it is not x86-64 or its features are unknown.
 
     Args:
-        flags: its features as Linux tells them; those of this machine that this process may use when absent.
+        flags: processor features in Linux's spelling; default: those of this machine that this process may use.
     """
     has = _flags() if flags is None else set(flags.split())
     if flags is None and tiles_are_refused():
@@ -131,7 +126,6 @@ def kinds_of_processor(flags: str | None = None) -> list[str]:
 
 @cache
 def _flags() -> set[str]:
-    """The processor's features as Linux tells them; none where it is no x86-64."""
     if platform.machine() != "x86_64":
         return set()
     try:
@@ -142,39 +136,40 @@ def _flags() -> set[str]:
 
 
 def tiles_are_refused() -> bool:
-    """Whether the processor has AMX's tiles and Linux, or what this process runs in, does not let it use them."""
+    """Return whether the processor has AMX tiles that Linux, or the sandbox around this process, does not allow it to use."""
     return _flags() >= _TILE_FLAGS and not _may_use_tiles()
 
 
 @cache
 def _may_use_tiles() -> bool:
-    """Asks Linux for the registers of AMX, which no process has that has not asked."""
+    """Request the AMX registers from Linux. A process may use them only after this request."""
     system_call: Any = ctypes.CDLL(None).syscall
     return bool(system_call(_ARCH_PRCTL, _ASK_FOR_STATE, _TILE_DATA) == 0)
 
 
 def compile_for(kind: str) -> dict[str, str]:
-    """Variables with which numba compiles for one of ``KINDS``, whatever processor compiles."""
+    """Return the environment variables that make numba compile for one of ``KINDS``, on any processor."""
     name, features = KINDS[kind]
-    # LLVM would take half of the width of this kind's registers for who has asked for none.
+    # By default LLVM uses only half of the register width of x86-64-v4.
     narrow = ("-prefer-256-bit",) if name == "x86-64-v4" else ()
     return {NAME_VARIABLE: name, FEATURES_VARIABLE: ",".join((*(f"+{each}" for each in features), *narrow))}
 
 
 def _brought() -> Path | None:
-    """The folder of compiled code that the image has for this processor, and numba told to compile for the same.
+    """Return the image's folder of compiled code for this processor, or None, and set numba to compile for the same kind.
 
-    None where there is none for the best of its kinds: code for a lesser one would be there sooner, and be slower ever after.
+    None if the image has no code for the processor's best kind.
     """
     kinds = kinds_of_processor() if NATIVE else []
     wanted = compile_for(kinds[0]) if kinds else {}
     if any(os.environ.get(name, value) != value for name, value in wanted.items()):
-        return None  # who set them decides
+        return None  # the user's own settings win
+    # Code for a lesser kind would load sooner, but run slower for the life of the process.
     folder = IMAGE / kinds[0] if kinds and (IMAGE / kinds[0]).is_dir() else None
-    if folder is None and not (kinds and tiles_are_refused()):  # numba by itself compiles for all that the processor has
+    if folder is None and not (kinds and tiles_are_refused()):  # numba's default uses all features of the processor
         return None
     os.environ.update(wanted)
-    if "numba" in sys.modules:  # it has read them already
+    if "numba" in sys.modules:  # it has read the environment already
         settings: Any = sys.modules["numba"].config
         settings.CPU_NAME, settings.CPU_FEATURES = wanted[NAME_VARIABLE], wanted[FEATURES_VARIABLE]
     return folder
@@ -185,27 +180,27 @@ BROUGHT = _brought()
 
 @cache
 def _take_over(folder: Path) -> None:
-    """Copies what the image has of a folder of compiled code to where more can be added; nothing where something is there."""
+    """Copy the image's compiled code to a writable cache folder, unless that folder already exists."""
     if BROUGHT is None or folder.exists() or not (BROUGHT / folder.name).is_dir():
         return
     half = folder.with_name(f".{folder.name}-{_PROCESS}")
     try:
         shutil.copytree(BROUGHT / folder.name, half)
-        set_modes(half, 0o700, 0o600)  # an image may let a group write, of which nothing is read
+        set_modes(half, 0o700, 0o600)  # an image's files may be group-writable, and such files are refused
         half.rename(folder)
-    except OSError:  # nothing can be written, or another process was first
+    except OSError:  # not writable, or another process was first
         shutil.rmtree(half, ignore_errors=True)
 
 
 def set_modes(folder: Path, folders: int, files: int) -> None:
-    """Set who may read and write a folder and all in it."""
+    """Set the file modes of a folder and everything below it."""
     for path in (folder, *folder.rglob("*")):
         path.chmod(folders if path.is_dir() else files)
 
 
 @cache
 def _writable(folder: Path) -> bool:
-    """Whether files can be made in a folder, which is made if need be; a warning says where not, once for all folders."""
+    """Return whether files can be created in a folder, creating it if needed. If not, log one warning per parent folder."""
     try:
         make_folder(folder)
         tempfile.TemporaryFile(dir=folder).close()
@@ -221,8 +216,10 @@ def _warn_unkept(folder: Path, reason: str) -> None:
 
 
 def _sources(path: Path) -> Path:
-    """The folder of all that a function in a file may call: this room, or the file's own folder, with that above it where there
-    is compiled code, too."""
+    """Return the folder of everything that a function in a file may call.
+
+    This is the ``decoding`` package, or the file's own folder, or its parent if that has compiled code (``native_*.py``), too.
+    """
     if path.is_relative_to(_ROOM):
         return _ROOM
     return path.parent.parent if any(path.parent.parent.glob("native_*.py")) else path.parent
@@ -230,7 +227,6 @@ def _sources(path: Path) -> Path:
 
 @cache
 def _version(folder: Path = _ROOM) -> str:
-    """Digits that stand for the sources below a folder: this room, where no other is named."""
     digest = hashlib.sha256(_FORMAT)
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.read_bytes())

@@ -1,6 +1,6 @@
-"""Files that one process keeps for the next ones of the same user, and that nobody else can have written or damaged unnoticed.
+"""Files that one process keeps for later processes of the same user, protected against other users and against damage.
 
-Code and pickles are among them: who loads a stranger's runs the stranger's commands.
+They include code and pickles, so loading another user's file would run that user's commands.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from typing import BinaryIO
 
 logger = logging.getLogger(__name__)
 
-_NOWHERE = Path(os.devnull) / "outrider"  # a path below which nothing is, and nothing can be written
-_MAX_LINKS = 40  # on the way to a folder, as Linux has it
+_NOWHERE = Path(os.devnull) / "outrider"  # a path that does not exist and cannot be created
+_MAX_LINKS = 40  # symbolic links in one path: Linux's limit
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _SEAL_BYTES = 32
 
 
 def private_folder(wanted: Path | None) -> Path:
-    """Return a folder that nobody but this user can write to, made if need be: ``wanted``, where it is one.
+    """Return ``wanted``, created if needed, if only this user can write to it; else a temporary folder.
 
-    The folder must be this user's, and no group or other user may write to it. Each folder and link above must be the user's or
-    root's. Where others may write to a folder above, it must be sticky, or a volume of root's, as containers have them.
+    The folder must belong to this user and not be writable by group or others. Each folder and link above must belong to the user
+    or root. A folder above that others may write to must be sticky, or a mount point of root's, as container volumes are.
 
     Returns:
-        Else a temporary folder that is removed when this process ends, and a warning says why. Where there is none either, a path
-        at which nothing can be written. Where ``wanted`` cannot be made, ``wanted``: who writes there is told.
+        A temporary folder is removed when this process ends, and a warning gives the reason. If there is none either, the result
+        is a path at which nothing can be written. If ``wanted`` cannot be created it is still returned: writing there raises the
+        error.
     """
     if wanted is None:
         return _temporary("this user has no home")
@@ -44,19 +45,20 @@ def private_folder(wanted: Path | None) -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it for this user alone, where they are missing. Raises ``OSError``."""
+    """Create a folder and its missing parents with mode 0700. Raise ``OSError`` if that fails."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(0o700, exist_ok=True)
 
 
 def open_private(path: Path) -> BinaryIO:
-    """Open a file to read that this user or root wrote, and nobody else can have.
+    """Open a regular file for reading that only this user or root can have written.
 
     Raises:
-        OSError: it cannot be opened, is a link or no file, or is somebody else's, or others may write to it.
+        OSError: the file cannot be opened, is a link or not a regular file, belongs to another user, or others may write to it.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a named pipe would wait for its writer
+    # O_NONBLOCK: a named pipe would wait for its writer.
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     found = os.fstat(handle)
     if stat.S_ISREG(found.st_mode) and found.st_uid in (0, os.geteuid()) and not found.st_mode & _OTHERS_WRITE:
         return os.fdopen(handle, "rb")
@@ -67,7 +69,7 @@ def open_private(path: Path) -> BinaryIO:
 
 
 def keep_file(path: Path, content: bytes | memoryview) -> None:
-    """Put a file in place whole: other processes see the old one or the new one. Its folder is made where it is missing."""
+    """Write a file atomically: other processes see the old or the new content. Missing folders are created."""
     make_folder(path.parent)
     handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=".tmp", dir=path.parent)
     try:
@@ -82,19 +84,14 @@ def keep_file(path: Path, content: bytes | memoryview) -> None:
 
 
 def keep_sealed(path: Path, content: bytes) -> None:
-    """Keep a file as ``keep_file`` does, with digits behind its content by which ``read_sealed`` knows it."""
+    """Write a file as ``keep_file`` does, followed by a checksum that ``read_sealed`` verifies."""
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)  # no file can take its place
+        shutil.rmtree(path)  # a file cannot replace a folder
     keep_file(path, content + _seal(path, content))
 
 
 def read_sealed(path: Path) -> bytes:
-    """Return the content of a file as ``keep_sealed`` kept it.
-
-    Raises:
-        OSError: see ``open_private``.
-        ValueError: the file is not what was kept under its name.
-    """
+    """Return the content of a file that ``keep_sealed`` wrote. Raise ``OSError`` or, for a bad checksum, ``ValueError``."""
     with open_private(path) as file:
         kept = file.read()
     content = kept[:-_SEAL_BYTES]
@@ -104,17 +101,17 @@ def read_sealed(path: Path) -> bytes:
 
 
 def _seal(path: Path, content: bytes) -> bytes:
-    return hashlib.sha256(path.name.encode() + b"\0" + content).digest()  # with the name: a file under another's is none
+    return hashlib.sha256(path.name.encode() + b"\0" + content).digest()  # includes the name, so that a renamed file is invalid
 
 
 def _refusal(folder: Path) -> str | None:
-    """Return why others can change what lies in a folder; None where they cannot, or where there can be no such folder."""
+    """Return why other users can change the content of a folder, or None if they cannot or the folder cannot exist."""
     with contextlib.suppress(OSError):
         make_folder(folder)
     try:
         way = list(_way(folder))
     except OSError:
-        return None  # nothing can be read there, and who writes there is told
+        return None  # nothing can be read there, and writing raises an error
     for at, found in way[:-1]:
         if found.st_uid not in (0, os.geteuid()):
             return f"{at} belongs to user {found.st_uid}"
@@ -127,7 +124,7 @@ def _refusal(folder: Path) -> str | None:
 
 
 def _way(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield each folder and link by which the kernel comes to a path, from the root on."""
+    """Yield each folder and link that the kernel resolves on the way to a path, from the root on."""
     left, at, links = list(reversed(path.absolute().parts)), Path(path.anchor or "/"), 0
     while left:
         part = left.pop()
@@ -146,10 +143,10 @@ def _way(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def _is_shared_safely(at: Path, found: os.stat_result) -> bool:
-    """Return whether others who may write to a folder cannot take a user's folder in it away, or are no others."""
+    """Return whether no other user can remove or replace this user's entries in a folder that is writable by group or others."""
     if found.st_mode & stat.S_ISVTX or (found.st_uid == 0 and os.path.ismount(at)):
         return True
-    # The group of this user alone, to which many systems give new folders. Root's is no such group: others are often in it.
+    # Many systems give new folders to a group that holds this user alone. Root's group often has other members.
     if found.st_mode & stat.S_IWOTH or found.st_gid != os.getegid() or os.geteuid() == 0:
         return False
     import grp
@@ -164,7 +161,7 @@ def _is_shared_safely(at: Path, found: os.stat_result) -> bool:
 
 @cache
 def _temporary(reason: str) -> Path:
-    """Return a folder for this process alone, and say why there is no other."""
+    """Return a folder for this process alone and log why it is used."""
     try:
         made = Path(tempfile.mkdtemp(prefix="outrider-"))
     except OSError:
@@ -182,5 +179,5 @@ def _temporary(reason: str) -> Path:
 
 
 def _remove(folder: Path, process: int) -> None:
-    if os.getpid() == process:  # and not one that was forked from it
+    if os.getpid() == process:  # not in a forked child
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Target-guided replay: known outputs driven through a drafter, without a model."""
+"""Target-guided replay: runs a drafter over known outputs, without a model."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from decoding.request import Acceptance, Request, SamplingParams
 from decoding.tree import DraftTree, Int32Array
 from decoding.verify.exact import verify_exact
 
-UNKNOWN = -1  # stands in ``TargetRows.ids`` where a replay cannot know what the target would say
+UNKNOWN = -1  # value in ``TargetRows.ids`` of rows whose target token a replay cannot know
 
 
 @dataclass(frozen=True, slots=True)
 class KnownText:
-    """A prompt whose output is known."""
+    """Prompt with a known output."""
 
     id: str
     prompt_ids: Int32Array  # [n], n >= 1
     references: tuple[Int32Array, ...]
-    output_ids: Int32Array  # [m], m >= 1: what the target says after the prompt, with the end token if it ended there
+    output_ids: Int32Array  # [m], m >= 1: the target's output, with the end token if it ended there
 
 
 @dataclass(slots=True)
 class ReplayCounts:
-    """What a replay counted. Times are a value per call, in seconds of the clock that was given."""
+    """Counters of a replay. The ``*_s`` lists hold one value per call, in seconds of the given clock."""
 
     records: int = 0
     tokens: int = 0  # emitted, end tokens included
-    steps: int = 0  # forwards that a target would have run, the prefill of each record included
+    steps: int = 0  # forwards of the target, the prefill of each record included
     drafted: int = 0
     accepted: int = 0
     accepted_by_source: dict[str, int] = field(default_factory=dict)
@@ -41,12 +41,12 @@ class ReplayCounts:
 
     @property
     def tokens_per_step(self) -> float:
-        """Emitted tokens per forward; 0.0 before the first."""
+        """Return emitted tokens per forward; 0.0 before the first."""
         return self.tokens / self.steps if self.steps else 0.0
 
     @property
     def drafted_per_step(self) -> float:
-        """Drafted tokens per forward, prefills included; 0.0 before the first."""
+        """Return drafted tokens per forward, prefills included; 0.0 before the first."""
         return self.drafted / self.steps if self.steps else 0.0
 
 
@@ -62,32 +62,27 @@ def replay_workload(
     tenant: str = "local",
     ranks: int = 1,
 ) -> ReplayCounts:
-    """Counts the steps that a drafter would have saved a target whose outputs are known.
+    """Count the steps that a drafter needs for known outputs.
 
-    LLMA's target-guided simulation (arXiv 2304.04487, section 3.2 and Algorithm 2), for any drafter: a drafted token is accepted
-    if it is the next token of the known output. Requests run one after another, each as the engine runs it: the prefill emits the
-    first token with nothing drafted, then propose, clip, verify, commit, observe; the last step of a request is not observed. All
-    have one tenant, so each may draft from the outputs before it.
+    This is LLMA's target-guided simulation (arXiv 2304.04487, section 3.2 and Algorithm 2) for any drafter: a drafted token is
+    accepted if it is the next token of the known output. Requests run one after another, as in the engine: the prefill emits the
+    first token without a draft; each step then proposes, clips, verifies, commits and observes. A request's last step is not
+    observed. Departure from the paper: a match longer than the rest of the output is cut at its end, which Algorithm 2 passes.
 
     Example: the output ``4 5 6 7 0`` (0 is the end) and a drafter that proposes ``5 6 9`` after ``4``. The prefill emits 4; the
     next step accepts 5 and 6 and emits 7; the last one emits 0. Three steps for five tokens: 1.67 tokens per step.
 
-    Departure from the paper: a match longer than what is left is cut at the end of the output, which Algorithm 2 passes.
-
     Args:
-        texts: a workload, in its order.
-        make_drafter: makes a drafter that was never used. Its ``prepare`` is not called: there is no target.
-        budget: most drafted rows of a step, for each rank.
-        vocab_size: drafted tokens are below it, others are clipped.
-        clock: seconds; each call of the drafter is timed with it.
-        keep_history: one drafter sees the whole workload, else each record gets a new one.
-        on_record: called after each record.
-        id_prefix: of the requests' ids, which count up behind it: calls that share a drafter each need another.
-        tenant: of all requests.
-        ranks: that would share each step: the drafter drafts as for so many. All rows of a tree count, whoever computes them.
+        make_drafter: returns a new drafter. Its ``prepare`` is not called, since there is no target.
+        budget: maximum drafted rows of a step, per rank.
+        clock: returns seconds; it times each call of the drafter.
+        keep_history: use one drafter for the whole workload; else a new one for each record.
+        id_prefix: prefix of request ids, followed by a number. Calls that share a drafter need different prefixes.
+        tenant: tenant of all requests, so that each may draft from earlier outputs.
+        ranks: number of ranks that share each step. All rows of a tree are counted, whichever rank computes them.
 
     Raises:
-        ValueError: the drafter needs the target's logits, or there is no rank.
+        ValueError: the drafter needs the target's logits, or ``ranks`` is below 1.
     """
     if ranks < 1:
         raise ValueError(f"ranks must be at least 1, got {ranks}")
@@ -105,8 +100,6 @@ def replay_workload(
 
 
 class _Replay:
-    """One record on its way through a drafter."""
-
     def __init__(
         self,
         drafter: Drafter,
@@ -124,7 +117,6 @@ class _Replay:
         self._drafter, self._budget, self._vocab_size, self._clock, self._counts = drafter, budget, vocab_size, clock, counts
 
     def run(self) -> None:
-        """From the prefill to the end of the output."""
         self._step(DraftTree.chain(self._request.root, ()))
         while self._request.remaining:
             self._step(self._propose())
@@ -135,7 +127,7 @@ class _Replay:
 
     def _propose(self) -> DraftTree:
         request, budget = self._request, self._budget
-        if not budget or request.remaining == 1:  # nothing is drafted for a request that may emit one token
+        if not budget or request.remaining == 1:  # a request that may emit only one token gets no draft
             return DraftTree.chain(request.root, ())
         started = self._clock()
         (tree,) = self._drafter.propose([request], [budget])
@@ -143,7 +135,6 @@ class _Replay:
         return tree.clipped(budget + 1, request.remaining - 1, self._vocab_size)
 
     def _step(self, tree: DraftTree) -> None:
-        """Verifies a tree against the known output, commits, and tells the drafter."""
         request, counts = self._request, self._counts
         upcoming: Iterator[int] = iter(self._known[request.num_output :])
         acceptance = verify_exact(tree, lambda row: next(upcoming), request.remaining, frozenset())
@@ -159,7 +150,7 @@ class _Replay:
 
 
 def known_rows(tree: DraftTree, acceptance: Acceptance) -> TargetRows:
-    """What a known output says below the rows of a tree: its next token on the accepted path, ``UNKNOWN`` elsewhere.
+    """Return the known next token at the rows of the accepted path, and ``UNKNOWN`` at all other rows.
 
     Example: a root with the branches 1 2 and 3, of which 1 was accepted and 9 follows, gives ``[1, 9, -1, -1]``.
     """

@@ -1,7 +1,7 @@
-"""A generation request, from its prompt to its last token.
+"""Generation request, from its prompt to its last token.
 
-What it asks for (``decoding.sampling_params``), what a step gives it (``decoding.step_output``), and the keys of what is
-remembered of it (``decoding.sources.text_keys``) are imported from here, too.
+Re-exports the sampling parameters (``decoding.sampling_params``), step outputs (``decoding.step_output``) and text keys
+(``decoding.sources.text_keys``).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = [
     "request_hash", "request_of", "tenant_of", "text_key",
 ]  # fmt: skip
 
-PUBLIC = "*"  # the tenant whose texts all tenants draft from
-PLAIN = "autoregressive"  # the strategy of plain decoding, which every request may ask for
-CLEARED_TOKENS = 16  # that end a quarantine: what an engine had not told of when it ended is of a step or two
+PUBLIC = "*"  # tenant whose texts all tenants may draft from
+PLAIN = "autoregressive"  # name of plain decoding, which every request may choose
+CLEARED_TOKENS = 16  # tokens that end a quarantine: tokens not yet reported when an engine ended are of one or two steps
 
 
 def memory_name(tenant: str | None, adapter: str | None) -> str | None:
-    """Under which the outputs of a tenant's requests are remembered: what an adapter says is not what the model says.
+    """Return the namespace in which a tenant's outputs are kept. Outputs of an adapter are kept apart from the model's own.
 
     Example: ``acme``, and ``acme:sql`` for its adapter ``sql``; None for no tenant. Names of tenants have no colon.
     """
@@ -37,12 +37,12 @@ def memory_name(tenant: str | None, adapter: str | None) -> str | None:
 
 
 def tenant_of(memory: str) -> str:
-    """Whose memory it is: see ``memory_name``."""
+    """Return the tenant of a namespace made by ``memory_name``."""
     return memory.partition(":")[0]
 
 
 class RequestState(enum.Enum):
-    """Where a request stands."""
+    """Scheduling state of a request."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -50,38 +50,39 @@ class RequestState(enum.Enum):
 
 
 class Request:
-    """One generation. The only mutable core type; only the engine changes it.
+    """One generation: the only mutable core type, changed by the engine only.
 
-    The committed sequence is prompt and output. The last committed token is the *root*: emitted, but its KV is not cached yet, so
-    ``num_computed <= len(tokens) - 1`` between steps.
+    The committed sequence is prompt and output. The last committed token is the *root*: it is emitted, but its KV is not cached
+    yet, so ``num_computed <= len(tokens) - 1`` between steps.
 
     Args:
         request_id: unique among live requests.
         prompt_ids: [n] token ids, at least one.
-        params: how to choose tokens, when to end.
         references: token sequences to draft from besides the prompt (documents, earlier turns).
-        priority: lower runs first, as in vLLM; any but 0 needs ``engine.scheduling_policy`` priority.
-        account: whose share of slots and rows it takes, and by what weight accounts share them.
-        weight: of the account, above 0.
-        tenant: whose outputs to draft from, and to add this one to. None is a private request: it drafts from no other
-            request's output, and none drafts from its.
+        priority: lower runs first, as in vLLM. Values other than 0 require ``engine.scheduling_policy`` priority.
+        account: account that is charged for the slots and rows of the request.
+        weight: weight of the account in fair sharing, above 0.
+        tenant: the request drafts from outputs of this tenant and adds its own. None is a private request: it drafts from no
+            other request's output, and no other request drafts from its output.
         public: may draft from the public corpus.
-        adapter: of the model, whose output is wanted; None for the model's own. Outputs, KV and what is learned of drafts are
-            kept apart by tenant and adapter (``memory``).
-        emitted: output tokens that were emitted before, by an engine that is gone. They are committed at once and count as
-            output: with choices that depend on seed and position alone, what follows is what would have followed there.
-        strategy: who drafts for it, one of those that the engine has; None for the engine's own. ``autoregressive`` is plain
-            decoding, which every engine has.
-        max_draft_tokens: most drafted rows in a step, for each rank; the engine's own limit holds as well. 0 is plain
-            decoding, whoever would draft.
-        siblings: other choices of the same prompt run beside it, ``NAME/INDEX`` with its own NAME. They compute the prompt
-            once, also where the request is private otherwise.
-        report: outputs say who drafted each token (``StepOutput.report``).
-        prompt_logprobs: alternatives reported with each log-probability of the prompt (``StepOutput.prompt_logprobs``); None
-            for none. The whole prompt is computed then, whatever is there of it. With ``emitted`` they were told before.
-        embedding: of the client's, as ``decoding.sources.embeddings.signs_of`` gives it: past requests are found by it, too.
-        quarantined: an engine ended, or a step failed, while it was computed: it is computed alone until it has emitted
-            ``CLEARED_TOKENS`` more.
+        adapter: adapter of the model to use; None for the model itself. Outputs, KV and draft statistics are kept apart by tenant
+            and adapter (``memory``).
+        emitted: output tokens that an earlier engine emitted before it was lost. They are committed at once and count as output.
+            Token choices depend on seed and position only, so the output continues as it would have there.
+        strategy: drafting strategy, one of the engine's; None for the engine's default. ``autoregressive`` is plain decoding,
+            which every engine supports.
+        max_draft_tokens: maximum drafted rows per step and rank; the engine's own limit applies as well. 0 is plain decoding,
+            whatever the strategy.
+        siblings: other choices of the same prompt run beside it, with ids ``NAME/INDEX`` of the same NAME. They compute the
+            prompt once, even if the request is private.
+        report: report which drafter proposed each token (``StepOutput.report``).
+        prompt_logprobs: number of alternatives reported with each prompt token's log-probability
+            (``StepOutput.prompt_logprobs``); None for none. The whole prompt is computed then, without reuse of cached KV.
+            Ignored with ``emitted``, since they were reported before.
+        embedding: the client's embedding as sign bits (``decoding.sources.embeddings.signs_of``), used to find similar past
+            requests.
+        quarantined: the request was running when an engine ended or a step failed. It is computed alone until it has emitted
+            ``CLEARED_TOKENS`` more tokens.
 
     Raises:
         ValueError: the prompt is empty, ``emitted`` leaves no room for one more token, or ``max_draft_tokens`` is negative.
@@ -128,12 +129,12 @@ class Request:
         self.tenant, self.public, self.siblings, self.report = tenant, public, siblings, report
         self.adapter, self.memory = adapter, memory_name(tenant, adapter)
         self.quarantined, self.embedding = quarantined, embedding
-        self.argmax = params.greedy and not params.alters_logits  # every token is that of the highest of the model's own logits
+        self.argmax = params.greedy and not params.alters_logits  # every token is the argmax of the unmodified logits
         self.prompt_logprobs = None if len(emitted) else prompt_logprobs
-        self.prompt_scores: list[TokenLogprob] = []  # of its tokens from the second on, as far as they are computed
+        self.prompt_scores: list[TokenLogprob] = []  # log-probabilities of prompt tokens, from the second on
         self.text = text_key(request_id)  # key of its output in histories
         self.references: tuple[Int32Array, ...] = tuple(np.asarray(r, np.int32) for r in references if len(r))
-        self.num_prompt, self.num_given = len(prompt_ids), len(emitted)  # num_given: output of an engine that is gone
+        self.num_prompt, self.num_given = len(prompt_ids), len(emitted)  # num_given: tokens that an earlier engine emitted
         self._buffer = np.empty(self.num_prompt + params.max_tokens, np.int32)
         self._buffer[: self.num_prompt] = prompt_ids
         self._length = self.num_prompt + len(emitted)
@@ -141,68 +142,68 @@ class Request:
         self.state = RequestState.WAITING
         self.slot: int | None = None
         self.num_computed = 0  # tokens whose KV is in the slot
-        self.scope: str | None = None  # whose KV it may reuse, and who its own; set at admission, None: nobody
-        self.reach = 0  # length of text by which its rows are rotated at least, set with ``scope``; 0: by their positions alone
+        self.scope: str | None = None  # scope of prefix KV sharing, set at admission; None: not shared
+        self.reach = 0  # minimum sequence length for length-dependent RoPE, set with ``scope``; 0: none
         self.arrival = 0  # order of arrival, set by the scheduler
-        self.queued_s = self.waited_s = 0.0  # the scheduler's clock when it began to wait for a slot, and its waits before that
+        self.queued_s = self.waited_s = 0.0  # scheduler clock when it was queued for a slot; total of its earlier waits
         self.finish_reason: FinishReason | None = None
-        self.fault: str | None = None  # why it cannot go on: the engine ends it, and no other, with this error
+        self.fault: str | None = None  # error that ends this request only
         self.fault_field: str | None = None  # set with fault: see ``StepOutput.fault_field``
         self.stats = SpecStats()
-        self.grammar: Grammar | None = None  # the state of ``params.grammar``, set where the request is computed
-        self.arrived_s = 0.0  # the engine's clock when it took the request
-        self.admitted_s: float | None = None  # the engine's clock at the first step, and at the first token
+        self.grammar: Grammar | None = None  # state of ``params.grammar``, set by the process that computes the request
+        self.arrived_s = 0.0  # engine clock at arrival
+        self.admitted_s: float | None = None  # engine clock at the first step; ``first_token_s``: at the first token
         self.first_token_s: float | None = None
 
     @property
     def plain(self) -> bool:
-        """Whether nothing is ever drafted for it: no drafter hears of it, is taught by it, or keeps its output."""
+        """Return whether nothing is ever drafted for the request. No drafter observes it or keeps its output."""
         return self.max_draft_tokens == 0
 
     @property
     def tokens(self) -> Int32Array:
-        """[n] int32 view of the committed sequence; not to be written to."""
+        """Return an [n] int32 view of the committed sequence. Do not write to it."""
         return self._buffer[: self._length]
 
     @property
     def output_ids(self) -> Int32Array:
-        """[m] int32 view of the tokens emitted so far."""
+        """Return an [m] int32 view of the tokens emitted so far."""
         return self._buffer[self.num_prompt : self._length]
 
     @property
     def prompt_ids(self) -> Int32Array:
-        """[num_prompt] int32 view of the prompt."""
+        """Return a [num_prompt] int32 view of the prompt."""
         return self._buffer[: self.num_prompt]
 
     @property
     def num_tokens(self) -> int:
-        """Length of the committed sequence."""
+        """Return the length of the committed sequence."""
         return self._length
 
     @property
     def num_output(self) -> int:
-        """Tokens emitted so far."""
+        """Return the number of tokens emitted so far."""
         return self._length - self.num_prompt
 
     @property
     def remaining(self) -> int:
-        """Tokens that may still be emitted."""
+        """Return the number of tokens that may still be emitted."""
         return len(self._buffer) - self._length
 
     @property
     def root(self) -> int:
-        """The last committed token."""
+        """Return the last committed token."""
         return int(self._buffer[self._length - 1])
 
     def take_prompt_scores(self) -> tuple[TokenLogprob, ...]:
-        """The log-probabilities of the prompt, once its whole is computed; they are not asked for any more."""
+        """Return the prompt's log-probabilities, once all of it is computed, and stop collecting them."""
         assert len(self.prompt_scores) == self.num_prompt - 1, (len(self.prompt_scores), self.num_prompt)
         scores = tuple(self.prompt_scores)
         self.prompt_logprobs, self.prompt_scores = None, []
         return scores
 
     def commit(self, token_ids: Sequence[int]) -> None:
-        """Appends emitted tokens; the caller keeps within ``remaining``."""
+        """Append emitted tokens, at most ``remaining``."""
         end = self._length + len(token_ids)
         assert end <= len(self._buffer), (len(token_ids), self.remaining)
         self._buffer[self._length : end] = token_ids
@@ -217,7 +218,6 @@ def _check(
     emitted: Sequence[int] | Int32Array,
     max_draft_tokens: int | None,
 ) -> None:
-    """Raises what ``Request`` says."""
     if len(prompt_ids) == 0:
         raise ValueError("prompt must hold at least one token")
     if len(emitted) >= params.max_tokens:

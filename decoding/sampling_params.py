@@ -1,4 +1,4 @@
-"""Sampling parameters of a request: how its tokens are chosen, and when it ends."""
+"""Sampling parameters of a request: how tokens are chosen, and when generation ends."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 MAX_LOGPROBS = 20  # as OpenAI and vLLM
 MAX_LOGIT_BIAS = 100.0  # as OpenAI
-MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 1000  # each is looked for in every token's text, and held back while it may come
+MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 1000  # each string is searched for in every token's text and held back while incomplete
 _GREEDY_BELOW = 1e-5  # as vLLM: logits divided by less could overflow
 
-# Bounds of numbers, both ends included. OpenAI's where it has the parameter; those of repetition_penalty, of which vLLM asks only
-# that it be positive, keep every product with a logit finite.
+# Inclusive bounds. OpenAI's for its parameters. vLLM only requires repetition_penalty > 0; these bounds keep every product with a
+# logit finite.
 _BOUNDS = {
     "temperature": (0.0, 2.0),
     "min_p": (0.0, 1.0),
@@ -23,10 +23,10 @@ _BOUNDS = {
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when a request ends. Values outside their range raise ``ValueError`` naming the field.
+    """Sampling and stop parameters. Values outside their range raise ``ValueError`` naming the field.
 
-    ``grammar``, ``logit_bias``, ``min_tokens`` and the penalties change the logits (``decoding.sampling.penalties``) of greedy
-    and sampled requests alike; ``temperature``, ``min_p``, ``top_k`` and ``top_p`` shape what a sampled request draws from
+    ``grammar``, ``logit_bias``, ``min_tokens`` and the penalties change the logits of greedy and sampled requests
+    (``decoding.sampling.penalties``); ``temperature``, ``min_p``, ``top_k`` and ``top_p`` shape the sampled distribution
     (``decoding.sampling.sampler``).
     """
 
@@ -38,17 +38,17 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # strings that end the text; they are not part of it unless include_stop
     stop_token_ids: tuple[int, ...] = ()  # in addition to the model's own end tokens
     ignore_eos: bool = False  # the model's own end tokens do not end the text
-    include_stop: bool = False  # what ends the text, one of stop or stop_token_ids, is part of it
-    skip_special_tokens: bool = True  # the text is without the tokenizer's special tokens
+    include_stop: bool = False  # the matched stop string or stop token is part of the text
+    skip_special_tokens: bool = True  # leave the tokenizer's special tokens out of the text
     min_p: float = 0.0  # tokens less likely than this share of the most likely one are excluded; 0: none
     repetition_penalty: float = 1.0  # divides positive logits of tokens in prompt or output, multiplies negative ones; 1: off
     presence_penalty: float = 0.0  # subtracted from the logit of every token in the output
-    frequency_penalty: float = 0.0  # subtracted once for every time that the output holds the token
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    frequency_penalty: float = 0.0  # subtracted once for every occurrence of the token in the output
+    logit_bias: tuple[tuple[int, float], ...] = ()  # pairs of (token id, value added to its logit)
     logprobs: int | None = None  # alternatives reported with each token's log-probability; None: no log-probabilities
-    min_tokens: int = 0  # tokens that end the text are not chosen before so many; stop strings end it all the same
-    grammar: str | None = None  # what the text must be of, see engine.text.grammar; None: any text
-    grammar_field: str = "response_format"  # that errors of the grammar name, as the client sent it
+    min_tokens: int = 0  # end tokens are banned before this many tokens; stop strings still end the text
+    grammar: str | None = None  # grammar of the output, see engine.text.grammar; None: any text
+    grammar_field: str = "response_format"  # field of the client's request that grammar errors name
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -87,20 +87,20 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether every token is the argmax, of the logits as bias and penalties leave them."""
+        """Return whether every token is the argmax of the logits after bias and penalties."""
         return self.temperature < _GREEDY_BELOW
 
     @property
     def penalized(self) -> bool:
-        """Whether a token's logit depends on how often the sequence holds the token."""
+        """Return whether a token's logit depends on how often the sequence holds the token."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def alters_logits(self) -> bool:
-        """Whether a greedy token may be another than the argmax of the model's own logits."""
+        """Return whether a greedy token may differ from the argmax of the model's own logits."""
         return self.penalized or bool(self.logit_bias) or self.min_tokens > 0 or self.grammar is not None
 
     @property
     def truncates(self) -> bool:
-        """Whether a sampled token is drawn from some of the tokens only."""
+        """Return whether sampling excludes some of the tokens."""
         return self.min_p > 0.0 or self.top_k > 0 or self.top_p < 1.0

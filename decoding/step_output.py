@@ -1,4 +1,4 @@
-"""Outputs of a step for a request: the acceptance, the emitted tokens with log-probabilities and reports, and the counters."""
+"""Outputs of a step for a request: acceptance, emitted tokens with log-probabilities and reports, and counters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request ended, in OpenAI's words; ``abort`` and ``error`` are ours."""
+    """Reason why a request ended, in OpenAI's words; ``abort`` and ``error`` are Outrider's own."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -20,67 +20,65 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(slots=True)
 class SpecStats:
-    """Counters of one request. ``steps`` are forwards that emitted tokens, the one that ends the prefill included."""
+    """Counters of one request. ``steps`` counts forwards that emitted tokens, including the one that ends the prefill."""
 
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     preemptions: int = 0
-    cached_tokens: int = 0  # of the prompt: their KV was there already
+    cached_tokens: int = 0  # prompt tokens whose KV was cached
     prefill_s: float = 0.0  # from admission to the first token
     decode_s: float = 0.0  # from the first token to the last
     propose_s: float = 0.0
-    forward_s: float = 0.0  # the request's share of its steps is the whole step: steps are shared
-    energy_j: float | None = None  # its share of what the devices used in its steps; None where nothing measured it
+    forward_s: float = 0.0  # each request counts its whole steps, although steps are shared
+    energy_j: float | None = None  # its share of the devices' energy in its steps; None if not measured
 
     def tokens_per_step(self, emitted: int) -> float:
-        """Emitted tokens per target forward; 0.0 before the first."""
+        """Return emitted tokens per target forward; 0.0 before the first."""
         return emitted / self.steps if self.steps else 0.0
 
 
-@dataclass(slots=True)  # not frozen, which would take longer to make: there is one for each request in each step
+@dataclass(slots=True)  # not frozen: frozen instances are slower to create, and every request gets one per step
 class Acceptance:
-    """What verification kept of a tree: the accepted rows in order of depth, and the target's own token after them."""
+    """Verification result of one tree: accepted rows in order of depth, and the target's own next token (bonus token)."""
 
     rows: tuple[int, ...]
     next_token: int
 
     @property
     def count(self) -> int:
-        """Tokens emitted: accepted drafts and the bonus token."""
+        """Return the number of emitted tokens: accepted drafts and the bonus token."""
         return len(self.rows) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """How likely the model found an emitted token: natural logarithms of the softmax of its raw logits, before bias, penalties,
-    temperature and truncation (vLLM's ``raw_logprobs``)."""
+    """Log-probability of a token before bias, penalties, temperature and truncation (vLLM's ``raw_logprobs``), natural log."""
 
     token_id: int
     logprob: float
-    top: tuple[tuple[int, float], ...]  # the most likely tokens and theirs, the most likely first, equals by token id
-    rank: int | None = None  # among all tokens, 1 the most likely; told of tokens of a prompt only
+    top: tuple[tuple[int, float], ...]  # (token, logprob) of the likeliest tokens, in descending order, ties by token id
+    rank: int | None = None  # rank among all tokens, 1 is the likeliest; set for prompt tokens only
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Who drafted what a step emitted, for requests that ask (see ``decoding.budget.attribution``)."""
+    """Drafter of each token that a step emitted, for requests with ``report`` (see ``decoding.budget.attribution``)."""
 
-    pieces: tuple[str, ...]  # of the output's ``text``, one for each token: what it released; "" for a part of a character
-    sources: tuple[str, ...]  # one for each token: ``model`` for the target's own, else what drafted it
-    drafted: int  # rows that were verified, accepted ones included
+    pieces: tuple[str, ...]  # parts of the output's ``text``, one per token; "" for an incomplete character
+    sources: tuple[str, ...]  # one per token: ``model`` for the target's own, else the draft source
+    drafted: int  # verified rows, accepted ones included
 
     @property
     def accepted(self) -> int:
-        """Drafted tokens that were emitted."""
+        """Return the number of drafted tokens that were emitted."""
         return sum(source != "model" for source in self.sources)
 
 
-@dataclass(slots=True)  # not frozen, which would take longer to make: there is one for each request in each step
+@dataclass(slots=True)  # not frozen: frozen instances are slower to create, and every request gets one per step
 class StepOutput:
-    """What one step gives one request. ``text`` is what can be shown now: unfinished characters and possible beginnings of stop
-    strings are held back until they are decided."""
+    """Output of one step for one request. ``text`` excludes incomplete characters and possible beginnings of stop strings."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -88,16 +86,16 @@ class StepOutput:
     finish_reason: FinishReason | None = None
     error: str | None = None  # set with FinishReason.ERROR
     stats: SpecStats | None = None  # set with the finish reason
-    logprobs: tuple[TokenLogprob, ...] | None = None  # one for each of token_ids, where the request asks for them
-    report: StepReport | None = None  # where the request asks for it
-    # Of the first output with tokens, where the request asks for it: one for each token of the prompt from the second on.
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one for each of token_ids, if requested
+    report: StepReport | None = None  # if requested
+    # If requested, in the first output with tokens: one for each prompt token from the second on.
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
-    fault_field: str | None = None  # set with error: the request's field that is at fault; None: a step failed
-    alone: bool | None = None  # set without tokens: whether the next step computes this request, which is quarantined, alone
+    fault_field: str | None = None  # set with error: the faulty field of the request; None: a step failed
+    alone: bool | None = None  # set without tokens: whether the next step runs this quarantined request alone
 
 
 def merge_outputs(outputs: Sequence[StepOutput]) -> StepOutput:
-    """Consecutive outputs of a choice as one; of none, one without tokens.
+    """Merge consecutive outputs of a choice into one; without outputs, return one without tokens.
 
     Example: ``(7,) "ab"`` and ``(8, 9) "c"`` are ``(7, 8, 9) "abc"``.
     """
@@ -110,7 +108,7 @@ def merge_outputs(outputs: Sequence[StepOutput]) -> StepOutput:
         values = [value for output in outputs if (value := getattr(output, part.name)) is not None]
         if part.name == "text":
             changes["text"] = "".join(values)
-        elif values and isinstance(values[0], tuple):  # token ids, log-probabilities: one after the other
+        elif values and isinstance(values[0], tuple):  # token ids, log-probabilities: concatenated
             changes[part.name] = tuple(item for value in values for item in value)
         elif values:
             changes[part.name] = values[-1]
@@ -119,9 +117,9 @@ def merge_outputs(outputs: Sequence[StepOutput]) -> StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class BudgetCounts:
-    """What a budget has decided since its start."""
+    """Decisions of a draft budget since its start."""
 
-    asked: int = 0  # times that a request was asked for rows
-    offered: int = 0  # rows that were found likely enough to be looked at
-    granted: int = 0  # of these, rows that were drafted
-    least_chance: float = 0.0  # of the latest step: a row of a lower chance does not pay
+    asked: int = 0  # times that a request was considered for drafting
+    offered: int = 0  # candidate rows that were likely enough to be considered
+    granted: int = 0  # offered rows that were drafted
+    least_chance: float = 0.0  # lowest acceptance probability at which a row paid off in the latest step

@@ -1,4 +1,4 @@
-"""A strategy with options as one string, ``NAME[:option=value,...]``, as commands and configurations take it."""
+"""Parser for strategies with options, ``NAME[:option=value,...]``, as used by commands and configurations."""
 
 from __future__ import annotations
 
@@ -10,30 +10,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from decoding.drafters.base import Drafter
 
-_NEXT_OPTION = re.compile(r",(?=\s*[A-Za-z_]\w*\s*=)")  # a comma before the next name: a value may hold commas of its own
+_NEXT_OPTION = re.compile(r",(?=\s*[A-Za-z_]\w*\s*=)")  # a comma before the next name: values may contain commas
 
 
 @dataclass(frozen=True, slots=True)
 class StrategyChoice:
-    """A strategy and the options of its drafter."""
+    """Strategy name and the options of its drafter."""
 
-    label: str  # as it was asked for
+    label: str  # the unparsed text
     name: str
     options: dict[str, Any]
 
     def build(self) -> Drafter:
-        """A new drafter. Raises ``ValueError`` for an unknown strategy or option, or a value outside its range."""
+        """Build a new drafter. Raise ``ValueError`` for an unknown strategy or option, or a value outside its range."""
         from decoding.drafters import build_drafter
 
         return build_drafter(self.name, self.options)
 
 
 def parse_strategy(text: str) -> StrategyChoice:
-    """Reads ``llma:copy_length=9,include_prompt=false``; values are JSON, or strings where they are not.
-
-    Raises:
-        ValueError: an option without ``=``.
-    """
+    """Parse a strategy such as ``llma:copy_length=9,include_prompt=false``. Raise ``ValueError`` for an option without ``=``."""
     name, _, rest = text.partition(":")
     options: dict[str, Any] = {}
     for pair in _NEXT_OPTION.split(rest) if rest.strip() else ():
@@ -41,6 +37,7 @@ def parse_strategy(text: str) -> StrategyChoice:
         if not separator or not key:
             raise ValueError(f"strategy {text!r}: {pair!r} must be option=value")
         try:
+            # Values are JSON, or else strings.
             options[key] = json.loads(value)
         except json.JSONDecodeError:
             options[key] = value

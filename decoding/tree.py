@@ -1,4 +1,4 @@
-"""Draft trees as arrays, the one form that every drafter returns."""
+"""Draft trees as arrays: the form that every drafter returns."""
 
 from __future__ import annotations
 
@@ -16,44 +16,38 @@ Int32Array = npt.NDArray[np.int32]
 Int8Array = npt.NDArray[np.int8]
 BoolArray = npt.NDArray[np.bool_]
 
-# ``DraftTree.sources`` holds indices into this tuple. Append only: they are kept in records.
+# ``DraftTree.sources`` holds indices into this tuple. Append only: records store the indices.
 SOURCES = (
     "root", "prompt_lookup", "llma", "trie", "context_ngram", "bigram", "unigram", "jacobi", "suffix", "recycling", "copy",
     "history", "draft_model", "grammar", "similar",
 )  # fmt: skip
-_NO_PARENT, _ROOT_SOURCE = np.full(1, -1, np.int32), np.zeros(1, np.int8)  # of a root alone
+_NO_PARENT, _ROOT_SOURCE = np.full(1, -1, np.int32), np.zeros(1, np.int8)  # arrays of a tree of one row
 
 
-@dataclass(slots=True)  # not frozen, which would take longer to make: there is one for each request in each step
+@dataclass(slots=True)  # not frozen: frozen instances are slower to create, and every request gets one per step
 class DraftTree:
-    """Tokens to compute below the committed sequence. Row 0 is the root: the last committed token, whose KV is not cached yet.
+    """Tokens to compute below the committed sequence.
 
-    ``parents[i] < i``, so one pass from the left yields depths, masks and paths.
-    Plain decoding is the tree of one row.
+    Row 0 is the root: the last committed token, whose KV is not cached yet. ``parents[i] < i``, so one pass from the left yields
+    depths, masks and paths. Plain decoding is the tree of one row.
 
     Example: root 7 with the branches 1 2 and 3 is ``tokens=[7, 1, 2, 3]``, ``parents=[-1, 0, 1, 0]``, ``depths=[0, 1, 2, 1]``.
     """
 
     tokens: Int32Array  # [n]
     parents: Int32Array  # [n], parents[0] == -1
-    sources: Int8Array  # [n], which drafter proposed the row: survives merging, feeds metrics
+    sources: Int8Array  # [n], index of the source that proposed the row, kept through merging for metrics
     num_candidates: int  # rows below this may be accepted; later rows only feed the drafter (jacobi window)
-    rule: Rule | None = None  # how a tree as it is proposed is to be verified; None: by ``verify_exact``, which keeps the output
+    rule: Rule | None = None  # verification rule of a proposed tree; None: ``verify_exact``, which keeps the output
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @classmethod
     def chain(cls, root: int, draft: Sequence[int] | Int32Array, source: int = 0) -> DraftTree:
-        """The tree of one branch; an empty ``draft`` gives the root alone.
-
-        Args:
-            root: the last committed token.
-            draft: [n - 1] token ids that may follow it.
-            source: the id of the drafter (see ``SOURCES``).
-        """
+        """Build a tree of one branch, the root alone for an empty ``draft``; ``source`` is an index into ``SOURCES``."""
         n = len(draft) + 1
-        if n == 1 and source == 0:  # plain decoding, every step of it
+        if n == 1 and source == 0:  # fast path for plain decoding
             return cls(np.array((root,), np.int32), _NO_PARENT, _ROOT_SOURCE, 1)
         tokens = np.empty(n, np.int32)
         tokens[0] = root
@@ -62,22 +56,22 @@ class DraftTree:
 
     @classmethod
     def of(cls, tokens: Sequence[int], parents: Sequence[int], sources: Sequence[int] | int) -> DraftTree:
-        """The tree of some rows, all of them candidates; one source is that of all rows but the root."""
+        """Build a tree whose rows are all candidates. A single ``sources`` value applies to all rows but the root."""
         of_rows = np.full(len(tokens), sources, np.int8) if isinstance(sources, int) else np.array(sources, np.int8)
         of_rows[0] = 0
         return cls(np.array(tokens, np.int32), np.array(parents, np.int32), of_rows, len(tokens))
 
     def depths(self) -> Int32Array:
-        """[n] int32, the number of edges from the root."""
+        """Return [n] int32, the number of edges from the root."""
         depths = np.zeros(len(self.parents), np.int32)
         if len(depths) > 1:
-            from decoding.verify.tree_rows import fill_depths  # loads the compiler, which those who only hold trees do not need
+            from decoding.verify.tree_rows import fill_depths  # imported here because it loads numba
 
             fill_depths(_own(self.parents), depths)
         return depths
 
     def path(self, row: int) -> list[int]:
-        """Rows from below the root down to ``row``; empty for the root."""
+        """Return the rows from below the root down to ``row``; empty for the root."""
         rows = []
         while row > 0:
             rows.append(row)
@@ -85,21 +79,15 @@ class DraftTree:
         return rows[::-1]
 
     def children(self, rows: Sequence[int], token: int) -> list[int]:
-        """The candidate children of any of ``rows`` that hold ``token``; several where a tree says the same twice."""
+        """Return the candidate children of any of ``rows`` that hold ``token``; several if the tree has duplicate branches."""
         hits = (self.tokens[1 : self.num_candidates] == token).nonzero()[0].tolist()
         return [row + 1 for row in hits if self.parents[row + 1] in rows]
 
     def clipped(self, max_rows: int, max_depth: int, vocab_size: int, max_window_depth: int | None = None) -> DraftTree:
-        """The tree without rows that must not be computed: outside the vocabulary, too deep, too many, or below such a row.
+        """Return the tree without rows that are outside the vocabulary, too deep or too many, or below such a row.
 
-        What a drafter proposes is a hint: whatever it holds, the engine computes a valid tree. Rows keep their order, so that
-        parents still come first.
-
-        Args:
-            max_rows: rows to keep, the root included.
-            max_depth: of candidates.
-            vocab_size: tokens are below it.
-            max_window_depth: of the rows behind the candidates, which are never emitted; ``max_depth`` when absent.
+        Whatever a drafter proposes, the engine computes a valid tree. Rows keep their order, so parents still come first.
+        ``max_rows`` includes the root; ``max_window_depth`` applies to the rows behind the candidates, default ``max_depth``.
         """
         n = len(self.tokens)
         if n == 1:
@@ -114,12 +102,9 @@ class DraftTree:
         return self.take(np.flatnonzero(kept).astype(np.int32))
 
     def take(self, rows: Int32Array) -> DraftTree:
-        """Some rows as a tree of their own, in the same order and from the same sources.
+        """Return the given ascending rows as a tree, in the same order and with the same sources. Ancestors must be included.
 
         Example: of root 7 with the branches 1 2 and 3, in rows 0 to 3, the rows 0 and 3 are root 7 with the branch 3.
-
-        Args:
-            rows: [m] ascending, each with all its ancestors; so the root comes first.
         """
         assert len(rows) and rows[0] == 0, rows
         renumbered = np.full(len(self.tokens), -1, np.int32)
@@ -131,25 +116,20 @@ class DraftTree:
         return DraftTree(self.tokens[rows], parents, self.sources[rows], candidates)
 
     def partition(self, ranks: int) -> list[Part]:
-        """One part for each rank that shares the step (lookahead parallelism, arXiv 2402.02057, section 3.4).
+        """Return one part for each rank that shares the step (lookahead parallelism, arXiv 2402.02057, section 3.4).
 
-        Leaves are partitioned as runs of their depth-first order (children in order of their rows), each with its ancestors, so
-        that the largest part has as few rows as such runs allow. Every row is in some part, every leaf in exactly one, and every
-        part holds the root: what verification finds in a part is a valid step by itself, and the longest walk of all parts is the
-        longest in the tree. In the comb of a Jacobi window runs of leaves are runs of columns, with block 0 up to their last.
+        Leaves are partitioned as runs in depth-first order (children in order of their rows), each with its ancestors, so that
+        the largest part has as few rows as such runs allow. Every row is in some part, every leaf in exactly one, and every part
+        holds the root. So the verification of a part is a valid step by itself, and the longest accepted path over all parts is
+        the longest in the tree. In the comb of a Jacobi window, runs of leaves are runs of columns, with block 0 up to their last
+        column. If there are fewer runs than ranks, the last parts are the root alone.
 
         Example: root 7 with the branches 1 2, 3 4 and 5. Of two ranks the first gets 1 2 (three rows), the second 3 4 and 5 (four
         rows); with 3 4 the first would have five.
-
-        Args:
-            ranks: at least 1.
-
-        Returns:
-            ``ranks`` parts. Where there are fewer runs than ranks, the last ranks get the root alone.
         """
         if ranks == 1 or len(self.tokens) == 1:
             return [Part(np.arange(len(self.tokens), dtype=np.int32), self)] * ranks
-        from decoding.budget.partition import partition  # loads the compiler, which those who only hold trees do not need
+        from decoding.budget.partition import partition  # imported here because it loads numba
 
         own = _own(self.tokens), _own(self.parents), self.sources.astype(np.int8)
         bounds, counts, rows, tokens, parents, sources = partition(*own, int(self.num_candidates), ranks)
@@ -161,7 +141,7 @@ class DraftTree:
         return parts
 
     def check(self) -> None:
-        """Asserts the invariants of the arrays."""
+        """Assert the invariants of the arrays."""
         n = len(self.tokens)
         assert n >= 1 and len(self.parents) == n and len(self.sources) == n, (n, len(self.parents), len(self.sources))
         assert self.parents[0] == -1, self.parents[0]
@@ -171,12 +151,13 @@ class DraftTree:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One rank's share of a tree."""
+    """Rows of a tree that one rank computes."""
 
-    rows: Int32Array  # [m] ascending rows of the whole tree, the root first; with each row its ancestors
-    tree: DraftTree  # those rows as a tree of their own
+    rows: Int32Array  # [m] ascending rows of the whole tree, the root first, each with its ancestors
+    tree: DraftTree  # the same rows, renumbered
 
 
 def _own(values: Int32Array) -> Int32Array:
-    """A copy: an array that is read-only or has gaps would be a new type to the compiler, in the middle of a step."""
+    """Return a contiguous, writable copy."""
+    # numba would compile again for a read-only or strided array, in the middle of a step.
     return values.astype(np.int32, order="C")

@@ -1,8 +1,4 @@
-"""Calls of ``torch.cuda`` that the engine makes: memory, capability, streams, events and graphs of a GPU.
-
-Nothing else in ``engine/`` calls ``torch.cuda``. Tests run the engine on a double of a GPU, which is the second implementation of
-``Accelerator`` and is installed with ``use``.
-"""
+"""Calls of ``torch.cuda`` that the engine makes; all are here, so that tests can run the engine on a simulated GPU (``use``)."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ _NO_DEVICES = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES; Ray gi
 
 
 class Event(Protocol):
-    """A point in the work of a stream."""
+    """Point in the work of a stream."""
 
     def synchronize(self) -> None:
         """Wait on the host until the work before this point is done."""
@@ -28,14 +24,14 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """A queue of work of one device."""
+    """Work queue of one device."""
 
     def wait_stream(self, stream: Any) -> None:
-        """Let later work of this stream begin after the present work of another stream."""
+        """Make later work of this stream wait for the present work of another stream."""
         ...
 
     def record_event(self) -> Event:
-        """Return an event behind the present work of this stream."""
+        """Return an event after the present work of this stream."""
         ...
 
 
@@ -48,10 +44,10 @@ class Graph(Protocol):
 
 
 class Accelerator(Protocol):
-    """The GPUs of this process, as the engine uses them. A method that takes a device expects ``cuda:N``."""
+    """GPUs of this process. Methods that take a device expect ``cuda:N``."""
 
     def unavailable(self) -> str | None:
-        """Return why no GPU can be used, in one line that says what to do; None where one can."""
+        """Return why no GPU can be used and what to do, in one line; None if one can be used."""
         ...
 
     def device_count(self) -> int:
@@ -63,7 +59,7 @@ class Accelerator(Protocol):
         ...
 
     def uuid(self, device: torch.device) -> str:
-        """Return what NVML knows a GPU by: ``GPU-`` and hexadecimal digits."""
+        """Return the id that NVML uses for a GPU: ``GPU-`` and hexadecimal digits."""
         ...
 
     def capability(self, device: torch.device) -> tuple[int, int]:
@@ -71,7 +67,7 @@ class Accelerator(Protocol):
         ...
 
     def has_kernels(self, dtype: torch.dtype) -> bool:
-        """Return whether the attention kernels of ``engine.forward.cuda`` compute in a type here."""
+        """Return whether the attention kernels of ``engine.forward.cuda`` support a type here."""
         ...
 
     def memory(self, device: torch.device) -> tuple[int, int]:
@@ -79,23 +75,23 @@ class Accelerator(Protocol):
         ...
 
     def reserved(self, device: torch.device) -> int:
-        """Return the bytes that this process has taken of a GPU."""
+        """Return the bytes of a GPU that this process has reserved."""
         ...
 
     def empty_cache(self) -> None:
-        """Return memory that no tensor uses to the GPU."""
+        """Give cached memory that no tensor uses back to the GPU."""
         ...
 
     def current(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Make a GPU the current device of this thread within a block. On a CPU the block runs as it is."""
+        """Make a GPU the current device of this thread within a block; a CPU is ignored."""
         ...
 
     def synchronize(self, device: torch.device) -> None:
-        """Wait on the host for all work of a GPU. Raises the error of work that failed."""
+        """Wait on the host for all work of a GPU, and raise the error of work that failed."""
         ...
 
     def new_stream(self, device: torch.device) -> Stream:
-        """Return a stream beside the default one."""
+        """Return a new stream, other than the default one."""
         ...
 
     def current_stream(self, device: torch.device) -> Stream:
@@ -107,26 +103,18 @@ class Accelerator(Protocol):
         ...
 
     def pinned(self, size: int) -> torch.Tensor:
-        """Return [size] int32 zeros on the host, from which copies to a GPU do not block."""
+        """Return [size] int32 zeros in pinned host memory, from which copies to a GPU do not block."""
         ...
 
     def graph_pool(self) -> Any:
-        """Return a handle of memory that graphs share which are never replayed at once."""
+        """Return a memory pool for graphs that are never replayed at the same time."""
         ...
 
     def capture(self, device: torch.device, pool: Any, forward: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
-        """Capture the launches of a function.
+        """Capture the launches of ``forward`` as a graph; return it, and the function's output, which each replay overwrites.
 
-        Args:
-            device: of the function's tensors; it must be the current one.
-            pool: see ``graph_pool``.
-            forward: is called once; it must not wait for the GPU.
-
-        Returns:
-            The graph, and the function's output, which each replay overwrites.
-
-        Raises:
-            RuntimeError: the function does what a graph cannot hold.
+        The function is called once, with its tensors on the current device, and must not wait for the GPU. Raises
+        ``RuntimeError`` if a graph cannot hold one of its operations.
         """
         ...
 
@@ -213,8 +201,7 @@ class Cuda:
     def capture(self, device: torch.device, pool: Any, forward: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
         """See ``Accelerator``."""
         graph = torch.cuda.CUDAGraph()
-        # A stream of this device: the one that torch keeps for captures is of the device that was current at the first of them.
-        # Other threads of the process may use the GPU meanwhile: only calls of this thread break the capture.
+        # torch's own capture stream belongs to the device of the first capture. ``thread_local``: other threads may use the GPU.
         stream = torch.cuda.Stream(device)
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             output = forward()
@@ -231,7 +218,7 @@ def accelerator() -> Accelerator:
 
 @contextlib.contextmanager
 def use(other: Accelerator) -> Iterator[None]:
-    """Have ``accelerator`` return another implementation within a block, for all threads of this process."""
+    """Make ``accelerator`` return another implementation within a block, for all threads of this process."""
     global _installed
     before, _installed = _installed, other
     try:
@@ -240,28 +227,25 @@ def use(other: Accelerator) -> Iterator[None]:
         _installed = before
 
 
-# Of libraries and of the driver, beside torch.OutOfMemoryError.
+# Messages of libraries and the driver; torch's own error is ``torch.OutOfMemoryError``.
 _OUT_OF_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a GPU lacked memory. It goes on."""
+    """Return whether an error means that a GPU ran out of memory, after which it can still be used."""
     if isinstance(error, torch.OutOfMemoryError | DeviceError):
         return isinstance(error, torch.OutOfMemoryError)
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
 
 
 def device_error(error: BaseException, device: torch.device) -> DeviceError | None:
-    """Return the error to raise where the device failed for good; None where it goes on, or has no part in the error.
-
-    After an illegal access, an ECC error or a lost device every later call of CUDA fails. So the device is asked: it has failed
-    where waiting for it fails, too.
-    """
+    """Return the error to raise if the device failed permanently; None if it still works or is not involved."""
     if isinstance(error, DeviceError):
         return error
     if is_out_of_memory(error):
         return None
     if device.type == "cuda":
+        # After an illegal access, an ECC error or a lost device every later CUDA call fails, synchronizing included.
         try:
             with accelerator().current(device):
                 accelerator().synchronize(device)

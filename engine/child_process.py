@@ -1,4 +1,4 @@
-"""Processes that this one starts: they import its own code, whatever lies in the current folder, and get no secret."""
+"""Commands and environments of child processes: they import this code, ignore the current folder, and get no secrets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 CODE = str(Path(__file__).resolve().parents[1])  # the folder of engine, cluster, ...
 
-# Variables by name or prefix. No child needs Ray's token, an address with a password, or a secret of the cache.
+# Variables by name or prefix, without Ray's token, addresses with passwords, and secrets of the cache.
 _VARIABLES = (
     "PATH", "HOME", "USER", "LANG", "LC_", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "XDG_", "VIRTUAL_ENV",
     "OMP_", "MKL_", "OPENBLAS_", "KMP_", "NUMBA_", "CUDA_", "NVIDIA_", "TORCH", "TRITON_", "HF_", "MPL", "COVERAGE_",
@@ -21,12 +21,12 @@ _SECRETS = ("HF_TOKEN", "HF_HUB_TOKEN")
 
 
 def python_module(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module, with no import from the current folder."""
+    """Return the command that runs a module without imports from the current folder."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def child_environment(*more: str) -> dict[str, str]:
-    """Return the variables for a child process: the few that it needs, and those that begin with ``more``."""
+    """Return the environment of a child process: a fixed set of variables, and those that begin with ``more``."""
     kept = {name: value for name, value in os.environ.items() if name.startswith((*_VARIABLES, *more)) and name not in _SECRETS}
     path = os.environ.get("PYTHONPATH")
     return kept | {"PYTHONPATH": f"{CODE}{os.pathsep}{path}" if path else CODE}

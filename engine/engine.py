@@ -47,11 +47,7 @@ logger = logging.getLogger(__name__)
 def load_runner(
     model: ModelOptions, options: EngineOptions, speculation: SpeculationOptions, world_size: int
 ) -> tuple[LoadedModel, ModelRunner]:
-    """A model, and KV slots for the requests of an engine whose steps so many ranks may share.
-
-    Raises:
-        ModelLoadError: the model cannot be used, or its slots do not fit.
-    """
+    """Load a model, and create its runner for steps that up to ``world_size`` ranks share. Raises ``ModelLoadError``."""
     loaded = load_model(model, options.gpu_memory_utilization)
     loaded, runner = runner_over(loaded, options, speculation, world_size)
     _grammars_of(runner).prepare()
@@ -71,12 +67,11 @@ def runner_over(
     world_size: int,
     make: RunnerMaker = make_runner,
 ) -> tuple[LoadedModel, ModelRunner]:
-    """As ``load_runner``, over a model that is loaded, by another maker than the runner's own where one is given.
+    """Create the runner of a loaded model, with grammars that are not prepared yet.
 
-    Its grammars are not prepared. Ranks have as many slots as each other, whatever memory each of them has. On a GPU the model's
-    context may come back shorter, see ``engine.loading.slot_memory``.
+    On a GPU the returned model may have a shorter context, see ``engine.loading.slot_memory``.
     """
-    if world_size > 1 and options.kv_slots is None:
+    if world_size > 1 and options.kv_slots is None:  # the same number on every rank, whatever memory each of them has
         options = dataclasses.replace(options, kv_slots=options.max_running)
     if loaded.model.device.type == "cuda":
         loaded, options = fitted(loaded, options, speculation, world_size)
@@ -88,10 +83,10 @@ def runner_over(
 
 
 class Engine:
-    """Serves requests step by step. Not thread-safe: one thread calls it.
+    """Step loop that serves requests. Not thread-safe: one thread calls it.
 
-    A request's output is a function of its prompt, parameters and seed: the strategy, the other requests of a step and
-    preemptions change when tokens come, not which.
+    A request's output depends on its prompt, parameters and seed only. The strategy, the other requests of a step and preemptions
+    change when tokens arrive, not which tokens.
     """
 
     def __init__(
@@ -105,11 +100,9 @@ class Engine:
         grammars: Grammars | None = None,
         target: LocalTarget | None = None,
     ) -> None:
-        """Without a tokenizer outputs carry token ids and no text, and stop strings are refused; without grammars they are, too.
-        The target that the drafter was prepared with is told how long steps take.
+        """Create an engine; ``target`` learns the time of each step. Raises ``ValueError`` if an option is outside its range.
 
-        Raises:
-            ValueError: an option outside its range.
+        Without a tokenizer outputs have no text and stop strings are refused; without grammars structured output is refused.
         """
         self._grammars, self._target = grammars, target
         self.info, self.tokenizer, self._device = info, tokenizer, torch.device(info.device)
@@ -122,9 +115,9 @@ class Engine:
         self._by_strategy = CountsByStrategy(info.choices)
         self._ledger = EnergyLedger(NoMeter())
         self._metrics = EngineMetrics(info.max_model_len)
-        self._chores: list[Iterator[None]] = []
-        self.in_step: tuple[str, ...] = ()  # requests that the last step computes; none until it is planned
-        self.before_step: Callable[[Request | None], None] | None = None  # is told who is quarantined and computed alone
+        self._chores: list[Iterator[None]] = []  # deferred warm-up tasks
+        self.in_step: tuple[str, ...] = ()  # ids of the requests in the current or last step; empty until it is planned
+        self.before_step: Callable[[Request | None], None] | None = None  # gets the quarantined request of the step, or None
 
     @classmethod
     def load(
@@ -137,17 +130,15 @@ class Engine:
         make: RunnerMaker = make_runner,
         put_off: bool = False,
     ) -> Engine:
-        """An engine with its model in this process.
+        """Load a model into this process and create an engine over it.
 
         Args:
-            world_size: the most ranks that will ever share a step: trees are as many times as large.
-            executor: makes the executor over this process's model.
-            make: makes the runner of this process's model, of which it may keep a part (``engine.forward.sharded``).
-            put_off: what only makes drafts faster is made by ``chore``, unless it was kept before.
+            world_size: most ranks that will ever share a step; trees may have as many times the rows.
+            put_off: defer warm-up work that only makes drafts faster to ``chore``, unless its result is on disk.
 
         Raises:
             ModelLoadError: the model, or the draft model, cannot be used.
-            ValueError: an option outside its range, an unknown strategy, or one that the options do not allow.
+            ValueError: an option is outside its range, or a strategy is unknown or not allowed by the options.
         """
         most = speculation.most_draft_tokens
         if most < 0:
@@ -162,20 +153,20 @@ class Engine:
         loaded = load_model(model, options.gpu_memory_utilization)
         with accelerator().current(loaded.model.device):
             tell("checking that steps are exact")
-            info = loaded.info(speculation.strategy, LOSSLESS.issuperset(names), others)  # of the whole model
+            info = loaded.info(speculation.strategy, LOSSLESS.issuperset(names), others)  # before ``make`` drops parts of it
             loaded, runner = runner_over(loaded, options, speculation, world_size, make)
             info = dataclasses.replace(
                 info, max_model_len=loaded.max_model_len, device=str(runner.model.device), exact=runner.exact,
                 uncaptured_rows=tuple(runner.capture_failures),
                 strategies_apart=strategies_apart(speculation),
             )  # fmt: skip
-            computes = executor(runner)  # first: it may settle where this thread runs, and so what the drafter measures
+            computes = executor(runner)  # first: it may pin this thread to CPUs, which changes the drafter's measurements
             if drafter.draft_rows and speculation.draft_model is not None:
                 slots, rows = runner.cache.slots, options.max_step_tokens
                 small = load_draft_model(speculation.draft_model, model, loaded, slots, rows, drafter.draft_rows)
                 drafter.draft_model = small
             if speculation.max_draft_tokens is None and runner.fixed_rows is not None:
-                most = min(most, runner.fixed_rows - 1)  # with the root, one forward
+                most = min(most, runner.fixed_rows - 1)  # drafts and root fit into one forward
             tell("preparing drafts")
             chores: list[Iterator[None]] | None = [] if put_off else None
             target = LocalTarget(runner, info, loaded.tokenizer, chores=chores)
@@ -191,19 +182,16 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request runs or waits."""
+        """Return whether a request is running or waiting."""
         return bool(self._requests)
 
     @property
     def has_chores(self) -> bool:
-        """Whether something is left for ``chore`` to do."""
+        """Return whether deferred warm-up work is left for ``chore``."""
         return bool(self._chores)
 
     def chore(self) -> None:
-        """Does a piece of what was put off at the start, which takes about as long as a step. KV slots are written to.
-
-        A failure costs speed alone: it is logged, and what failed is not tried again. Raises ``DeviceError`` as ``step`` does.
-        """
+        """Run one piece of deferred warm-up, about as long as a step. It overwrites KV slots, so call it when idle."""
         assert not self._requests, "no request runs or waits"
         try:
             with accelerator().current(self._device):
@@ -211,7 +199,7 @@ class Engine:
             return
         except StopIteration:
             logger.debug("what makes drafts faster is made")
-        except Exception as error:
+        except Exception as error:  # costs speed only, so it is not retried; a lost device raises ``DeviceError``
             self._raise_lost(error)
             logger.exception("what would make drafts faster could not be made")
         del self._chores[0]
@@ -219,41 +207,37 @@ class Engine:
 
     @property
     def memory(self) -> Histories | None:
-        """What past outputs taught the drafter, by tenant; None for a strategy that keeps nothing."""
+        """Return the drafter's history of past outputs by tenant; None for a strategy that keeps none."""
         return self._drafter.memory
 
     def remembers(self, request: Request) -> bool:
-        """Whether the output of a request is kept for others of its tenant, if it has one."""
+        """Return whether the output of a request is kept for other requests of its tenant."""
         return not request.plain and self._drafter.remembers(request)
 
     def counts(self) -> EngineCounts:
-        """Requests and slots at this moment."""
+        """Return the current numbers of requests and slots, and the counters of prefix reuse and preemptions."""
         scheduler, admission = self._scheduler, self._admission
         places = len(scheduler.running), scheduler.num_waiting, scheduler.num_free_slots
         return EngineCounts(*places, admission.queries, admission.hits, scheduler.num_preemptions)
 
     def meter(self, meter: EnergyMeter) -> None:
-        """Has the energy of requests told from now on (``SpecStats.energy_j``); to be called before the first request.
-
-        Args:
-            meter: of all devices that compute the steps. One that tells nothing changes nothing.
-        """
+        """Report each request's energy (``SpecStats.energy_j``) by a counter over all devices. Call before the first request."""
         self._ledger = EnergyLedger(meter)
 
     def energy(self) -> EnergyCounts | None:
-        """What the steps have used; None where nothing is metered. From any thread."""
+        """Return the energy that steps have used; None if it is not metered. Thread-safe."""
         return self._ledger.counts()
 
     def by_strategy(self) -> tuple[StrategyCounts, ...]:
-        """Counts of the requests that have ended, the strategy of those that ask for none first. From any thread."""
+        """Return counters of ended requests by strategy, the default strategy first. Thread-safe."""
         return self._by_strategy.read()
 
     def metrics(self) -> MetricsCounts:
-        """What was counted for dashboards. From any thread."""
+        """Return the counters for dashboards. Thread-safe."""
         return self._metrics.read(None if self.memory is None else self.memory.log_bytes, self._drafter.budget())
 
     def check_integrity(self) -> None:
-        """Asserts, between steps, that no slot, no KV entry and no request is lost, and nothing kept of one that has ended."""
+        """Assert, between steps, that no slot, KV entry or request is lost and nothing is kept of ended requests."""
         self._scheduler.check_integrity()
         live = {request.request_id: request for request in self._scheduler.requests()}
         assert live == self._requests, (live.keys(), self._requests.keys())
@@ -262,13 +246,13 @@ class Engine:
         self._executor.check_integrity(self._scheduler.running)
 
     def add(self, request: Request) -> None:
-        """Takes a request in.
+        """Queue a request.
 
         Raises:
             ContextLengthError: prompt and ``max_tokens`` exceed the context.
-            RequestError: a token outside the vocabulary, stop strings without a tokenizer, an id in use, a priority where there
-                are none, a strategy that this engine does not have, or a grammar that the model cannot follow.
-            QueueFullError: too many wait.
+            RequestError: the request uses an id that is in use, tokens outside the vocabulary, stop strings without a tokenizer,
+                a priority, strategy or adapter that this engine does not have, or a grammar that the model cannot follow.
+            QueueFullError: too many requests wait.
         """
         params, limit = request.params, self.info.max_model_len
         if request.request_id in self._requests:
@@ -302,17 +286,13 @@ class Engine:
         request.arrived_s = time.perf_counter()
 
     def compile(self, request: Request) -> None:
-        """Compiles the grammar of a request, if it has one, before ``add``. From any thread: steps go on beside it.
-
-        Raises:
-            RequestError: the model cannot follow it.
-        """
+        """Compile a request's grammar, if any, before ``add``. Thread-safe. Raises ``RequestError`` if it cannot be followed."""
         params = request.params
         if params.grammar is not None and self._grammars is not None:
             request.grammar = self._grammars.start(params.grammar, request.account, params.grammar_field)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
-        """Ends a request without further output, counted as ``reason``; its slot is free at once. False when it is not live."""
+        """End a request without further output, counted as ``reason``, and free its slot. Return False if it is not live."""
         request = self._requests.get(request_id)
         if request is None:
             return False
@@ -320,18 +300,13 @@ class Engine:
         return True
 
     def step(self) -> list[StepOutput]:
-        """One forward for all running requests. What goes wrong with one of them behind it ends that one alone, with an error.
+        """Run one forward pass; return an output for each request with new tokens. Raises ``DeviceError`` if the device fails.
 
-        A step that runs out of device memory emits nothing, and the next ones are smaller.
-
-        Returns:
-            An output for each request that emitted tokens; the last one of a request has its finish reason and counters.
-
-        Raises:
-            DeviceError: the device failed, and this process cannot use it any more.
+        A request's last output has its finish reason and counters. A request that fails after the forward ends with an error,
+        without effect on the others. A step that runs out of device memory emits nothing, and the next steps are smaller.
         """
         try:
-            with accelerator().current(self._device):  # of the thread that steps
+            with accelerator().current(self._device):  # current device is per thread
                 return self._step()
         except Exception as error:
             self._raise_lost(error)
@@ -358,7 +333,6 @@ class Engine:
     def _computed(
         self, works: Sequence[Work], outcomes: Sequence[Outcome | None], forward_s: float, now_s: float, width: int
     ) -> list[StepOutput]:
-        """Return the outputs of a step that ``width`` ranks shared."""
         self._scheduler.computed()
         pairs = zip(works, outcomes, strict=True)
         outputs = [self._outcome(work, outcome, now_s) for work, outcome in pairs if outcome is not None]
@@ -368,7 +342,7 @@ class Engine:
         return outputs
 
     def _shrink(self, works: Sequence[Work], reason: str) -> list[StepOutput]:
-        """Make the next steps smaller after one that ran out of memory. A request that does not fit alone ends with an error."""
+        """Make the next steps smaller after one that ran out of memory, or fail a request that does not fit alone."""
         accelerator().empty_cache()
         self._metrics.out_of_memory()
         rows = sum(work.end - work.start + (0 if work.tree is None else len(work.tree.tokens) - 1) for work in works)
@@ -381,7 +355,7 @@ class Engine:
         return [self._fail(request, f"out of memory on {self.info.device} with this request alone: {advice}")]
 
     def _raise_lost(self, error: Exception) -> None:
-        """Raises ``DeviceError`` where an error is one after which the device cannot be used any more."""
+        """Raise ``DeviceError`` if an error means that the device cannot be used any more."""
         lost = device_error(error, self._device)
         if lost is error:
             raise error
@@ -389,7 +363,7 @@ class Engine:
             raise lost from error
 
     def _execute(self, works: Sequence[Work]) -> tuple[list[Outcome | None], float, float]:
-        """Computes the works of a step: what came of each, None for a part of a prompt; the seconds it took; when it was done."""
+        """Compute a step; return an outcome for each work (None for a part of a prompt), the seconds, and the end time."""
         self.in_step = tuple(work.request.request_id for work in works)
         if self.before_step is not None:
             self.before_step(works[0].request if works[0].request.quarantined else None)
@@ -404,11 +378,11 @@ class Engine:
         return outcomes, ended_s - started_s, ended_s
 
     def _outcome(self, work: Work, outcome: Outcome, now_s: float) -> StepOutput:
-        """What a step brought a request, which it ends where the request has a fault."""
+        """Commit the result of a request's tree, or end the request if it has a fault."""
         request = work.request
         if request.grammar is not None:
             request.grammar.end_step()
-            if request.fault is None and request.grammar.fault is not None:  # what was chosen since is not of the grammar
+            if request.fault is None and request.grammar.fault is not None:  # tokens chosen since then ignore the grammar
                 request.fault, request.fault_field = request.grammar.fault, request.params.grammar_field
         if request.fault is not None:
             return self._fail(request, request.fault, request.fault_field)
@@ -421,15 +395,15 @@ class Engine:
             return self._fail(request, *fault_of(error))
 
     def _fail(self, request: Request, message: str, field: str | None = None) -> StepOutput:
-        """End a request with an error. Its own fault, which has a field, counts as an abort, not as an error."""
+        """End a request with an error. A fault of the request itself (``field`` is set) counts as an abort."""
         if field is not None:
             logger.info("request %s is at fault: %s: %s", request.request_id, field, message)
-        if request.request_id in self._requests:  # it may just have ended
+        if request.request_id in self._requests:  # ``_commit`` may have released it
             self._release(request, FinishReason.ERROR if field is None else FinishReason.ABORT)
         return StepOutput(request.request_id, (), "", FinishReason.ERROR, message, request.stats, fault_field=field)
 
     def _commit(self, work: Work, outcome: Outcome, now_s: float) -> StepOutput:
-        """Appends what was accepted, as far as the request goes, and ends it where it ends."""
+        """Append the accepted tokens, up to the end of the request, and release it if it ends."""
         request, tree, acceptance = work.request, outcome.tree, outcome.acceptance
         tokens = [*(tree.tokens[list(acceptance.rows)].tolist() if acceptance.rows else ()), acceptance.next_token]
         pieces, reason = self._outputs.read(request, tokens)

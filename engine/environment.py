@@ -1,4 +1,4 @@
-"""What this process runs in: the names of its devices, and its environment variables."""
+"""Environment of this process: names of its devices, and environment variables."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 
 from engine.accelerator import accelerator
 
-_DEVICES, _DRIVER = Path("/dev"), Path("/proc/driver/nvidia")  # where an NVIDIA driver shows
+_DEVICES, _DRIVER = Path("/dev"), Path("/proc/driver/nvidia")  # present if an NVIDIA driver is loaded
 
 
 @contextlib.contextmanager
 def environment(name: str, value: str) -> Iterator[None]:
-    """A variable has a value within the block, for this process and those that it starts, and what it had before after it."""
+    """Set an environment variable within the block, and restore its value afterwards."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -31,7 +31,7 @@ def environment(name: str, value: str) -> Iterator[None]:
 
 
 def cpu_name() -> str:
-    """The processor's model, as Linux knows it; what Python knows of it elsewhere."""
+    """Return the processor's model name from ``/proc/cpuinfo``, or else from ``platform``."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -42,12 +42,12 @@ def cpu_name() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Of a GPU its model, of a CPU the processor's; torch's name of what is neither."""
+    """Return the model name of a GPU or CPU; torch's name for any other device."""
     if device.type == "cuda":
         return accelerator().name(device)
     return cpu_name() if device.type == "cpu" else str(device)
 
 
 def nvidia_device_present() -> bool:
-    """Return whether this machine has an NVIDIA GPU, by its driver or the driver's tool; torch is not asked."""
+    """Return whether this machine has an NVIDIA GPU, by its driver or ``nvidia-smi``, without torch."""
     return any(_DEVICES.glob("nvidia[0-9]*")) or _DRIVER.exists() or shutil.which("nvidia-smi") is not None

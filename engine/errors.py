@@ -4,14 +4,11 @@ from __future__ import annotations
 
 
 class ModelLoadError(RuntimeError):
-    """The model or its tokenizer cannot be used; the message says why in one line, and what to do."""
+    """Model or tokenizer that cannot be used; the message gives the reason and the remedy in one line."""
 
 
 class RequestError(ValueError):
-    """A request that cannot be served as it is.
-
-    ``field`` is the name of the parameter at fault, as the caller knows it.
-    """
+    """Request that cannot be served; ``field`` is the name of the parameter at fault, as the caller knows it."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -26,14 +23,14 @@ class ContextLengthError(RequestError):
 
 
 class StreamTakenError(RequestError):
-    """Another client goes on with the same stream."""
+    """Stream that another client has resumed."""
 
 
 class QueueFullError(RuntimeError):
-    """As many requests wait as the configuration allows (``engine.max_waiting``); try again later."""
+    """Waiting queue at its limit (``engine.max_waiting``); the client may retry later."""
 
 
-# What a failed device is counted as (``outrider:device_failures``), by words of the message; "other" for any other one.
+# Label of a device failure in ``outrider:device_failures``, by words of the message; "other" if none match.
 _DEVICE_FAULTS = {
     "illegal memory access": "illegal_memory_access",
     "ecc error": "uncorrectable_ecc",
@@ -49,11 +46,10 @@ DEVICE_FAULTS = (*dict.fromkeys(_DEVICE_FAULTS.values()), "other")
 
 
 class DeviceError(RuntimeError):
-    """The device failed, and every later call of this process fails as well: the process has to end."""
+    """Permanent failure of the device: every later CUDA call of this process fails, so the process has to end."""
 
     def __init__(self, reason: str) -> None:
-        """``reason``: CUDA's message, in one line."""
-        super().__init__(reason)
+        super().__init__(reason)  # CUDA's message, in one line
         self.reason = reason
 
     def __str__(self) -> str:
@@ -61,23 +57,23 @@ class DeviceError(RuntimeError):
 
     @property
     def kind(self) -> str:
-        """One of ``DEVICE_FAULTS``."""
+        """Return the kind of the failure, one of ``DEVICE_FAULTS``."""
         reason = self.reason.lower()
         return next((kind for words, kind in _DEVICE_FAULTS.items() if words in reason), "other")
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's type and message, for logs and messages of one line."""
+    """Return an exception's type and message in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
 
 
 def fault_of(error: Exception) -> tuple[str, str | None]:
-    """Return why a request ends with an exception, and its own field at fault, if one is (``StepOutput.fault_field``)."""
+    """Return the error message of a request that fails with an exception, and its own field at fault, if any."""
     if isinstance(error, RequestError):
         return error.message, error.field
     return f"the engine failed: {one_line(error)}", None
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or its type where it has none."""
+    """Return the first line of an exception's message, or its type if it has no message."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,4 +1,4 @@
-"""Executor of a step: packs the trees, runs the target, verifies, and keeps the KV of what was accepted."""
+"""Executor of a step: computes the draft trees with the target model, verifies them, and keeps the KV of accepted tokens."""
 
 from __future__ import annotations
 
@@ -36,75 +36,69 @@ logger = logging.getLogger(__name__)
 _COMPILING = ThreadPoolExecutor(2, thread_name_prefix="grammars")
 
 
-@dataclass(slots=True)  # not frozen, which would take longer to make: there is one for each request in each step
+@dataclass(slots=True)  # not frozen: frozen is slower to create, and each step creates one per request
 class Outcome:
-    """What became of one request's tree."""
+    """Verification result of one request's draft tree."""
 
-    tree: DraftTree  # as it was computed: the work's, or fewer of its rows where a rank was lost on the way
+    tree: DraftTree  # the work's tree, or fewer of its rows if a rank was lost
     acceptance: Acceptance  # rows of ``tree``
-    target: TargetRows  # what the model said below each row of ``tree``
-    logprobs: tuple[TokenLogprob, ...] | None = None  # one for each emitted token, where the request asks for them
+    target: TargetRows  # model output at each row of ``tree``
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one per emitted token, if requested
 
 
 class Executor(Protocol):
-    """Runs a batch of trees. One replica, a lookahead-parallel group and a tensor-parallel group are executors alike."""
+    """Port that computes and verifies draft trees: one replica, or a lookahead-parallel or tensor-parallel group of ranks."""
 
     @property
     def width(self) -> int:
-        """Ranks that will share the trees of the next step: 1 where there is one replica."""
+        """Return the number of ranks that share the trees of the next step; 1 for a single replica."""
         ...
 
     @property
     def rope(self) -> LengthRope | None:
-        """How the model's frequencies follow the length of a text; None where they stay the same."""
+        """Return how the rotary frequencies depend on the length of the text; None if they are constant."""
         ...
 
     @property
     def slots(self) -> int:
-        """KV slots, at least as many as there are requests in a step."""
+        """Return the number of KV slots, at least the number of requests in a step."""
         ...
 
     def place(self, request: Request, free: Sequence[int]) -> tuple[int, int]:
-        """The slot of a request that begins, or goes on after a preemption, and how many of its first tokens are there already.
+        """Choose a slot of ``free`` for a request that starts or resumes; return it and the number of tokens with their KV in it.
 
-        Such tokens count as computed. The last one never does: there is always a row to compute.
-
-        ``free`` are the slots to choose from, at least one, the one that was released longest ago first.
+        These first tokens count as computed. They never include the last token, so that one row is left to compute. ``free`` has
+        at least one slot, the least recently released first.
         """
         ...
 
     def end(self, request: Request) -> None:
-        """Forgets a request that has ended, whether it ever ran or not. Its id may be another's from now on."""
+        """Forget a request that has ended, whether it ran or not. Its id may be reused afterwards."""
         ...
 
     def check_integrity(self, running: Sequence[Request]) -> None:
-        """Asserts, between steps, that what is known of the slots is right; ``running`` are all requests that have one."""
+        """Assert, between steps, that the state of the slots is consistent; ``running`` are all requests with a slot."""
         ...
 
     def execute(self, works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
-        """Computes the rows, and for each request with a tree returns what was accepted; None for those without.
+        """Compute the rows of at least one work; return the verification result of each tree, and None for works without one.
 
-        Afterwards ``work.end + accepted rows`` tokens of a request with a tree count as computed, of another ``work.end``: their
-        KV is in the slot, or the executor makes up for it.
-
-        Args:
-            works: at least one.
-            top_k: how many of the likeliest tokens below each row the outcomes must be able to tell (``TargetRows.top_k``). Where
-                the logits are at hand they can tell as many as asked for, and it has no effect.
+        Afterwards ``work.end + accepted rows`` tokens of a request with a tree count as computed, and ``work.end`` of one
+        without: their KV is in the slot, or the executor computes it later. ``top_k`` is the number of likeliest tokens per row
+        that the outcomes must provide (``TargetRows.top_k``), without effect if the logits are available.
         """
         ...
 
 
 def _reads_logits(work: Work) -> bool:
-    """Whether a tree is verified by more than the likeliest token below each row."""
+    """Return whether verification needs more than the likeliest token below each row."""
     return not work.request.argmax or work.rule is not None or work.request.params.logprobs is not None
 
 
 class Verifier:
-    """Walks computed trees, and keeps what the penalties of its requests count and where their grammars stand.
+    """Verifies computed trees, and keeps the penalty counts and grammar states of the requests.
 
-    Both follow the committed tokens of a request and nothing else, so that they survive a preemption, and a verifier that meets a
-    request late catches up.
+    Both depend on committed tokens only, so they survive a preemption, and a verifier that meets a request late catches up.
     """
 
     def __init__(self, grammars: Grammars | None = None) -> None:
@@ -112,10 +106,7 @@ class Verifier:
         self._rules: dict[str, LogitRules] = {}  # by the id of a live request
 
     def verify(self, work: Work, target: TargetRows, root: torch.Tensor | None = None) -> Outcome:
-        """What the target keeps of a tree, below whose rows the model said ``target``.
-
-        ``root`` are the [vocab] logits below the root, on the host, where they are read and are on another device.
-        """
+        """Verify a tree; ``root`` has the root's [vocab] logits on the host if they are needed there."""
         request, tree, ids = work.request, work.tree, target.ids
         assert tree is not None
         logits: LogitRows | None = None
@@ -138,7 +129,6 @@ class Verifier:
         return Outcome(tree, acceptance, target, logprobs)
 
     def _by_rule(self, rule: Rule, work: Work, tree: DraftTree, logits: LogitRows) -> Acceptance:
-        """What another rule than ``verify_exact`` keeps of a tree."""
         request = work.request
         rules = self._rules_of(request) if request.params.alters_logits else None
         distributions = TargetDistributions(request, tree, logits, work.end_tokens, rules)
@@ -148,10 +138,10 @@ class Verifier:
         return acceptance
 
     def _walk(self, work: Work, tree: DraftTree, logits: LogitRows) -> Acceptance:
-        """Row by row, each with the prefix that leads to it."""
+        """Choose a token at each visited row, with penalties and grammar of the prefix that leads to the row."""
         request, params = work.request, work.request.params
         rules = self._rules_of(request) if params.alters_logits else None
-        position = work.end  # of the token to choose: the walk goes down one level a call
+        position = work.end  # of the token to choose; each call descends one level
 
         def token_at(row: int) -> int:
             nonlocal position
@@ -164,27 +154,26 @@ class Verifier:
 
         acceptance = verify_exact(tree, token_at, request.remaining, work.end_tokens)
         if rules is not None:
-            rules.truncate(request.num_output)  # what was visited need not be what is committed
+            rules.truncate(request.num_output)  # visited tokens need not be committed ones
         return acceptance
 
     def _rules_of(self, request: Request) -> LogitRules:
-        """The request's rules, with its committed tokens pushed."""
         rules = self._rules.get(request.request_id)
         if rules is None:
-            if request.params.grammar is not None and request.grammar is None:  # of another rank's engine
+            if request.params.grammar is not None and request.grammar is None:  # request of another rank's engine
                 assert self._grammars is not None, request.request_id
                 request.grammar = self._grammars.start(request.params.grammar, request.account)
             rules = self._rules[request.request_id] = LogitRules(request.params, request.prompt_ids, request.grammar)
-        rules.catch_up(request.output_ids)
+        rules.catch_up(request.output_ids)  # advance by the committed tokens
         return rules
 
     def end(self, request: Request) -> None:
-        """Forgets a request that has ended."""
+        """Forget a request that has ended."""
         self._rules.pop(request.request_id, None)
 
 
 class LocalExecutor:
-    """The executor of one replica: one model in this process."""
+    """Executor of one replica, with one model in this process."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner, self._cache, self._device = runner, runner.cache, runner.model.device
@@ -216,7 +205,7 @@ class LocalExecutor:
         self._verifier.end(request)
 
     def expect(self, request: Request) -> None:
-        """Compiles the grammar of another rank's request in a thread, while its prompt is computed. ``execute`` tells a fault."""
+        """Compile the grammar of another rank's request in a thread while its prompt is computed. ``execute`` reports errors."""
         grammar, grammars = request.params.grammar, self.runner.grammars
         if grammar is not None and grammars is not None:
             _COMPILING.submit(grammars.start, grammar, request.account)
@@ -257,7 +246,7 @@ class LocalExecutor:
         greedy, roots = argmax_rows(logits, highest), _roots(works, batch.logit_starts, logits)
         outcomes: list[Outcome | None] = []
         for work, segment, first in zip(works, batch.segments, batch.logit_starts, strict=True):
-            # Not beyond ``end``: what is accepted here may not be what a group of ranks commits.
+            # Not beyond ``end``: a group of ranks may commit other tokens than those accepted here.
             prefixes.keep(segment.slot, work.request.scope, work.request.tokens[: work.end])
             if first is None:
                 outcomes.append(None)
@@ -265,19 +254,19 @@ class LocalExecutor:
             assert work.tree is not None, work.request.request_id
             target = TargetRows(greedy[first : first + len(work.tree.tokens)], logits, None, first, highest, self.runner.hidden)
             outcome = self._verify(work, target, roots.get(first))
-            if outcome.acceptance.rows:  # entries behind ``end - 1``: the root's, then the tree's rows in order
+            if outcome.acceptance.rows:  # entries from ``end - 1`` on: the root, then the tree's rows in order
                 self._cache.compact(segment.slot, work.end - 1, (0, *outcome.acceptance.rows))
             outcomes.append(outcome)
         return outcomes
 
     def _verify(self, work: Work, target: TargetRows, root: torch.Tensor | None) -> Outcome:
-        """What the target keeps of a tree. Where that cannot be told, the request has a fault, of which it is to end."""
+        """Verify a tree; on an error, set the request's fault, which ends it."""
         assert work.tree is not None
         try:
             return self._verifier.verify(work, target, root)
         except Exception as error:
             if is_out_of_memory(error) or device_error(error, self.runner.model.device) is not None:
-                raise  # no fault of the request
+                raise  # not caused by the request
             if not isinstance(error, RequestError):
                 logger.exception("request %s cannot be verified", work.request.request_id)
             work.request.fault, work.request.fault_field = fault_of(error)
@@ -285,9 +274,9 @@ class LocalExecutor:
 
 
 def _roots(works: Sequence[Work], starts: Sequence[int | None], logits: torch.Tensor) -> dict[int, torch.Tensor]:
-    """[vocab] logits below the roots of the works that read them, copied to the host together, by row; none where they are there.
+    """Copy the logits of roots that are read to the host at once, [vocab] by row; empty if ``logits`` is on the CPU.
 
-    ``starts`` are the rows of the roots in the step's [m, vocab] logits, None without a tree.
+    ``starts`` are the rows of the roots in the step's [m, vocab] logits, None for works without a tree.
     """
     if logits.is_cpu:
         return {}

@@ -16,32 +16,32 @@ from engine.loading.model_info import ModelInfo
 from engine.scheduling.scheduler import Scheduler, Share
 from engine.text.outputs import Outputs
 
-MASK_RESTS = 20.0
-LONG_S = 0.05
+MASK_RESTS = 20.0  # pause after slow masks, relative to their duration
+LONG_S = 0.05  # duration of one request's masks in a step that puts its account on probation
 PROBATION_S = 60.0
 
 
 class StepPlanner:
-    """Schedules, then has those that decode drafted for, and gives the rows that are left to prefills.
+    """Schedules requests, has draft trees proposed for those that decode, and gives the remaining rows to prefills.
 
-    Requests with a grammar whose masks took too long in their last step (``Grammar.slow_s``) are not drafted for. One of them
-    takes part in a step, in turns, and where there are other requests none for ``MASK_RESTS`` times as long as its masks took, so
-    that slow masks hold up other requests seldom, however long each takes. After masks of ``LONG_S`` all requests of the account
-    that have a grammar are treated so for ``PROBATION_S``: the next one may be as slow, and nothing ends a mask that has begun.
+    Requests whose grammar masks took too long in their last step (``Grammar.slow_s``) get no drafts and take turns, one per step.
+    After each turn they pause while other requests run, for ``MASK_RESTS`` times the duration of the masks. After masks of
+    ``LONG_S`` all requests of the account that have a grammar are treated so for ``PROBATION_S``: a mask cannot be interrupted,
+    and the next request may be as slow.
     """
 
     def __init__(
         self, scheduler: Scheduler, drafter: Drafter, info: ModelInfo, outputs: Outputs, rope: LengthRope | None = None
     ) -> None:
         self._scheduler, self._drafter, self._info, self._outputs, self._rope = scheduler, drafter, info, outputs, rope
-        self._propose_s: float | None = None  # of the last step
-        self._bound: list[Request] = []  # those with a grammar of the last step
-        self._slow_until_s: dict[str, float] = {}  # by account, all of whose requests with a grammar count as slow
-        self._last_slow = -1  # arrival of the last one that had its turn
-        self._rest_until_s = 0.0  # when slow masks are computed again
+        self._propose_s: float | None = None  # seconds of drafting in the last step
+        self._bound: list[Request] = []  # requests with a grammar in the last step
+        self._slow_until_s: dict[str, float] = {}  # by account: end of its probation
+        self._last_slow = -1  # arrival number of the last slow request that had its turn
+        self._rest_until_s = 0.0  # end of the pause
 
     def plan(self, width: int) -> list[Work]:
-        """The work of the next step, which ``width`` ranks will share; empty when there is nothing to do."""
+        """Return the work of the next step, which ``width`` ranks will share; empty if there is nothing to do."""
         self._drafter.ranks = width
         shares, now = self._scheduler.schedule(width), time.perf_counter()
         left_out = self._left_out([share.request for share in shares], now)
@@ -58,15 +58,15 @@ class StepPlanner:
             tree = None
             if share.end == request.num_tokens:
                 tree = drafts.get(request.request_id) or DraftTree.chain(request.root, ())
-            # A root alone: every rule is the target's own choice.
+            # With a root alone, every rule gives the target's own choice.
             rule = None if tree is None or len(tree) == 1 else tree.rule
             works.append(Work(request, request.num_computed, share.end, tree, self._outputs.end_tokens(request), rule))
         self._bound = [work.request for work in works if work.request.grammar is not None]
         return works
 
     def _left_out(self, requests: Sequence[Request], now_s: float) -> set[str]:
-        """Ids of the requests with slow masks that do not take part in a step of these requests."""
-        took_s = 0.0  # by slow masks of the last step
+        """Return the ids of slow requests that skip this step."""
+        took_s = 0.0  # duration of the slow masks of the last step
         for request in self._bound:
             if request.grammar is not None and request.grammar.slow_s > 0.0:
                 took_s += request.grammar.slow_s
@@ -87,7 +87,6 @@ class StepPlanner:
         return request.grammar is not None and (request.grammar.slow_s > 0.0 or request.account in self._slow_until_s)
 
     def _draft(self, shares: Sequence[Share], load: StepLoad, began_s: float) -> dict[str, DraftTree]:
-        """Trees by request."""
         trees = self._drafter.propose([share.request for share in shares], [share.draft_rows for share in shares], load)
         propose_s = self._propose_s = time.perf_counter() - began_s
         drafts: dict[str, DraftTree] = {}
@@ -104,14 +103,14 @@ class StepPlanner:
                 share.draft_rows + 1, min(request.remaining - 1, room), self._info.vocab_size, room
             )
             kept.rule = tree.rule
-            if kept.rule is None and request.grammar is not None:  # a rule counts on all that was drawn
+            if kept.rule is None and request.grammar is not None:  # a rule needs all drafted tokens
                 request.grammar.catch_up(request.output_ids)
                 drafts[request.request_id] = permitted(kept, request.grammar)
         return drafts
 
 
 def _load(shares: Sequence[Share], propose_s: float | None) -> StepLoad:
-    """What a step computes before anything is drafted; it took so long to draft for the one before."""
+    """Return the load of a step before drafting; ``propose_s`` are the seconds of drafting for the step before."""
     rows = context = prefill_rows = 0
     for share in shares:
         request = share.request

@@ -1,4 +1,4 @@
-"""The target model as drafters may ask it before the first request."""
+"""Target model as drafters see it before the first request."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from engine.measures.calibration import CalibrationFile
 from engine.measures.latency import glance
 from engine.measures.live_curve import LiveCurve
 
-_CHORE_ROWS = 64  # of a forward that somebody may come to wait for
-_BETWEEN_TEXTS = "<|endoftext|>"  # as GPT-2's tokenizer has it, and those that came of it
-_TABLE_WIDTH = 32  # tables are kept this wide, so that drafters that ask for less share one file
+_CHORE_ROWS = 64  # rows of a deferred forward, small because a request may arrive and wait for it
+_BETWEEN_TEXTS = "<|endoftext|>"  # in GPT-2's tokenizer and its descendants
+_TABLE_WIDTH = 32  # least width on disk, so that drafters share one file
 
 
 class LocalTarget:
-    """The model of this process as ``decoding.drafters.base.Target``. Asked while no request has a slot: slots are written to."""
+    """The model of this process as ``decoding.drafters.base.Target``. It overwrites KV slots: use it while all are free."""
 
     def __init__(
         self,
@@ -35,14 +35,10 @@ class LocalTarget:
         folder: Path | None = None,
         chores: list[Iterator[None]] | None = None,
     ) -> None:
-        """
-        Args:
-            runner: of the model.
-            info: of it, too.
-            tokenizer: None where there is none.
-            folder: where tables and the latency curve are kept; the user's cache when absent.
-            chores: where what takes long is put off to, a piece at a time; until it is done there are sensible values. All is
-                done at once when absent.
+        """Create the target of a runner. Tables and latency curve are stored in ``folder``, by default the user's cache folder.
+
+        Slow work is added to ``chores`` as tasks that run in pieces, with approximate values until they are done, or done at once
+        if None.
         """
         self.vocab_size = info.vocab_size
         self.end_token_ids = info.eos_token_ids
@@ -56,11 +52,7 @@ class LocalTarget:
         self._chores = chores
 
     def bigram_table(self, width: int) -> Int32Array:
-        """See ``Target``: [vocab, width] int32. Built when asked for the first time for a model: a forward over its vocabulary.
-
-        Raises:
-            ValueError: ``width`` is not between 1 and the size of the vocabulary.
-        """
+        """Return the [vocab, width] int32 table of ``Target``, built on first use. Raises ``ValueError`` for a wrong width."""
         self._check_width(width)
         kept = min(max(width, _TABLE_WIDTH), self.vocab_size)
         context = "alone" if self._before is None else f"bos{self._before}"
@@ -76,8 +68,8 @@ class LocalTarget:
         return given
 
     def _fill_bigrams(self, name: str, table: Int32Array, given: Int32Array) -> Iterator[None]:
-        """Writes the table that was given before, a few tokens at a time."""
-        kept = kept_table(self._folder, name, table.shape, self.vocab_size)  # who asked before may have had it made
+        """Fill ``given``, the zeros returned earlier, in place, a few tokens at a time."""
+        kept = kept_table(self._folder, name, table.shape, self.vocab_size)  # an earlier task may have built it
         if kept is not None:
             given[:] = kept[:, : given.shape[1]]
             return
@@ -87,7 +79,7 @@ class LocalTarget:
         keep_table(self._folder, name, table)
 
     def unigram_ranking(self, width: int) -> Int32Array:
-        """See ``Target``: [width] int32.
+        """Return the [width] int32 ranking of ``Target``.
 
         Raises:
             ValueError: ``width`` is not between 1 and the size of the vocabulary.
@@ -98,7 +90,7 @@ class LocalTarget:
         return ranking[:width].copy()
 
     def latency(self) -> LatencyCurve:
-        """See ``Target``: as it was measured on this device before, or is now; a rough one until it is, where that is put off."""
+        """Return the latency curve, from disk or measured now; a rough one first if measuring is deferred. See ``Target``."""
         if self._live is None:
             file = CalibrationFile(self._folder, self._runner, self._info)
             curve = file.curve() if self._chores is None else file.kept()
@@ -113,7 +105,7 @@ class LocalTarget:
         self._live = LiveCurve((yield from file.curve_in_pieces()))
 
     def stepped(self, works: Sequence[Work], seconds: float) -> None:
-        """Has the curve, if anyone asked for it, follow a step that nobody else shared."""
+        """Update the curve, if it is in use, with the time of a step that no other rank shared."""
         if self._live is not None:
             self._live.stepped(works, seconds)
 
@@ -126,12 +118,7 @@ class LocalTarget:
 
 
 def _token_before(tokenizer: PreTrainedTokenizerFast | None, config: PreTrainedConfig, info: ModelInfo) -> int | None:
-    """The token that stands before each in the bigram table; None where the model offers none.
-
-    A trained model reads a token at position 0 as the beginning of a text, of which it says little: most models never saw another
-    token there than one that begins or ends a text. So, of those that there are, the first of: the beginning of sequence that the
-    tokenizer puts before a text, ``<|endoftext|>``, which stands between the texts that a model was trained on, the tokenizer's
-    beginning of sequence though it does not add it, that of the model's configuration, and the end of a text.
+    """Return the token that stands before each token in the bigram table; None if the model has none.
 
     Example: SmolLM2-Instruct, whose tokenizer adds nothing, has ``<|endoftext|>`` before each token, and not its beginning of
     sequence ``<|im_start|>``, behind which it expects who speaks.
@@ -139,5 +126,7 @@ def _token_before(tokenizer: PreTrainedTokenizerFast | None, config: PreTrainedC
     begins = None if tokenizer is None else tokenizer.bos_token_id
     added = tokenizer is not None and begins is not None and tokenizer("a").input_ids[:1] == [begins]
     between = None if tokenizer is None else tokenizer.get_added_vocab().get(_BETWEEN_TEXTS)
+    # A model predicts little from a lone token at position 0: most models saw only tokens there that begin or end a text, and
+    # ``<|endoftext|>`` stands between the texts of their training data. The first that exists counts.
     offered = (begins if added else None, between, begins, getattr(config, "bos_token_id", None), *info.eos_token_ids)
     return next((int(token) for token in offered if isinstance(token, int) and 0 <= token < info.vocab_size), None)

@@ -20,7 +20,7 @@ The two API keys are shown on stderr, once: the Secrets hold their hashes only.
   --tenant NAME  whose key it is: 1 to 64 characters out of A-Z a-z 0-9 _ . - (default: default)
   --days N       how long the certificates are valid (default: 825)
 
-Applied to a cluster that runs, it replaces everything: docs/operations.md says what has to start anew.
+Applied to a cluster that runs, it replaces everything: docs/upgrade.md, Rotate keys, says what has to start anew.
 END
 }
 

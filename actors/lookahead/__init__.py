@@ -1,5 +1,5 @@
-"""Lookahead parallelism: ranks that each hold the model share a draft tree.
+"""Lookahead parallelism: ranks that each hold the whole model share a draft tree.
 
-In: the trees of a step.
-Out: one outcome.
+In: the draft trees of a step.
+Out: one merged outcome per tree.
 """

@@ -1,4 +1,4 @@
-"""Groups that follow the load: the replicas of a node serve one request together, and several each on its own."""
+"""Elastic groups: the replicas of a node serve one request together, or several requests separately, depending on the load."""
 
 from __future__ import annotations
 
@@ -24,85 +24,77 @@ from engine.forward.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
-IDLE_S = 0.5  # a replica without requests of its own follows others after that: the next request is often close behind
-REFILL_ROWS = 128  # most of one message that refills a rank, so that a request that arrives there does not wait long
+IDLE_S = 0.5  # a replica without own requests follows others after this time: the next request often arrives soon
+REFILL_ROWS = 128  # most rows of one message that refills a rank, so that a request arriving there does not wait long
 _TEND_S = 0.25
-_AWAY_S = 0.1  # before a rank that follows somebody else is asked again
+_AWAY_S = 0.1  # before a rank that follows another leader is asked again
 _LOST_S = 5.0  # before a rank that failed in a step is asked again
 
 
 class Elastic(Ranks):
-    """The ``Ranks`` of one replica of several, each of which leads its own requests and follows others while it has none.
+    """``Ranks`` of one of several replicas; each leads its own requests, and follows others while it has none.
 
-    A replica with requests is *busy*. Everybody hears who is (the beats of ``RankServer``) and computes the same groups from it
-    (``share_ranks``); each busy replica takes in the ranks of its group and lets go of the others, between two steps. Nobody
-    decides for others: a replica that gets requests of its own turns its leader away at once and waits for one step at most, and
-    where two leaders ask for the same rank for a moment, the later one has it. Every rank's part of a step is a whole step, so
-    that neither costs a token or computes anything twice.
+    A replica with requests is *busy*. All replicas learn which ones are busy from the beats of ``RankServer`` and compute the
+    same groups (``share_ranks``) without a coordinator. Between two steps each busy replica adds the ranks of its group and
+    removes the others. A replica that gets requests turns its leader away and waits for at most one step. If two leaders ask for
+    the same rank, the later one gets it. Each rank's part of a step is a valid step by itself, so no token is lost or recomputed.
 
-    A request's width follows the load while it runs. Were it settled when the request is admitted, the next request would wait
-    for a wide one to end, and one that was admitted among others would stay narrow when they have ended.
+    A request's width (number of ranks) follows the load while it runs: with a width fixed at admission, the next request would
+    wait for a wide one, and a narrow one would stay narrow after the others end.
 
     Example: replicas 0 to 3, one request at 2: it has ranks 0 1 2 3. Another comes to 0: that one has 0 1, the first 2 3. When it
     has ended for half a second, the first has all four again.
 
-    It tells no devices: whose requests a replica computes changes from step to step, so that its counter is nobody's alone.
+    ``devices`` is None: a device computes for changing leaders, so its energy cannot be attributed to one replica.
     """
 
     def __init__(
         self, options: ParallelismOptions, secret: bytes, world_size: int, host: str = "127.0.0.1", idle_s: float = IDLE_S
     ) -> None:
-        """
-        Args:
-            options: of the groups.
-            secret: shared by the replicas.
-            world_size: the most ranks of a group.
-            host: address to listen at for the others.
-            idle_s: a replica counts as busy for so long after its last request.
+        """Store the options. Raises GroupError if threads are to be pinned and the system does not support that.
 
-        Raises:
-            GroupError: threads are to be pinned, and this system cannot do that.
+        ``world_size`` is the most ranks of a group. A replica counts as busy for ``idle_s`` after its last request.
         """
         self.world_size = world_size
         self._options, self._secret, self._host, self._idle_s = options, secret, host, idle_s
         self._executor: LookaheadParallelExecutor | None = None
         self._server: RankServer | None = None
         self._cores = allowed_cores() if options.pin_threads else ()
-        self._pinned: int | None = None  # the rank whose cores the engine's thread has
-        self._turn = threading.Lock()  # of the four fields below
+        self._pinned: int | None = None  # rank whose cores the engine's thread is pinned to
+        self._turn = threading.Lock()  # guards the four fields below
         self._busy = False
         self._idle_since: float | None = None
         self._rank = 0
-        self._known: dict[int, Address] = {}  # by rank; replaced, never changed
-        self._members: dict[Address, Member] = {}  # replaced, never changed; the supervisor's thread alone does so
+        self._known: dict[int, Address] = {}  # by rank; replaced, never mutated
+        self._members: dict[Address, Member] = {}  # replaced, never mutated; written by the supervisor's thread only
         self._wake, self._over = threading.Event(), threading.Event()
         self._supervisor = threading.Thread(target=self._supervise, name="elastic", daemon=True)
 
     @property
     def address(self) -> Address:
-        """Where the others reach this replica, once ``executor`` was called."""
+        """Return the address at which other replicas reach this one. Available after ``executor``."""
         assert self._server is not None
         return self._server.address
 
     def executor(self, runner: ModelRunner) -> Executor:
-        """See ``Ranks``. The same model and slots serve as a rank of other replicas, in turn."""
+        """See ``Ranks``. The same model and slots also serve as a rank of other replicas, one at a time."""
         self._executor = LookaheadParallelExecutor(LocalExecutor(runner), self._options, REFILL_ROWS)
         self._server = RankServer(LocalExecutor(runner), self._secret, self._options, self._host, self._pin, self._fail)
         return self._executor
 
     def start(self) -> None:
-        """See ``Ranks``. Does not wait: the group is this replica alone until ``meet`` tells of others."""
+        """See ``Ranks``. Returns at once: the group is this replica alone until ``meet`` reports others."""
         self._supervisor.start()
 
     def meet(self, own_rank: int, peers: dict[int, Address]) -> None:
-        """Says this replica's number, and where the others are by theirs, as often as that is known; who is not named is gone."""
+        """Update this replica's rank and its peers' addresses by rank. Peers that are not listed are dropped."""
         assert own_rank not in peers, (own_rank, peers)
         with self._turn:
             self._rank, self._known = own_rank, dict(peers)
         self._wake.set()
 
     def occupied(self, busy: bool) -> None:
-        """See ``Ranks``. Returns when no leader's step is being computed."""
+        """See ``Ranks``. Returns when no step of another leader is running."""
         assert self._server is not None
         if busy and self._pinned != self._rank:
             self._pinned = self._rank
@@ -110,12 +102,12 @@ class Elastic(Ranks):
         with self._turn:
             self._idle_since = None if busy else time.monotonic()
             begins, self._busy = busy and not self._busy, self._busy or busy
-        if begins:  # not with the lock held: it may take a leader's step, and `state` is asked meanwhile
+        if begins:  # without the lock: this waits for a leader's step, and `state` needs the lock
             self._server.occupy(True)
         self._wake.set()
 
     def state(self) -> GroupState | None:
-        """See ``Ranks``: the replicas of the node, whomever they follow at the moment. Those that do not answer are missing."""
+        """See ``Ranks``. Lists the node's replicas, whichever leader they follow; those that do not answer are missing."""
         if self._executor is None:
             return None
         own, ranks = self._view()
@@ -139,21 +131,19 @@ class Elastic(Ranks):
                 member.link.close()
 
     def _fail(self, error: DeviceError) -> None:
-        """Report that the device failed in another leader's step."""
         if self.device_failed is not None:
             self.device_failed(error)
 
     def _pin(self) -> None:
-        """Keeps the calling thread, which computes, on the cores of this replica's number, where that is asked for."""
         if not self._cores:
             return
         try:
             pin_thread(own_cores(self._rank, torch.get_num_threads(), self._cores))
-        except GroupError as error:  # more replicas than cores: they serve all the same
+        except GroupError as error:  # more replicas than cores: continue without pinning
             logger.warning("threads are not pinned: %s", error)
 
     def _view(self) -> tuple[int, dict[int, Member | None]]:
-        """The own rank, and the others by rank; None for one that discovery has only just named."""
+        """Return this replica's rank, and the other members by rank; None for one that the supervisor has not added yet."""
         with self._turn:
             own, known = self._rank, self._known
         members = self._members
@@ -171,13 +161,13 @@ class Elastic(Ranks):
                 self._regroup()
                 self._executor.tend()
                 self._dismiss()
-            except Exception:  # without this thread the group would stay as it is: the next round may do better
+            except Exception:  # keep the thread alive: the next round may succeed
                 logger.exception("the group could not be made up")
             self._wake.wait(pause_s)
             self._wake.clear()
 
     def _let_go(self) -> float:
-        """Is free for others when there was nothing to do for a while; returns the seconds after which to look again."""
+        """Free this replica for other leaders after ``idle_s`` without requests. Return seconds until the next check."""
         assert self._server is not None
         with self._turn:
             if not self._busy or self._idle_since is None:
@@ -190,14 +180,13 @@ class Elastic(Ranks):
             return _TEND_S
 
     def _meet_known(self) -> None:
-        """Listens to replicas that are new, and no longer to those that are gone for good."""
         assert self._executor is not None
         with self._turn:
             ranks = self._known
         known = set(ranks.values())
         if known == self._members.keys():
             return
-        # Who is still led stays until the next round, when it is out of the group.
+        # A removed replica that is still in the group stays until a later round.
         members = {address: member for address, member in self._members.items() if address in known or member.link is not None}
         taken = {member.number for member in members.values()}
         for rank, address in ranks.items():
@@ -210,7 +199,7 @@ class Elastic(Ranks):
             former[address].peer.close()
 
     def _regroup(self) -> None:
-        """Takes in the ranks that this replica should have by now, and lets go of the others, at the next step."""
+        """Add the ranks of this replica's group and remove the others, at the next step."""
         assert self._executor is not None
         group = self._group()
         for member in self._members.values():
@@ -227,7 +216,7 @@ class Elastic(Ranks):
                 self._executor.remove_rank(member.number)
 
     def _group(self) -> set[int]:
-        """The executor's numbers of those who should share the steps of this replica."""
+        """Return the executor's numbers of the ranks that should share this replica's steps."""
         own, ranks = self._view()
         with self._turn:
             if not self._busy:
@@ -238,7 +227,6 @@ class Elastic(Ranks):
         return {there[rank].number for rank in [rank for rank in group if rank != own][: self.world_size - 1]}
 
     def _dismiss(self) -> None:
-        """Closes the links of those who are out of the group, as they were told or by themselves."""
         assert self._executor is not None
         led = {member.number: member for member in self._members.values() if member.link is not None}
         for lost in self._executor.take_lost():
@@ -247,7 +235,7 @@ class Elastic(Ranks):
                 led[lost.rank].leaving = True
                 led[lost.rank].not_before_s = lost.noticed_s + (_AWAY_S if lost.away else _LOST_S)
         inner = self._executor.state(1)
-        seated = {*inner.ready[1:], *inner.refilling}  # first is this replica itself, always 0
+        seated = {*inner.ready[1:], *inner.refilling}  # the first one, 0, is this replica
         for member in led.values():
             # A link is closed only when no step can be waiting on it.
             if member.leaving and member.link is not None and member.number not in seated:

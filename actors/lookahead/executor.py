@@ -1,4 +1,4 @@
-"""Lookahead parallelism: ranks that each hold the model share the trees of a step (arXiv 2402.02057, section 3.4)."""
+"""Executor whose ranks share the draft trees of a step (arXiv 2402.02057, section 3.4)."""
 
 from __future__ import annotations
 
@@ -30,42 +30,40 @@ from engine.forward.rope import LengthRope
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """One step of a group. Rank 0, the leader, comes first."""
+    """Times and counts of one group step. Rank 0, the leader, comes first."""
 
-    rank_s: tuple[float, ...]  # seconds that each rank computed
-    exchange_s: float  # seconds of the step beyond the slowest rank's: partitioning, messages, waiting, merging
-    rows: tuple[int, ...]  # that each rank computed
-    recomputed: tuple[int, ...]  # of these, tokens that others had computed before
+    rank_s: tuple[float, ...]  # compute seconds of each rank
+    exchange_s: float  # step seconds beyond the slowest rank's compute: partitioning, messages, waiting, merging
+    rows: tuple[int, ...]  # rows computed by each rank
+    recomputed: tuple[int, ...]  # of these, tokens that other ranks had computed before
     emitted: int  # tokens
 
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """What the leader computed itself: an entry for each work."""
+    """Results of the leader's own part, one entry per work."""
 
     held: list[Held]
     outcomes: list[Outcome | None]
-    said: list[OutcomeMessage | None]  # as a rank would
+    said: list[OutcomeMessage | None]  # outcomes in the form of a rank's reply
     seconds: float
     rows: int
     recomputed: int
 
 
 class LookaheadParallelExecutor:
-    """An ``Executor`` whose ranks verify disjoint branches of the same trees.
+    """``Executor`` whose ranks verify disjoint branches of the same draft trees.
 
-    Each step ``DraftTree.partition`` partitions the branches, every rank computes its part and walks it, and the longest walk is
-    what the step emits. Token ids and row numbers travel, no activations and no KV: what was accepted elsewhere a rank computes
-    as a longer spine of its next step. Every part holds the root, so that what any rank says is a whole step: when a rank is lost
-    in the middle, the step is what the others say, and nothing is done again.
+    Each step, ``DraftTree.partition`` distributes the branches; every rank computes and verifies its part, and the longest
+    accepted walk is emitted. Messages hold token ids and row numbers, no activations and no KV: a rank recomputes tokens accepted
+    elsewhere as a longer spine of its next step. Every part contains the root, so any rank's result is a valid step: if a rank is
+    lost, the remaining results are merged and nothing is recomputed. ``WidthChoice`` decides by measured speed whether a step is
+    shared; if not, the leader computes the whole tree and the ranks only the accepted tokens.
 
-    Whether a step is shared at all follows what it brings (``WidthChoice``): what is not shared the leader computes alone, and
-    the ranks keep up beside it.
-
-    Where it departs from the published code: the leader alone drafts, and one message a step goes each way instead of four
-    collectives; ranks come and go; several requests share a step; sampled requests work, for the choice at a position is a
-    function of seed and position. A walk whose first token is not the leader's is left out: ranks on processors of different
-    kinds, or with ``engine.exact`` as ``rounding``, may see a near-tie differently.
+    Differences from the published code: only the leader drafts; one message per step goes each way instead of four collectives;
+    ranks join and leave; several requests share a step; sampled requests are supported, because a choice depends only on seed and
+    position. A walk whose first token differs from the leader's is dropped: ranks on different processors, or with
+    ``engine.exact=rounding``, may resolve a near-tie differently.
 
     Example: root 7 with the branches 1 2 and 3, two ranks. The leader computes 7 1 2, the other rank 7 3. The target says 3 after
     7 and 5 after 3: the leader's walk emits 3, the other's emits 3 5 and wins. The leader's next step begins with 3 5, of which
@@ -76,25 +74,25 @@ class LookaheadParallelExecutor:
 
     def __init__(self, local: LocalExecutor, options: ParallelismOptions, chunk: int) -> None:
         self._local, self._check_steps, self._adaptive = local, options.check_steps, options.adaptive
-        self._held = Holdings()  # of the leader
+        self._held = Holdings()  # requests as the leader holds them
         self._membership = RankMembership(options, chunk)
-        self._lock = threading.Lock()  # one step at a time, and nothing else reads the links meanwhile
+        self._lock = threading.Lock()  # one step at a time; links are only read with it
         self._steps = self._divergences = 0
         self._exchange_s = 0.0
         self._exchange_bytes = 0
         self._choices = WidthChoices()
-        self._choice: WidthChoice | None = None  # of the next step
-        self._decoding, self._began = 1, 0.0  # requests of the last step that emitted tokens, and when the next one began
-        self.times: deque[StepTimes] = deque(maxlen=4096)  # of the latest steps that emitted tokens
+        self._choice: WidthChoice | None = None  # for the next step
+        self._decoding, self._began = 1, 0.0  # requests of the last step that emitted tokens, and start time of the step
+        self.times: deque[StepTimes] = deque(maxlen=4096)  # latest steps that emitted tokens
         compile_partition()
 
     @property
     def width(self) -> int:
-        """See ``Executor``."""
+        """See ``Executor``. Reading it applies membership changes and chooses the width of the next step."""
         if self._membership.changes:
             with self._lock:
                 self._membership.change()
-        # A copy: `tend` may lose a rank meanwhile.
+        # A copy: `tend` may remove a rank concurrently.
         ranks = 1 + sum(not rank_state.refilling for rank_state in self._membership.rank_states.copy().values())
         self._choice = self._choices.of(ranks, self._decoding) if self._adaptive and ranks > 1 else None
         self._began = time.perf_counter()
@@ -107,26 +105,26 @@ class LookaheadParallelExecutor:
 
     @property
     def slots(self) -> int:
-        """See ``Executor``. All ranks have as many."""
+        """See ``Executor``. All ranks have the same number."""
         return self._local.slots
 
     def add_rank(self, rank: int, link: Link) -> None:
-        """Takes a rank in, from any thread; it is refilled with the live requests and then shares the steps."""
+        """Add a rank, from any thread. It first receives the running requests, then shares the steps."""
         self._membership.changes.append((rank, link))
 
     def remove_rank(self, rank: int) -> None:
-        """Does without a rank from the next step on, from any thread. Its link stays open. Harmless when it is not there."""
+        """Remove a rank from the next step on, from any thread. Its link stays open. Does nothing for an unknown rank."""
         self._membership.changes.append((rank, None))
 
     def take_lost(self) -> list[LostRank]:
-        """The ranks that were lost since the last call, from any thread."""
+        """Return the ranks lost since the last call, from any thread."""
         lost = []
         while self._membership.lost:
             lost.append(self._membership.lost.popleft())
         return lost
 
     def state(self, world_size: int) -> GroupState:
-        """How the group is made up, of so many ranks that it should have; from any thread."""
+        """Return the group's composition, from any thread. ``world_size`` is the number of ranks that it should have."""
         membership = self._membership
         rank_states = sorted(membership.rank_states.copy().items())
         return GroupState(
@@ -142,7 +140,7 @@ class LookaheadParallelExecutor:
         )
 
     def tend(self) -> None:
-        """Notices ranks that were lost while no step runs, from any thread; to be called a few times a second."""
+        """Detect ranks lost between steps, from any thread. Call it a few times per second."""
         if self._lock.acquire(blocking=False):
             try:
                 self._membership.change()
@@ -153,14 +151,14 @@ class LookaheadParallelExecutor:
                 self._lock.release()
 
     def place(self, request: Request, free: Sequence[int]) -> tuple[int, int]:
-        """See ``Executor``. What the leader finds counts; each rank looks for itself what it has."""
+        """See ``Executor``. Only the leader's reusable tokens count; each rank checks its own."""
         with self._lock:
             slot, computed = self._local.place(request, free)
             self._held.place(request, computed)
         return slot, computed
 
     def end(self, request: Request) -> None:
-        """See ``Executor``. The ranks are told with the next message."""
+        """See ``Executor``. The ranks learn of it with the next message."""
         with self._lock:
             self._local.end(request)
             for holdings in (self._held, *(rank_state.holdings for rank_state in self._membership.rank_states.values())):
@@ -203,7 +201,6 @@ class LookaheadParallelExecutor:
     def _partition(
         self, works: Sequence[Work], parts: Sequence[list[Part]], rank_states: Sequence[RankState], top_k: int
     ) -> dict[RankState, Partition]:
-        """Sends the parts from the second on to the ranks, one each."""
         compare = self._steps % self._check_steps == 0
         partitioned = {}
         for at, rank_state in enumerate(rank_states, start=1):
@@ -216,7 +213,6 @@ class LookaheadParallelExecutor:
         return partitioned
 
     def _compute(self, works: Sequence[Work], trees: Sequence[DraftTree | None], top_k: int) -> _Own:
-        """The leader's parts."""
         began = time.perf_counter()
         held = [self._held.align(work) for work in works]
         mine = [
@@ -258,7 +254,7 @@ class LookaheadParallelExecutor:
         return outcomes
 
     def _judge(self, works: Sequence[Work], emitted: int) -> None:
-        """Tells the choice of the width what became of it; steps that prefill as well say nothing of it."""
+        """Record the step's speed for the width choice. Steps that also prefill are not recorded."""
         self._decoding = len(works)
         if self._choice is not None and all(work.tree is not None and work.end - work.start == 1 for work in works):
             self._choice.took(emitted, time.perf_counter() - self._began)
@@ -273,12 +269,11 @@ class LookaheadParallelExecutor:
 
 
 def _moved(rank_states: Sequence[RankState]) -> int:
-    """Bytes of messages so far, to and from some ranks."""
     return sum(rank_state.link.sent + rank_state.link.received for rank_state in rank_states)
 
 
 def _parts(tree: DraftTree, ranks: int, shared: bool) -> list[Part]:
-    """The ranks' parts; the leader's is the whole tree, and the others' its root, where it is not shared."""
+    """Return each rank's part. If the step is not shared, the leader gets the whole tree and the others only its root."""
     if shared:
         return tree.partition(ranks)
     root = np.zeros(1, np.int32)

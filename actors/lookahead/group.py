@@ -1,4 +1,4 @@
-"""A static group: ranks as Ray actors beside the leader, each with the whole model, watched and replaced as long as it works."""
+"""Static group: ranks as Ray actors beside the leader, each with the whole model, monitored and restarted."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from engine.forward.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
-TEND_S = 0.25  # how often the supervisor looks after the ranks
-STEADY_S = 10.0  # a rank that took part for so long and is lost is no rank that keeps failing
+TEND_S = 0.25  # period of the supervisor
+STEADY_S = 10.0  # a rank that took part for this long before it was lost starts again with zero failures
 MOST_BACKOFF_S = 30.0
-MOST_DOUBLINGS = 5  # of the pause of one second, which the longest cuts off
+MOST_DOUBLINGS = 5  # most doublings of the one-second pause; MOST_BACKOFF_S caps the result
 CLOSE_S = 5.0
 
 
 @dataclass(slots=True)
 class _Member:
-    """A rank and its current actor. Exactly one holds: it loads (``loading``), took part since ``joined_s``, or is due later."""
+    """Rank and its current actor: loading (``loading``), taking part since ``joined_s``, or due to start at ``due_s``."""
 
     rank: int
     actor: BundleActor | None = None
@@ -46,16 +46,16 @@ class _Member:
     link: Link | None = None
     spawned_s: float = 0.0
     joined_s: float | None = None
-    device: str | None = None  # of its model, while it takes part on the leader's node
-    failures: int = 0  # in a row
-    due_s: float = 0.0  # when to try the next actor
+    device: str | None = None  # model device, while the rank takes part on the leader's node
+    failures: int = 0  # consecutive failures
+    due_s: float = 0.0  # time of the next attempt to start an actor
 
 
 class Group(Ranks):
-    """``Ranks`` that do nothing else than share the steps of one engine: rank i is an actor in bundle i of a placement group.
+    """``Ranks`` dedicated to the steps of one engine: rank i is an actor in bundle i of a placement group.
 
-    The leader runs in bundle 0 of the same placement group. A rank that is lost is killed, replaced by a new actor in its bundle
-    and taken in again, at once the first time and after 1, 2, 4 .. 30 s when it keeps failing.
+    The leader runs in bundle 0 of the same placement group. A lost rank is killed and restarted in its bundle: at once the first
+    time, then with backoff (1, 2, 4, ... 30 s) if it keeps failing.
     """
 
     def __init__(
@@ -67,19 +67,9 @@ class Group(Ranks):
         placement_group: PlacementGroup | None = None,
         start_timeout_s: float = ServerOptions().start_timeout_s,
     ) -> None:
-        """Starts the actors, which load the model while the leader loads its own.
+        """Start the actors, which load the model while the leader loads its own. Raises ValueError if ``world_size`` is auto.
 
-        Args:
-            model: what all ranks load.
-            engine: of the leader.
-            speculation: of the leader.
-            parallelism: with a number for ``world_size``.
-            placement_group: with a bundle for each rank; the one that this actor runs in when absent.
-            start_timeout_s: a rank that is not loaded by then is an error.
-
-        Raises:
-            GroupError: there is no such placement group.
-            ValueError: ``parallelism.world_size`` is auto.
+        Raises GroupError if no placement group (by default this actor's) has a bundle per rank.
         """
         if parallelism.world_size == "auto":
             raise ValueError("parallelism.world_size must be a number for a static group, got 'auto'")
@@ -90,10 +80,10 @@ class Group(Ranks):
         self._threads = model.threads or torch.get_num_threads()
         self._allowed = allowed_cores() if parallelism.pin_threads else ()
         self._cores = own_cores(0, self._threads, self._allowed) if parallelism.pin_threads else ()
-        self._pinned: int | None = None  # the thread that computes, by its identity
+        self._pinned: int | None = None  # identity of the pinned compute thread
         self._start_timeout_s, self._secret = start_timeout_s, secrets.token_bytes(32)
         self._executor: LookaheadParallelExecutor | None = None
-        self._max_model_len = 0  # of the leader
+        self._max_model_len = 0  # the leader's
         self._closing = threading.Event()
         self._supervisor = threading.Thread(target=self._supervise, name="group", daemon=True)
         self._members = [_Member(rank) for rank in range(1, self.world_size)]
@@ -101,7 +91,7 @@ class Group(Ranks):
             self._spawn(member)
 
     def executor(self, runner: ModelRunner) -> Executor:
-        """See ``Ranks``. Where threads are pinned, the calling thread is until ``start``: what it measures is what steps take."""
+        """See ``Ranks``. Pins the calling thread until ``start``, if pinning is enabled, so that it measures real step times."""
         if self._cores:
             pin_thread(self._cores)
         self._executor = LookaheadParallelExecutor(LocalExecutor(runner), self._parallelism, self._chunk)
@@ -109,11 +99,7 @@ class Group(Ranks):
         return self._executor
 
     def start(self) -> None:
-        """Returns when all ranks are there; then they are watched.
-
-        Raises:
-            GroupError: one of them cannot be loaded, for the reason that it gives, or is not within the time to start.
-        """
+        """See ``Ranks``. Raises GroupError if a rank cannot be loaded or is not ready in time."""
         assert self._executor is not None, "the engine comes before its ranks"
         if self._cores:
             pin_thread(self._allowed)
@@ -126,33 +112,33 @@ class Group(Ranks):
                     late = ", ".join(str(member.rank) for member in waiting.values())
                     raise GroupError(f"rank {late} did not load {self._model.path} within {self._start_timeout_s:.0f} s")
                 self._join(waiting.pop(ready[0]))
-            self._executor.tend()  # they take part from the first step on
+            self._executor.tend()  # so that they take part from the first step on
         except BaseException:
             self.close()
             raise
         self._supervisor.start()
 
     def occupied(self, busy: bool) -> None:
-        """See ``Ranks``: the engine's thread, which says it, is the one to pin."""
+        """See ``Ranks``. Pins the calling thread, which is the engine's."""
         if self._cores and self._pinned != threading.get_ident():
             pin_thread(self._cores)
             self._pinned = threading.get_ident()
 
     def state(self) -> GroupState | None:
-        """Who takes part; None before the engine is loaded."""
+        """See ``Ranks``."""
         return None if self._executor is None else self._executor.state(self.world_size)
 
     def devices(self) -> tuple[str, ...] | None:
-        """See ``Ranks``. A rank that is replaced comes back on the device of its bundle."""
+        """See ``Ranks``. A restarted rank returns on the device of its bundle."""
         devices = [member.device for member in self._members]
         return None if None in devices else tuple(device for device in devices if device is not None)
 
     def times(self) -> list[StepTimes]:
-        """What the latest steps took."""
+        """See ``Ranks``."""
         return [] if self._executor is None else list(self._executor.times)
 
     def close(self) -> None:
-        """Ends the ranks. Harmless when repeated."""
+        """Stop the ranks. Idempotent."""
         self._closing.set()
         if self._supervisor.ident is not None:
             self._supervisor.join(CLOSE_S)
@@ -163,6 +149,7 @@ class Group(Ranks):
         pinned = self._pin_of(member.rank) if self._cores else None
         arguments = (self._model, self._engine, self._speculation, self._parallelism, self.world_size)
         member.actor = BundleActor(RankActor, self._bundles, member.rank, *arguments)
+        # The secret is not an argument of the actor: Ray stores those where a new head node finds them.
         member.loading = member.actor.handle.load.remote(pinned, self._secret)
         member.spawned_s, member.joined_s = time.monotonic(), None
 
@@ -171,7 +158,7 @@ class Group(Ranks):
         return sum(nodes[lower] == nodes[rank] for lower in range(rank)), self._threads
 
     def _join(self, member: _Member) -> None:
-        """Takes a rank in that has loaded. Raises GroupError when it has not, has shorter slots than the leader, or is silent."""
+        """Add a loaded rank. Raises GroupError if it failed, has shorter slots than the leader, or does not answer."""
         assert self._executor is not None and member.actor is not None and member.loading is not None
         try:
             place: RankPlace = ray.get(member.loading)
@@ -195,11 +182,10 @@ class Group(Ranks):
         while not self._closing.wait(TEND_S):
             try:
                 self._tend()
-            except Exception:  # whatever it is, the group is better off watched than not
+            except Exception:  # keep monitoring after any error
                 logger.exception("looking after the ranks failed; it is tried again")
 
     def _tend(self) -> None:
-        """Looks after all ranks once."""
         assert self._executor is not None
         self._executor.tend()
         for lost in self._executor.take_lost():
@@ -217,7 +203,6 @@ class Group(Ranks):
                 self._fail(member, f"not loaded within {self._start_timeout_s:.0f} s")
 
     def _fail(self, member: _Member, why: str) -> None:
-        """Ends a rank's actor, and says when the next one is due."""
         now = time.monotonic()
         if member.joined_s is not None and now - member.joined_s >= STEADY_S:
             member.failures = 0
@@ -237,5 +222,5 @@ class Group(Ranks):
 
 
 def _for_a_rank(model: ModelOptions) -> ModelOptions:
-    """Ray shows each actor its own GPU only, as number 0, whatever the leader's was."""
+    # Ray shows each actor only its own GPU, as number 0, whichever number the leader's has.
     return dataclasses.replace(model, device="cuda") if model.device.startswith("cuda:") else model

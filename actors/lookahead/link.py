@@ -1,10 +1,10 @@
-"""One end of a connection between the leader of a group and a rank: framed bytes over TCP, authenticated by a shared secret.
+"""Connection between the leader of a group and a rank: framed bytes over TCP, authenticated by a shared secret.
 
-TCP and nothing faster: a Unix socket saves some hundredths of a millisecond a step (``experiments/LOG.md``), but the same
-code serves ranks on other hosts, a peer that dies is noticed at once, and nobody spins while waiting.
+Plain TCP: a Unix socket saves some hundredths of a millisecond per step (``experiments/LOG.md``), but TCP also serves ranks on
+other hosts, detects a dead peer at once, and needs no busy waiting.
 
-Where Ray's connections are encrypted (``RAY_USE_TLS``), so are these, with the same files, from one address to another: both
-sides show a certificate of the one authority, and the one that was dialled has to be named in its own.
+If Ray's connections are encrypted (``RAY_USE_TLS``), so are these between different addresses, with the same files: both sides
+present a certificate of the configured authority, and the dialled side's certificate must contain its address.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from actors.wire import MAX_MESSAGE_BYTES, Message, WireError, decode, encode
 
 Address = tuple[str, int]
 
-# What a connection may raise when the other side is gone, stopped, or speaks something else.
+# Errors of a connection whose peer is gone, stopped, or speaks another protocol.
 LINK_ERRORS = (OSError, EOFError, AuthenticationError, WireError)
 
-_RECORD_HEADER_BYTES = 5  # of TLS: a kind, a version, the length of the rest
+_RECORD_HEADER_BYTES = 5  # TLS record header: type, version, length of the payload
 _RECORD_KINDS = range(20, 24)
 
 
 class Link:
-    """Sends and receives messages over an authenticated connection. Several threads may send; one receives at a time."""
+    """Message channel over an authenticated connection. Several threads may send; one receives at a time."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -44,26 +44,23 @@ class Link:
         self.sent = self.received = 0  # bytes of messages
 
     def send(self, message: Message) -> None:
-        """Raises one of ``LINK_ERRORS`` when the peer is gone or does not take it in time."""
+        """Send a message. Raises one of ``LINK_ERRORS`` if the peer is gone or does not accept it in time."""
         self.send_bytes(encode(message))
 
     def send_bytes(self, data: bytes) -> None:
-        """As ``send``, of a message that is encoded already, for who sends it to several."""
+        """Send an encoded message; used to send one to several peers. Raises the errors of ``send``."""
         with self._sending:
             self._connection.send_bytes(data)
             self.sent += len(data)
 
     def receive(self, timeout_s: float | None) -> Message | None:
-        """The next message; None when none begins within ``timeout_s`` seconds (None: however long it takes).
-
-        Raises one of ``LINK_ERRORS`` when the peer is gone or sends something that is no message.
-        """
+        """Return the next message, or None after ``timeout_s`` (None: no limit). Raises one of ``LINK_ERRORS`` on failure."""
         if not readable([self], timeout_s):
             return None
         return self.take()
 
     def take(self) -> Message:
-        """The message that begins or is about to; where ``readable`` said so it is there. Raises as ``receive`` does."""
+        """Return the next message, blocking until it is complete. Raises the errors of ``receive``."""
         data = self._connection.recv_bytes(MAX_MESSAGE_BYTES)
         self.received += len(data)
         message = decode(data)
@@ -71,30 +68,29 @@ class Link:
         return message
 
     def fileno(self) -> int:
-        """For ``readable``."""
+        """Return the descriptor, for ``readable``."""
         return self._connection.fileno()
 
     def end(self) -> None:
-        """Ends the connection from any thread: whoever receives or sends sees it, and the receiver closes the link."""
+        """End the connection from any thread. Threads that send or receive notice; the receiver closes the link."""
         with self._ending:
             if not self._connection.closed:
                 with _socket_of(self._connection) as raw:
                     shutdown(raw)
 
     def close(self) -> None:
-        """Ends the connection and gives its descriptor back; for who receives, or when nobody does. Harmless when repeated."""
+        """End the connection and release its descriptor. For the receiver, or if no thread receives. Idempotent."""
         self.end()
         with self._sending, self._ending:
             self._connection.close()
 
 
 def readable(links: Sequence[Link], timeout_s: float | None) -> list[Link]:
-    """The links on which a message begins, or which have ended, as soon as there is one; none after ``timeout_s`` seconds.
+    """Return links that have a message or have ended, waiting at most ``timeout_s`` seconds.
 
-    A poll object, not ``multiprocessing.connection.wait``, whose selectors take longer than a message does.
-
-    A link that was closed here has ended as well: to take its message raises what ``LINK_ERRORS`` holds.
+    A link closed by this process counts as ended: ``take`` on it raises one of ``LINK_ERRORS``.
     """
+    # The selectors of multiprocessing.connection.wait take longer than a message does.
     poller = select.poll()
     by_descriptor: dict[int, Link] = {}
     for link in links:
@@ -109,28 +105,26 @@ def readable(links: Sequence[Link], timeout_s: float | None) -> list[Link]:
 
 
 def connect(address: Address, secret: bytes, timeout_s: float) -> Link:
-    """A link to a rank's server.
+    """Connect to a rank's server. Raises OSError or EOFError if none accepts within ``timeout_s``.
 
-    Raises:
-        OSError, EOFError: nobody answers there within ``timeout_s``, or it does not take the connection.
-        multiprocessing.AuthenticationError: another secret, or something else than a rank.
+    Raises ``multiprocessing.AuthenticationError`` if the secret differs or the server is not a rank.
     """
     raw = socket.create_connection(address, timeout_s)
-    raw.settimeout(None)  # the connection's own timeouts take over
+    raw.settimeout(None)  # set_timeouts replaces it
     try:
         return _authenticated(raw, address[0], secret, timeout_s)
-    except AssertionError as error:  # Python 3.11 says so when the other side is something else
+    except AssertionError as error:  # raised by Python 3.11 if the peer speaks another protocol
         raise AuthenticationError(f"no rank answers at {address[0]}:{address[1]}: {error}") from None
 
 
 def accepted(raw: socket.socket, secret: bytes, timeout_s: float) -> Link:
-    """The other side of ``connect``, over a socket that was accepted. Raises as it does; the socket is closed then."""
+    """Return the accepting side's link over a socket. Raises the errors of ``connect``, after closing the socket."""
     return _authenticated(raw, None, secret, timeout_s)
 
 
 def _authenticated(raw: socket.socket, dialled: str | None, secret: bytes, timeout_s: float) -> Link:
-    """Of either side: encrypts where that is needed, and lets each show the other that it knows the secret."""
-    with raw:  # until the connection has taken it over
+    """Encrypt the connection if required, then prove knowledge of the secret in both directions."""
+    with raw:  # until the connection owns its descriptor
         connection = _TlsConnection(raw, dialled) if _needs_tls(raw) else Connection(raw.detach())
     try:
         set_timeouts(connection, timeout_s)
@@ -145,41 +139,33 @@ def _authenticated(raw: socket.socket, dialled: str | None, secret: bytes, timeo
 
 
 def _needs_tls(raw: socket.socket) -> bool:
-    """Whether a connection has to be encrypted: Ray's are, and this one goes to another address than it comes from.
-
-    Both sides find the same. What has one address at both ends stays in its pod, and would be slower for nothing.
-    """
+    """Return whether to encrypt: Ray uses TLS, and the two addresses differ. Both sides get the same result."""
+    # Equal addresses at both ends mean traffic within a pod, where encryption would only cost time.
     on = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
     return on and raw.getsockname()[0] != raw.getpeername()[0]
 
 
 class _TlsConnection(Connection):
-    """A ``Connection`` whose bytes are encrypted; one thread may receive while another sends.
+    """``Connection`` with TLS; one thread may receive while another sends.
 
-    Each message begins a record of its own, and no more is read than the records of one message: as without encryption, the
-    socket is readable when a message begins, and has nothing to read between two.
+    Each message starts a new TLS record, and reading stops at the last record of a message. So the socket is readable exactly
+    when a message begins, as without encryption.
     """
 
     def __init__(self, raw: socket.socket, dialled: str | None) -> None:
-        """
-        Args:
-            raw: connected; the connection takes it over.
-            dialled: the address of the other side, which its certificate has to name; None where the other side dialled.
+        """Take over a connected socket. Raises OSError if a certificate file is unreadable or invalid.
 
-        Raises:
-            OSError: a file cannot be read, or is none of TLS.
+        ``dialled`` is the peer's address, which its certificate must contain; None on the accepting side.
         """
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = _context(dialled is None).wrap_bio(self._incoming, self._outgoing, dialled is None, dialled)
-        self._turn = threading.Lock()  # of the three above, which are not for several threads
+        self._turn = threading.Lock()  # guards the three objects above, which are not thread-safe
         super().__init__(raw.detach())
 
     def shake_hands(self) -> None:
-        """Comes before the first message, on both sides.
+        """Do the TLS handshake, before the first message. Raises OSError or EOFError if the peer does not speak TLS or is gone.
 
-        Raises:
-            multiprocessing.AuthenticationError: the other side has another authority, or another address.
-            OSError, EOFError: it does not speak TLS, refuses this side, or is gone.
+        Raises ``multiprocessing.AuthenticationError`` if its certificate has another authority or address.
         """
         while True:
             try:
@@ -188,14 +174,14 @@ class _TlsConnection(Connection):
                 self._write_all(self._outgoing.read())
                 self._incoming.write(self._record())
             except ssl.SSLCertVerificationError as error:
-                self._write_all(self._outgoing.read())  # the other side hears why
+                self._write_all(self._outgoing.read())  # send the alert with the reason
                 reason = f"by {os.environ['RAY_TLS_CA_CERT']}: {error.verify_message}"
                 raise AuthenticationError(f"the certificate of the other side is refused, {reason}") from None
             else:
                 self._write_all(self._outgoing.read())
                 return
 
-    # ---- below: what a Connection sends and receives its frames with ----------------------------------------------------------
+    # ---- below: overridden I/O primitives of Connection ---------------------------------------------------------------------
 
     def _send(self, data: bytes | memoryview) -> None:
         with self._turn:
@@ -239,19 +225,19 @@ class _TlsConnection(Connection):
 
 
 def _context(accepts: bool) -> ssl.SSLContext:
-    """Read anew for each connection, of which there are few: a certificate that was replaced is used."""
+    """Return a TLS context with freshly read files, so that a renewed certificate is used."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if accepts else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
     if accepts:
-        context.num_tickets = 0  # nobody resumes, and nothing is to come but messages
+        context.num_tickets = 0  # no session resumption: only messages may arrive
     context.load_verify_locations(os.environ["RAY_TLS_CA_CERT"])
     context.load_cert_chain(os.environ["RAY_TLS_SERVER_CERT"], os.environ["RAY_TLS_SERVER_KEY"])
     return context
 
 
 def set_timeouts(connection: Connection, timeout_s: float) -> None:
-    """Small messages leave at once; reads and writes that make no progress for ``timeout_s`` seconds raise BlockingIOError."""
+    """Disable Nagle's algorithm; make reads and writes without progress for ``timeout_s`` raise BlockingIOError."""
     limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
     with _socket_of(connection) as raw:
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -260,14 +246,14 @@ def set_timeouts(connection: Connection, timeout_s: float) -> None:
 
 
 def shutdown(raw: socket.socket) -> None:
-    """Ends both directions of a socket, which wakes who waits for it; a socket that is not connected is left as it is."""
+    """Shut down both directions of a socket, which wakes threads blocked on it. Ignores unconnected sockets."""
     with contextlib.suppress(OSError):
         raw.shutdown(socket.SHUT_RDWR)
 
 
 @contextlib.contextmanager
 def _socket_of(connection: Connection) -> Iterator[socket.socket]:
-    """The connection's socket, which stays the connection's: no further descriptor is needed to end one where none is left."""
+    """Lend the connection's socket for the block, without another descriptor (none may be left)."""
     raw = socket.socket(fileno=connection.fileno())
     try:
         yield raw

@@ -1,4 +1,4 @@
-"""The ranks that follow one leader: who shares the next step, who answers, and who is lost."""
+"""Membership of the ranks that follow one leader: ready, refilling, lost."""
 
 from __future__ import annotations
 
@@ -18,38 +18,39 @@ from engine.forward.batch import Work
 
 logger = logging.getLogger(__name__)
 
-_TEND_S = 0.25  # while steps follow one another, silent ranks are looked for that often
+_TEND_S = 0.25  # period of the check for silent ranks while steps run
 
 
 @dataclass(frozen=True, slots=True)
 class LostRank:
-    """A rank that does not take part any more."""
+    """Rank that has left the group."""
 
     rank: int
     reason: str
-    noticed_s: float  # time.monotonic
-    away: bool = False  # it lives, but does not follow this leader
+    noticed_s: float  # by time.monotonic
+    away: bool = False  # the rank works, but does not follow this leader
 
 
 class RankMembership:
-    """The ranks of a group, and what becomes of them.
+    """Ranks of a group and their states.
 
-    A rank is lost when its connection ends, when it says that it failed, when it gives no sign of life for ``rank_timeout_s``, or
-    when it lives but does not answer a step for ``step_timeout_s``. Not thread-safe, but for ``changes`` and ``lost``.
+    A rank is lost if its connection ends, if it reports a failure, if it sends no sign of life for ``rank_timeout_s``, or if it
+    does not answer a step for ``step_timeout_s``. Not thread-safe, except for ``changes`` and ``lost``.
     """
 
     def __init__(self, options: ParallelismOptions, chunk: int) -> None:
-        self._options, self._chunk = options, chunk  # most tokens of a message that refills a rank
+        self._options, self._chunk = options, chunk  # chunk: most tokens of a message that refills a rank
         self.rank_states: dict[int, RankState] = {}
-        self.changes: deque[tuple[int, Link | None]] = deque()  # (rank, its link, or None to leave)
+        self.changes: deque[tuple[int, Link | None]] = deque()  # (rank, its link, or None to remove it)
         self.lost: deque[LostRank] = deque()
         self.losses = self.disagreements = 0
         self.last_loss: str | None = None
         self._tended_s = 0.0
-        self._sequences = itertools.count()  # of all ranks: what answers a former one is not taken for an answer to the next
+        # shared by all ranks, so that a late reply of a former rank never matches its successor's
+        self._sequences = itertools.count()
 
     def ready(self, works: Sequence[Work]) -> list[RankState]:
-        """The ranks that share this step; the others are sent what they lack."""
+        """Return the ranks that share this step; send the others tokens that they lack."""
         if time.monotonic() - self._tended_s > _TEND_S:
             self.tend()
         ready = []
@@ -74,7 +75,7 @@ class RankMembership:
         return ready
 
     def gather(self, rank_states: Sequence[RankState]) -> dict[RankState, Reply]:
-        """The answers to what was sent last, of the ranks that live to give them."""
+        """Return the replies to the last messages, of all ranks that answer in time."""
         replies: dict[RankState, Reply] = {}
         missing = {rank_state.link: (rank_state, rank_state.unanswered[-1][0]) for rank_state in rank_states}
         while missing:
@@ -93,14 +94,13 @@ class RankMembership:
         return replies
 
     def _patience(self, rank_states: Sequence[RankState]) -> float:
-        """Seconds until the first of some ranks is overdue."""
         now = time.monotonic()
         beat = min(rank_state.link.heard_s for rank_state in rank_states) + self._options.rank_timeout_s
         step = min(rank_state.unanswered[0][1] for rank_state in rank_states) + self._options.step_timeout_s
         return max(0.001, min(beat, step) - now)
 
     def _overdue(self, rank_state: RankState) -> bool:
-        """Whether a rank was silent, or at one step, for too long; it is lost then. What it said must have been read."""
+        """Return whether a rank exceeded a timeout, after removing it as lost. Received messages must have been read."""
         now = time.monotonic()
         if now - rank_state.link.heard_s >= self._options.rank_timeout_s:
             self.lose(rank_state, f"no sign of it for {now - rank_state.link.heard_s:.1f} s")
@@ -111,11 +111,10 @@ class RankMembership:
         return True
 
     def _read(self, rank_state: RankState) -> Reply | None:
-        """Takes one message if there is one; see ``_take``."""
         return self._take(rank_state) if readable([rank_state.link], 0.0) else None
 
     def _take(self, rank_state: RankState) -> Reply | None:
-        """Takes the message that is there; the rank is out afterwards if it is bad news."""
+        """Take the next message. Removes the rank if the message reports a failure or the link has ended."""
         try:
             message = rank_state.link.take()
         except LINK_ERRORS as error:
@@ -136,7 +135,7 @@ class RankMembership:
         return None
 
     def tend(self) -> None:
-        """Reads what came unasked, and looks for silent ranks."""
+        """Read pending messages and remove silent ranks."""
         self._tended_s = time.monotonic()
         while self.rank_states:
             spoke = readable([rank_state.link for rank_state in self.rank_states.values()], 0.0)
@@ -149,7 +148,7 @@ class RankMembership:
             self._overdue(rank_state)
 
     def change(self) -> None:
-        """Takes ranks in and out, as other threads asked."""
+        """Apply the additions and removals that other threads requested."""
         while self.changes:
             rank, link = self.changes.popleft()
             former = self.rank_states.pop(rank, None)
@@ -162,7 +161,7 @@ class RankMembership:
                 self.rank_states[rank] = RankState(rank, link, self._sequences)
 
     def settle(self) -> None:
-        """Where no request lives there is nothing to refill a rank with: those that have answered are ready."""
+        """Mark ranks without pending messages as ready: with no running request, nothing has to be refilled."""
         for rank_state in self.rank_states.values():
             if not rank_state.unanswered:
                 rank_state.refilling = False

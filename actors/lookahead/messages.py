@@ -11,7 +11,7 @@ from decoding.tree import Int32Array
 
 @dataclass(frozen=True, slots=True)
 class OpenMessage:
-    """A request that the rank has not seen. Its number stands for it from now on."""
+    """Request that is new to the rank. Later messages refer to it by ``number``."""
 
     number: int
     request_id: str
@@ -25,47 +25,44 @@ class OpenMessage:
 
 @dataclass(frozen=True, slots=True)
 class WorkMessage:
-    """A rank's part of a step for one request: see ``engine.forward.batch.Work``.
-
-    One that begins at 0 says that the slot is the request's from now on. The rank may find that it holds some of the tokens.
-    """
+    """Rank's part of a step for one request: see ``engine.forward.batch.Work``. ``start`` 0 assigns the slot to the request."""
 
     number: int
     slot: int
     start: int
     end: int
-    committed: Int32Array  # tokens of the output that the rank has not seen
-    tokens: Int32Array  # [n] of the rank's part of the tree, the root first; empty without a tree
+    committed: Int32Array  # output tokens that the rank has not received
+    tokens: Int32Array  # [n] tokens of the rank's part of the tree, the root first; empty without a tree
     parents: Int32Array  # [n]
     num_candidates: int
-    digest: bytes = b""  # of the committed sequence, where it is to be compared
+    digest: bytes = b""  # hash of the committed sequence, if it is to be compared
 
 
 @dataclass(frozen=True, slots=True)
 class StepMessage(Message):
-    """What a rank computes in one step."""
+    """Work of a rank in one step."""
 
     sequence: int
     opened: tuple[OpenMessage, ...]
-    closed: tuple[int, ...]  # numbers of requests that have ended
+    closed: tuple[int, ...]  # numbers of finished requests
     works: tuple[WorkMessage, ...]
     top_k: int
-    joins: bool = False  # the leader's first message since it took the rank in: what was before does not count
+    joins: bool = False  # first message since the leader added the rank: the rank drops its earlier requests
 
 
 @dataclass(frozen=True, slots=True)
 class OutcomeMessage:
-    """What a rank's part of a tree came to."""
+    """Verification result of a rank's part of a tree."""
 
-    acceptance: Acceptance  # rows of the part
-    ids: Int32Array  # [n] the likeliest token below each row of the part
+    acceptance: Acceptance  # row numbers of the part
+    ids: Int32Array  # [n] likeliest next token after each row of the part
     ranked: Int32Array | None  # [n, top_k], see ``TargetRows.ranked``
     logprobs: tuple[TokenLogprob, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Reply(Message):
-    """The answer to a step: an outcome for each of its works that has a tree, in order."""
+    """Reply to a step: an outcome for each work that has a tree, in order."""
 
     sequence: int
     compute_s: float
@@ -74,19 +71,19 @@ class Reply(Message):
 
 @dataclass(frozen=True, slots=True)
 class Failure(Message):
-    """A step that the rank could not compute. It is of no use until it is made anew."""
+    """Report of a step that the rank could not compute. The rank must be restarted."""
 
     reason: str
-    disagrees: bool = False  # its committed text is not the leader's
+    disagrees: bool = False  # its committed text differs from the leader's
 
 
 @dataclass(frozen=True, slots=True)
 class Away(Message):
-    """The answer of a rank that has requests of its own or follows another leader."""
+    """Reply of a rank that is busy or follows another leader."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beat(Message):
-    """A sign of life, which a rank gives whatever it computes."""
+    """Sign of life, sent also during computation."""
 
-    busy: bool  # it has requests of its own and follows nobody
+    busy: bool  # the rank has own requests and follows no leader

@@ -1,4 +1,4 @@
-"""Client of another replica of the node: whether it answers, whether it has requests of its own, and who leads it."""
+"""Client of another replica of the node: whether it answers, whether it is busy, and the link over which it is led."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from actors.lookahead.messages import Beat
 
 logger = logging.getLogger(__name__)
 
-_REDIAL_S, _LONGEST_REDIAL_S = 0.5, 4.0  # a replica that is stopped finds the connections of all that time when it goes on
+# a replica that was stopped (SIGSTOP) finds all connections of that time when it continues
+# backoff: a replica that was suspended finds all connections of that time when it continues
+_REDIAL_S, _LONGEST_REDIAL_S = 0.5, 4.0
 
 
 class Peer:
-    """Listens to the beats of one replica's ``RankServer``, in a thread of its own, and connects again when they end."""
+    """Listener to the beats of one replica's ``RankServer``, in a thread that reconnects when they end."""
 
     def __init__(self, address: Address, secret: bytes, timeout_s: float, changed: Callable[[], None]) -> None:
-        """
-        Args:
-            address: of its ``RankServer``.
-            secret: shared by the replicas.
-            timeout_s: a peer that gives no sign for so long is not there.
-            changed: called when it comes, goes, is busy or is free.
+        """Start the thread. ``changed`` is called when the peer appears, disappears, becomes busy or becomes free.
+
+        A peer without a sign of life for ``timeout_s`` counts as absent.
         """
         self.address, self._secret, self._timeout_s, self._changed = address, secret, timeout_s, changed
-        self._busy: bool | None = None  # None: it is not there
+        self._busy: bool | None = None  # None: absent
         self._link: Link | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._listen, name=f"peer-{address[1]}", daemon=True)
@@ -35,20 +34,20 @@ class Peer:
 
     @property
     def present(self) -> bool:
-        """Whether it gives signs of life."""
+        """Return whether the peer sends signs of life."""
         return self._busy is not None
 
     @property
     def busy(self) -> bool:
-        """Whether it has requests of its own, as far as it has said."""
+        """Return whether the peer last reported own requests."""
         return self._busy is True
 
     def dial(self) -> Link:
-        """A connection over which it may be led; raises one of ``LINK_ERRORS`` when it does not answer."""
+        """Return a new link, over which the peer can be led. Raises one of ``LINK_ERRORS`` if it does not answer."""
         return connect(self.address, self._secret, self._timeout_s)
 
     def close(self) -> None:
-        """Listens no longer. Harmless when repeated."""
+        """Stop listening. Idempotent."""
         self._over.set()
         if self._link is not None:
             self._link.end()
@@ -58,7 +57,7 @@ class Peer:
         while not self._over.is_set():
             try:
                 self._link = self.dial()
-                if not self._over.is_set():  # else closed before there was something to close
+                if not self._over.is_set():  # otherwise `close` was called before the link existed
                     self._hear(self._link)
             except LINK_ERRORS as error:
                 if self.present and not self._over.is_set():
@@ -84,10 +83,10 @@ class Peer:
 
 @dataclass(slots=True)
 class Member:
-    """A peer, and whether this replica leads it. Touched by the supervisor's thread of ``Elastic`` only."""
+    """Peer, and whether this replica leads it. Used by the supervisor's thread of ``Elastic`` only."""
 
     peer: Peer
-    number: int  # the executor's; the rank that it had at first, where that was free
-    link: Link | None = None  # over which it is led
-    leaving: bool = False  # it was told to go, and may be in a step still
-    not_before_s: float = 0.0  # when it may be asked again
+    number: int  # the executor's number for it; its first rank, if that was free
+    link: Link | None = None  # set while this replica leads it
+    leaving: bool = False  # removal requested; a step may still include it
+    not_before_s: float = 0.0  # earliest time of the next attempt

@@ -1,4 +1,4 @@
-"""A rank that follows: a model and KV slots, no drafter, no scheduler. It computes the parts of trees that a leader gives it."""
+"""Rank that follows a leader: a model and KV slots, no drafter, no scheduler. Computes its parts of draft trees."""
 
 from __future__ import annotations
 
@@ -23,32 +23,30 @@ from engine.forward.batch import Work
 
 logger = logging.getLogger(__name__)
 
-BEATS = 4  # in the time after which a silent rank is lost
-ACCEPT_PAUSE_S = 0.5  # after a connection that could not be taken
+BEATS = 4  # per rank_timeout_s
+ACCEPT_PAUSE_S = 0.5  # after a failed accept
 
 
 class DisagreementError(RuntimeError):
-    """The leader's committed text is not this rank's."""
+    """Error of a rank whose committed text differs from the leader's."""
 
 
 def text_digest(tokens: Int32Array) -> bytes:
-    """8 bytes of the BLAKE2b hash of a committed sequence, the same on every host."""
+    """Return 8 bytes of the BLAKE2b hash of a committed sequence, the same on every host."""
     return hashlib.blake2b(tokens.astype("<i4").tobytes(), digest_size=8).digest()
 
 
 class Rank:
-    """The requests of one leader, and the model. Not thread-safe."""
+    """Requests of one leader, and the model. Not thread-safe."""
 
     def __init__(self, executor: LocalExecutor) -> None:
         self._executor = executor
         self._requests: dict[int, tuple[Request, frozenset[int]]] = {}
 
     def handle(self, message: StepMessage) -> Reply:
-        """Computes a step.
+        """Compute a step. Raises DisagreementError if the committed tokens differ from the leader's, or any error of the forward.
 
-        Raises:
-            DisagreementError: a digest of the leader's is not that of the tokens committed here.
-            Exception: whatever the forward raises. The rank must not be used any more: its KV may lack what the leader counts on.
+        Do not use the rank after an error: its KV may lack tokens that the leader counts on.
         """
         for number in message.closed:
             self._close(number)
@@ -65,7 +63,7 @@ class Rank:
         return Reply(message.sequence, time.perf_counter() - began, told)
 
     def forget(self, failed: bool = False) -> None:
-        """Drops all requests: the slots are free for others. After a failure nothing is reused of what they hold."""
+        """Drop all requests and free their slots. After a failure, also clear the prefix cache."""
         if failed:
             self._executor.runner.cache.prefixes.clear()
         for number in list(self._requests):
@@ -76,7 +74,7 @@ class Rank:
         self._executor.end(request)
 
     def _work(self, work: WorkMessage) -> Work | None:
-        """The work of a message; None where all of it is here already, and no tree."""
+        """Return the work of a message; None if it has no tree and all of it is already computed."""
         request, end_tokens = self._requests[work.number]
         request.commit(work.committed.tolist())
         if work.start == 0:
@@ -93,21 +91,18 @@ class Rank:
             sources = np.zeros(len(work.tokens), np.int8)
             tree = DraftTree(work.tokens, work.parents, sources, work.num_candidates)
             assert work.end == request.num_tokens, (request.request_id, work.end, request.num_tokens)
-        start = max(work.start, request.num_computed)  # the leader counts what it has sent, and not what was found here
+        start = max(work.start, request.num_computed)  # the leader does not know how many tokens this rank reused
         return Work(request, start, work.end, tree, end_tokens) if start < work.end else None
 
 
 def outcome_message(outcome: Outcome, top_k: int) -> OutcomeMessage:
-    """What a part of a tree came to, with so many of the likeliest tokens below each of its rows."""
+    """Return the message for an outcome, with the ``top_k`` likeliest next tokens of each row."""
     ranked = outcome.target.ranked(range(len(outcome.tree)), top_k) if top_k else None
     return OutcomeMessage(outcome.acceptance, outcome.target.ids, ranked, outcome.logprobs)
 
 
 class RankServer:
-    """Listens for leaders, follows the one that took this rank in last, and gives all of them signs of life.
-
-    While it is busy (see ``occupy``) leaders are turned away.
-    """
+    """Server that follows the leader that joined last and sends beats to all. Turns leaders away while busy (``occupy``)."""
 
     def __init__(
         self,
@@ -118,22 +113,14 @@ class RankServer:
         prepare: Callable[[], None] | None = None,
         device_failed: Callable[[DeviceError], object] | None = None,
     ) -> None:
-        """
-        Args:
-            executor: over the model of this process.
-            secret: shared by the leader and its ranks.
-            options: of the group.
-            host: address to listen at.
-            prepare: called once in each thread that computes, before it does.
-            device_failed: told in a thread of its own that the device failed for good.
+        """Listen on a free port and start the threads. Raises OSError if the address is not available.
 
-        Raises:
-            OSError: the address cannot be listened at.
+        Each computing thread calls ``prepare`` first. A new thread calls ``device_failed`` if the device failed for good.
         """
         self._rank, self._secret, self._options, self._prepare = Rank(executor), secret, options, prepare
         self._model_device, self._device_failed = executor.runner.model.device, device_failed
         self._device = threading.Lock()  # one step at a time, and none while busy
-        self._guard = threading.Lock()  # of the fields below
+        self._guard = threading.Lock()  # guards the fields below
         self._links: list[Link] = []
         self._leader: Link | None = None
         self._busy = self._closed = False
@@ -144,20 +131,20 @@ class RankServer:
             threading.Thread(target=work, name=f"rank-{work.__name__.strip('_')}", daemon=True).start()
 
     def occupy(self, busy: bool) -> None:
-        """Turns leaders away from now on, or takes them again. Returns when no step of theirs is being computed."""
-        self._busy = busy  # already now: a leader whose step waits for the device is turned away
-        self._wake.set()  # leaders are told at once
+        """Turn leaders away from now on, or accept them again. Returns when no step of a leader is running."""
+        self._busy = busy  # set before the lock is taken, so that a leader waiting for it is turned away
+        self._wake.set()  # notify leaders at once
         if busy:
             with self._device:
                 self._leader = None
                 self._rank.forget()
 
     def close(self) -> None:
-        """Ends all connections. Harmless when repeated."""
+        """End all connections. Idempotent."""
         with self._guard:
             self._closed = True
             links = list(self._links)
-        shutdown(self._listener)  # wakes the thread that accepts
+        shutdown(self._listener)  # wakes the accepting thread
         self._listener.close()
         self._wake.set()
         for link in links:
@@ -176,7 +163,6 @@ class RankServer:
             threading.Thread(target=self._serve, args=(raw,), name="rank-leader", daemon=True).start()
 
     def _serve(self, raw: socket.socket) -> None:
-        """Serves one leader until it goes away."""
         try:
             link = accepted(raw, self._secret, self._options.rank_timeout_s)
         except LINK_ERRORS as error:
@@ -184,7 +170,7 @@ class RankServer:
             return
         with self._guard:
             self._links.append(link)
-        self._wake.set()  # it is told at once whether this rank is busy
+        self._wake.set()  # report at once whether this rank is busy
         if self._closed:
             link.end()
         try:
@@ -209,7 +195,7 @@ class RankServer:
                 return Away()
             try:
                 return self._rank.handle(message)
-            except Exception as error:  # whatever a model or its device raises: the leader is told, and goes on without this rank
+            except Exception as error:  # any error of the model or device: the leader continues without this rank
                 logger.exception("a step failed")
                 self._leader = None
                 self._rank.forget(failed=True)
@@ -234,7 +220,7 @@ class RankServer:
             for link in links:
                 try:
                     link.send(Beat(self._busy))
-                except LINK_ERRORS:  # its own thread notices as well, and takes it out
+                except LINK_ERRORS:  # the link's own thread notices and removes it
                     link.end()
             self._wake.wait(self._options.rank_timeout_s / BEATS)
             self._wake.clear()

@@ -1,4 +1,4 @@
-"""A rank as a Ray actor."""
+"""Ray actor that runs a rank."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from engine.measures.energy import meter_name
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Where a rank listens and runs."""
+    """Address, process and device of a rank."""
 
     address: Address
     pid: int
     node: str
-    device: str  # of the model, as ``engine.measures.energy`` knows it on that node
-    max_model_len: int  # tokens of a request for which its slots have room
+    device: str  # model device as ``engine.measures.energy`` names it on that node
+    max_model_len: int  # tokens of a request that fit into its slots
 
 
 class RankActor:
-    """A follower: a copy of the model that computes its part of the leader's steps. It ends with the actor that made it."""
+    """Follower with a copy of the model. Ends with the actor that created it."""
 
     def __init__(
         self,
@@ -45,15 +45,9 @@ class RankActor:
         self._server: RankServer | None = None
 
     def load(self, pinned: tuple[int, int] | None, secret: bytes) -> RankPlace:
-        """Loads the model and listens.
+        """Load the model and listen. Raises ModelLoadError, or GroupError if the node has too few cores.
 
-        Args:
-            pinned: (how many ranks of lower number its node has, cores of a rank), where threads are to stay on their cores.
-            secret: of the group. Not an argument of the actor's: Ray writes those down where a new head finds them.
-
-        Raises:
-            ModelLoadError: the model cannot be used.
-            GroupError: the node has too few cores.
+        ``pinned`` is (number of lower ranks on the node, cores per rank); None does not pin threads.
         """
         prepare = None if pinned is None else functools.partial(pin_thread, own_cores(*pinned, allowed_cores()))
         loaded, runner = load_runner(self._model, self._engine, self._speculation, self._world_size)

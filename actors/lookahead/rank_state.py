@@ -1,4 +1,4 @@
-"""State of a rank as its leader tracks it: how much of each request it holds, and which answer is awaited."""
+"""Leader's record of a rank: the tokens of each request that it holds, and pending replies."""
 
 from __future__ import annotations
 
@@ -17,64 +17,64 @@ from decoding.request import Request, RequestState
 from decoding.tree import DraftTree, Int32Array, Part
 from engine.forward.batch import Work
 
-READY_LAG = 32  # a rank that lacks no more tokens of any request takes part in steps
-_LAZY_LAG = 16  # a rank without a share of a tree lets so many tokens come together before it computes them
+READY_LAG = 32  # a rank that lacks at most this many tokens of every request shares steps
+_LAZY_LAG = 16  # a rank without a part of a tree computes new tokens in groups of this size
 _NONE = np.zeros(0, np.int32)
 _NO_TREE = (_NONE, _NONE, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """What a rank was sent of a step."""
+    """Part of a step that was sent to a rank."""
 
-    awaited: list[Part | None]  # for each work, the part whose outcome is to come
+    awaited: list[Part | None]  # for each work, the part whose outcome is awaited
     rows: int
-    recomputed: int  # of these, tokens that others had computed before
+    recomputed: int  # of these, tokens that other ranks had computed before
 
 
 @dataclass(slots=True)
 class Held:
-    """A request as one rank holds it."""
+    """Request as one rank holds it."""
 
     request: Request
-    number: int  # stands for it in messages
+    number: int  # identifies it in messages
     computed: int = 0  # tokens whose KV the rank has
-    preemptions: int = 0  # of the request when they were counted
-    reach: int = 0  # of the request when it was given its number
-    told: int = -1  # tokens of the output that it was sent; -1: not even that there is such a request
+    preemptions: int = 0  # the request's preemptions when ``computed`` was last valid
+    reach: int = 0  # the request's reach (RoPE length) when its number was assigned
+    told: int = -1  # output tokens sent to the rank; -1: the rank does not know the request yet
 
 
 class Holdings:
-    """The requests that one rank holds."""
+    """Requests that one rank holds."""
 
     def __init__(self) -> None:
-        self._held: dict[str, Held] = {}  # by the id of a live request
+        self._held: dict[str, Held] = {}  # by id of a running request
         self._numbers = itertools.count()
-        self._ended: list[int] = []  # numbers that the rank knows of requests that have ended
+        self._ended: list[int] = []  # numbers of finished requests that the rank still knows
 
     def align(self, work: Work) -> Held:
-        """The request of a work, with nothing computed if it is new, or if it was preempted since."""
+        """Return the record of a work's request, with nothing computed if the request is new or was preempted."""
         held = self._of(work.request)
         held.computed = min(held.computed, work.start)
         return held
 
     def place(self, request: Request, computed: int) -> None:
-        """Says that a request was given a slot in which so many of its tokens are computed."""
+        """Record that a request got a slot in which ``computed`` tokens are computed."""
         self._of(request).computed = computed
 
     def _of(self, request: Request) -> Held:
         held = self._held.get(request.request_id)
-        if held is not None and held.reach != request.reach:  # computed anew since: to the rank it is another one
+        if held is not None and held.reach != request.reach:  # recomputed with another RoPE length: a new request to the rank
             self.end(request)
             held = None
         if held is None:
             held = self._held[request.request_id] = Held(request, next(self._numbers), reach=request.reach)
-        if held.preemptions != request.stats.preemptions:  # it has had another slot, or the same one after others had it
+        if held.preemptions != request.stats.preemptions:  # the slot has changed, or other requests used it
             held.computed, held.preemptions = 0, request.stats.preemptions
         return held
 
     def check_integrity(self, running: Sequence[Request]) -> None:
-        """Asserts that no more of a request counts as computed than there is, and that who has ended is let go of."""
+        """Assert that no request has more computed tokens than tokens, and that finished requests were released."""
         alive = {request.request_id: request for request in running}
         for name, held in self._held.items():
             request = held.request
@@ -83,53 +83,53 @@ class Holdings:
 
     @property
     def live(self) -> bool:
-        """Whether any request is held."""
+        """Return whether any request is held."""
         return bool(self._held)
 
     def end(self, request: Request) -> None:
-        """Lets go of a request that has ended, if it is held."""
+        """Release a finished request, if it is held."""
         held = self._held.pop(request.request_id, None)
         if held is not None and held.told >= 0:
             self._ended.append(held.number)
 
     def take_ended(self) -> tuple[int, ...]:
-        """The numbers of the requests that the rank knows and that have ended since the last call."""
+        """Return and clear the numbers of finished requests that the rank knows."""
         ended, self._ended = tuple(self._ended), []
         return ended
 
     def clear(self) -> None:
-        """Lets go of everything."""
+        """Release all requests."""
         for held in list(self._held.values()):
             self.end(held.request)
 
 
 class RankState:
-    """One rank of the group, as the leader deals with it.
+    """One rank of the group, from the leader's side.
 
-    It is *refilling* until it holds the live requests: it is sent their tokens in chunks, one message at a time, which nobody
-    waits for. What it was sent counts as computed: it does one message after another.
+    It is *refilling* until it holds the running requests: it gets their tokens in chunks, one message at a time, whose replies no
+    step waits for. Sent tokens count as computed, because a rank handles its messages in order.
     """
 
     def __init__(self, rank: int, link: Link, sequences: Iterator[int]) -> None:
         self.rank, self.link, self._sequences = rank, link, sequences
         self.holdings = Holdings()
         self.refilling = True
-        self.unanswered: deque[tuple[int, float]] = deque()  # sequence numbers, and when they were sent
+        self.unanswered: deque[tuple[int, float]] = deque()  # (sequence number, time of sending)
         self._joins = True
 
     def lag(self, works: Sequence[Work]) -> int:
-        """Most tokens of one request that the others hold and this rank does not."""
+        """Return the most tokens of one request that the group has computed and this rank has not."""
         lag = 0
         for work in works:
             lag = max(lag, work.start - self.holdings.align(work).computed)
         return lag
 
     def refill(self, works: Sequence[Work], rows: int) -> None:
-        """Sends the next chunk, of at most so many rows."""
+        """Send the next chunk of at most ``rows`` rows."""
         chunks = []
         for work in works:
             held = self.holdings.align(work)
-            target = work.end if work.tree is None else work.end - 1  # the root is the next step's
+            target = work.end if work.tree is None else work.end - 1  # the root is computed by the next step
             end = min(target, held.computed + rows)
             if end > held.computed:
                 rows -= end - held.computed
@@ -137,7 +137,7 @@ class RankState:
         self._send([self._chunk(work, held, end) for work, held, end in chunks], chunks, 0)
 
     def partition(self, works: Sequence[Work], parts: Sequence[Part | None], top_k: int, compare: bool) -> Partition:
-        """Sends this rank's part of a step; raises as ``Link.send`` does."""
+        """Send this rank's part of a step. Raises the errors of ``Link.send``."""
         messages: list[WorkMessage] = []
         partitioned: list[tuple[Work, Held, int]] = []
         awaited: list[Part | None] = []
@@ -146,7 +146,7 @@ class RankState:
             held = self.holdings.align(work)
             share = part if part is not None and len(part.tree) > 1 else None
             awaited.append(share)
-            end = work.end - 1 if part is not None and share is None else work.end  # nobody waits for a root alone
+            end = work.end - 1 if part is not None and share is None else work.end  # no outcome is needed for a root alone
             if share is None and end - held.computed < (1 if part is None else _LAZY_LAG):
                 continue
             rows += end - held.computed + (0 if share is None else len(share.tree) - 1)
@@ -158,7 +158,7 @@ class RankState:
         return Partition(awaited, rows, recomputed)
 
     def leave(self) -> None:
-        """Tells the rank that it is not needed; raises as ``Link.send`` does."""
+        """Release the rank. Raises the errors of ``Link.send``."""
         self.holdings.clear()
         ended = self.holdings.take_ended()
         if not self._joins:

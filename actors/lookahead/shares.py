@@ -1,4 +1,4 @@
-"""Merging of what the ranks of a group answered for their parts of one tree."""
+"""Merging of the ranks' replies for their parts of one tree."""
 
 from __future__ import annotations
 
@@ -18,26 +18,23 @@ from engine.executor import Outcome
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """A rank's part of a tree, and what it came to."""
+    """Rank's part of a tree, and its outcome."""
 
     part: Part
-    held: Held  # the request, as the rank holds it
+    held: Held  # the request as the rank holds it
     said: OutcomeMessage
 
     def tokens(self) -> list[int]:
-        """What the rank's walk emits."""
+        """Return the tokens that the rank's walk emits."""
         walked = self.said.acceptance
         return [*self.part.tree.tokens[list(walked.rows)].tolist(), walked.next_token]
 
 
 def merge(tree: DraftTree, end: int, shares: Sequence[RankShare]) -> tuple[Outcome, int]:
-    """The longest walk, the lowest rank's among equals, and what the target said below all rows.
+    """Return the outcome of the longest walk (ties: lowest rank), and the number of walks dropped as different from rank 0's.
 
-    Each rank counts as computed what its own walk and the longest have in common, behind the ``end`` committed tokens. ``shares``
-    are of the ranks that answered, rank 0 first; the outcome's tree is without the rows that none of them computed.
-
-    Returns:
-        The outcome, and how many walks were left out because their first token is not rank 0's.
+    ``shares`` are of the ranks that replied, rank 0 first. The outcome has the target's tokens for all computed rows and lacks
+    the others. Each rank's computed count becomes ``end`` plus the common prefix of its walk and the longest one.
     """
     walks = [share.tokens() for share in shares]
     same = [at for at, walk in enumerate(walks) if walk[0] == walks[0][0]]
@@ -60,7 +57,7 @@ def merge(tree: DraftTree, end: int, shares: Sequence[RankShare]) -> tuple[Outco
 
 
 def _target(count: int, shares: Sequence[RankShare], places: Int32Array | None) -> TargetRows:
-    """What the target said below each row; where several ranks computed one, the lowest rank has the word."""
+    """Return the target's tokens for each row. If several ranks computed a row, the lowest rank's result is used."""
     ids = np.empty(count, np.int32)
     own = shares[0].said.ranked
     ranked = None if own is None else np.empty((count, own.shape[1]), np.int32)

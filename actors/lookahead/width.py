@@ -1,15 +1,15 @@
-"""How many ranks share a step: all, or one, whichever is faster."""
+"""Choice of how many ranks share a step: all or one, whichever is faster."""
 
 from __future__ import annotations
 
-_TRIAL_STEPS = 16  # that a width is tried for at a time
-_TRIALS = 2  # of each width before any is judged
-_EVERY = 16  # trials of the faster width for one of the other
-_DECAY = 0.99  # of what steps before count, a step
+_TRIAL_STEPS = 16  # steps of one trial of a width
+_TRIALS = 2  # trials of each width before the first comparison
+_EVERY = 16  # trials of the faster width per trial of the other
+_DECAY = 0.99  # weight of earlier steps, per step
 
 
 class _Pace:
-    """Tokens a second of the steps of one width, the latest most."""
+    """Decaying average of tokens per second for one width."""
 
     def __init__(self) -> None:
         self._tokens = self._seconds = 0.0
@@ -24,11 +24,10 @@ class _Pace:
 
 
 class WidthChoice:
-    """Chooses the width of each step by how fast steps of each were, for one number of ranks and one load.
+    """Chooser of the faster width, from measured step speeds, for one number of ranks and one load.
 
-    A shared step checks more of a tree and takes longer: messages, tokens that are computed again, ranks that get in each other's
-    way. Whether that pays depends on the device and on the text, so it is measured while serving: first both widths in turns,
-    then the faster one, and now and then the other.
+    A shared step verifies more of a tree but takes longer (messages, recomputed tokens, contention). Whether that pays depends on
+    device and text, so it is measured while serving: first both widths alternate, then mostly the faster one runs.
 
     Example: two ranks bring 2.8 tokens in 36 ms, one 2.7 in 29. After 64 steps in turns one rank computes alone, and in one of 17
     trials of 16 steps both.
@@ -40,11 +39,11 @@ class WidthChoice:
 
     @property
     def shared(self) -> bool:
-        """Whether the next step is to be shared."""
+        """Return whether to share the next step."""
         return self._shared
 
     def took(self, tokens: int, seconds: float) -> None:
-        """Counts a whole step of the width that was to be, and the tokens that it emitted."""
+        """Record a step of the chosen width: its emitted tokens and its duration."""
         self._paces[self._shared].add(tokens, seconds)
         self._steps += 1
         if self._steps < _TRIAL_STEPS:
@@ -59,11 +58,11 @@ class WidthChoice:
 
 
 class WidthChoices:
-    """A ``WidthChoice`` for each number of ranks and each load, in powers of two."""
+    """``WidthChoice`` for each number of ranks and each load, in powers of two."""
 
     def __init__(self) -> None:
         self._choices: dict[tuple[int, int], WidthChoice] = {}
 
     def of(self, ranks: int, requests: int) -> WidthChoice:
-        """For steps of so many requests that so many ranks could share."""
+        """Return the choice for steps of ``requests`` requests that ``ranks`` ranks could share."""
         return self._choices.setdefault((ranks, requests.bit_length()), WidthChoice())

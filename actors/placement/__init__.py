@@ -1,5 +1,5 @@
-"""Where processes run: Ray, cores, and which ranks make a group.
+"""Placement of processes: Ray clusters, CPU cores, and the ranks of each group.
 
 In: options.
-Out: places.
+Out: placements.
 """

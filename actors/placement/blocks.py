@@ -1,6 +1,6 @@
-"""Allocation of ranks to leaders where the replicas of a node share their work: buddy allocation.
+"""Buddy allocation of ranks to leaders, for replicas of one node that share their work.
 
-Every replica computes this from the same few facts, so that nobody has to hand ranks out: who is busy, and who is there.
+Every replica computes the same result from the set of busy ranks and the set of present ranks, so no coordinator is needed.
 """
 
 from __future__ import annotations
@@ -9,17 +9,12 @@ from collections.abc import Collection
 
 
 def block(rank: int, busy: Collection[int], world: int) -> range:
-    """The largest aligned block of ranks that holds ``rank`` and no other busy rank.
+    """Return the largest aligned block of ranks (below ``world``) that contains ``rank`` and no other busy rank.
 
-    A block is ``size`` ranks from a multiple of ``size`` on, where ``size`` is a power of two, clipped to the world: what a buddy
-    allocator of memory hands out (Knowlton, CACM 8(10), 1965).
+    A block is ``size`` ranks from a multiple of ``size`` on, clipped to the world; ``size`` is a power of two. This is buddy
+    allocation (Knowlton, CACM 8(10), 1965).
 
     Example: of 8 ranks of which 0, 4 and 6 are busy, 0 has ``range(0, 4)``, 4 has ``range(4, 6)`` and 6 has ``range(6, 8)``.
-
-    Args:
-        rank: below ``world``; busy or not.
-        busy: ranks with requests of their own.
-        world: number of ranks.
     """
     assert 0 <= rank < world, (rank, world)
     others = [other for other in busy if other != rank]
@@ -34,16 +29,12 @@ def block(rank: int, busy: Collection[int], world: int) -> range:
 
 
 def share_ranks(busy: Collection[int], present: Collection[int]) -> dict[int, tuple[int, ...]]:
-    """The ranks of each busy rank's group, ascending; together they are all ranks that are present, each in one group.
+    """Return the ranks of each busy rank's group, ascending. Every present rank is in exactly one group.
 
-    Each busy rank has its ``block``. Idle ranks that lie in no block, because the busy ones are close neighbours, go one by one
-    to the group that is narrowest (of the lowest rank among equals).
+    Each busy rank gets its ``block``. Idle ranks outside all blocks go one by one to the smallest group (ties: lowest rank).
+    Numbers missing in ``present`` are lost ranks; they widen no group.
 
     Example: of 4 ranks 0 and 1 are busy, and neither block is wider than one rank: ``{0: (0, 2), 1: (1, 3)}``.
-
-    Args:
-        busy: ranks with requests of their own, all of them present; empty for an empty result.
-        present: ranks that can be had. Numbers may be missing: a rank that is gone widens nobody's group.
     """
     assert set(busy) <= set(present), (busy, present)
     if not busy:

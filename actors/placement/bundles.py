@@ -1,4 +1,4 @@
-"""Actors in the bundles of a placement group, one for each rank."""
+"""Actors in the bundles of a placement group, one per rank."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ from actors.ranks import GroupError
 
 
 def bundles_for(world_size: int, placement_group: PlacementGroup | None = None) -> PlacementGroup:
-    """The placement group, by default the one that the calling actor runs in.
-
-    Raises:
-        GroupError: there is none with a bundle for each rank.
-    """
+    """Return the placement group, by default the calling actor's. Raises GroupError without one that has a bundle per rank."""
     bundles = placement_group or get_current_placement_group()
     found = 0 if bundles is None else bundles.bundle_count
     if bundles is None or found < world_size:
@@ -28,20 +24,21 @@ def bundles_for(world_size: int, placement_group: PlacementGroup | None = None) 
 
 
 class BundleActor:
-    """An actor in a bundle, and its process where that is known."""
+    """Actor in a bundle, and its process if that is known."""
 
     def __init__(self, actor_class: type, bundles: PlacementGroup, rank: int, *arguments: object) -> None:
-        """Starts it in its rank's bundle, with what that has."""
+        """Start the actor in its rank's bundle with all resources of that bundle."""
         bundle = bundles.bundle_specs[rank]
         placed = PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=rank)
         remote: Any = ray.remote(actor_class).options(
             num_cpus=bundle.get("CPU", 0), num_gpus=bundle.get("GPU", 0), scheduling_strategy=placed
         )
         self.handle: Any = remote.remote(*arguments)
-        self.process: psutil.Process | None = None  # on this node
+        self.process: psutil.Process | None = None  # set only if the process runs on this node
 
     def kill(self) -> None:
-        """Ends it. Ray takes five seconds for a process that is stopped, so on this node it is not left to Ray alone."""
+        """Kill the actor."""
+        # Ray takes five seconds to end a stopped process, so kill it directly on this node.
         if self.process is not None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 self.process.kill()
@@ -50,6 +47,6 @@ class BundleActor:
 
 
 def reason(error: Exception) -> str:
-    """What went wrong at an actor, in one line."""
+    """Return an actor's error as one line."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     return " ".join(str(cause).split("\n\n")[0].split())[:400] or type(cause).__name__

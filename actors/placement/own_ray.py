@@ -1,4 +1,4 @@
-"""Starting Ray: one that belongs to this process, or joining one that runs."""
+"""Starting a private Ray cluster, or joining a running one."""
 
 from __future__ import annotations
 
@@ -23,43 +23,40 @@ from actors.placement.ray_folder import MARK, SESSION, RayFolder
 from engine.child_process import CODE
 
 _CoreWorker: Callable[..., Any] = vars(ray._raylet)["CoreWorker"]
-OBJECT_STORE_BYTES = 128 * 2**20  # requests and outputs travel inside calls: only unusually long prompts pass through the store
+OBJECT_STORE_BYTES = 128 * 2**20  # requests and outputs travel inside calls: only unusually long prompts use the store
 
 
 class RayTokenError(ValueError):
-    """Ray's token would not keep strangers out; the message says what to do."""
+    """Error of a Ray token that would not protect the cluster; the message says what to do."""
 
 
 class _Job(JobConfig):
-    """Has workers import the code of this process, and nothing from the folder in which it was started."""
+    """Job configuration whose workers import this process's code, and nothing from the current folder."""
 
     def __init__(self) -> None:
         super().__init__(_py_driver_sys_path=[CODE])
 
     def _runtime_env_has_working_dir(self) -> bool:
-        return True  # else Ray puts the current folder, and the script's, before all others
+        return True  # otherwise Ray puts the current and the script's folder first
 
 
 def start_ray(address: str | None = None, namespace: str | None = None, folder: RayFolder | None = None) -> None:
-    """Start a Ray of this process's own in a folder, or join the one at an address.
+    """Start a private Ray cluster in a folder, or join the one at an address.
 
-    Ray runs code for whoever reaches one of its ports with its token. All ports of one that is started here are on the loopback
-    interface, but for those that replicas of Ray Serve open; its token is made here and is in the environment of its processes
-    only, unless ``RAY_AUTH_TOKEN`` says another one. Its sockets and logs are in a folder that no other user can enter. Signals
-    stay with the caller's handlers: Ray's own raises wherever it interrupts, so that one in the middle of the start is lost at
-    times, and leaves processes to themselves at others; that of its C++ part aborts the process after three seconds.
+    Security: Ray runs code for any client that reaches one of its ports with its token. A cluster started here listens on
+    loopback only, except for the ports that replicas of Ray Serve open. Its token is generated here (unless ``RAY_AUTH_TOKEN`` is
+    set) and exists only in the environment of its processes. Only this user can enter the folder of its sockets and logs.
 
-    ``ray.shutdown()``, and then ``folder.end()``, end it.
+    The caller's signal handlers stay in place. Stop the cluster with ``ray.shutdown()``, then ``folder.end()``.
 
     Args:
-        address: of a cluster to join; None starts a Ray of this process's own, even where one runs already.
-        namespace: of named actors; None is one of Ray's making.
-        folder: for a Ray of this process's own; to be ended where the start fails, too.
+        address: cluster to join; None starts a private one, even if another one runs already.
+        namespace: of named actors; None lets Ray choose one.
+        folder: for a private cluster; the caller ends it, also if the start fails.
 
     Raises:
-        RayTokenError: ``RAY_AUTH_MODE`` is not ``token`` where a Ray starts, or others may read the file with the token of the
-            one that is joined.
-        RuntimeError, ValueError, OSError, ray.exceptions.RayError: it does not start, or nothing answers at the address.
+        RayTokenError: ``RAY_AUTH_MODE`` is not ``token`` for a new cluster, or others may read the token file of the joined one.
+        RuntimeError, ValueError, OSError, ray.exceptions.RayError: Ray does not start, or no cluster answers at the address.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the behaviour of coming versions, without the warning
@@ -74,8 +71,10 @@ def start_ray(address: str | None = None, namespace: str | None = None, folder: 
             own = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES, "_node_ip_address": "127.0.0.1"}
             own |= {"_temp_dir": temporary}
             stack.enter_context(_without_helpers())
-            # Its processes import nothing from their current folder, and are found by the folder.
+            # Ray's processes import nothing from their current folder, and are identified by MARK.
             stack.enter_context(environment({"PYTHONSAFEPATH": "1", MARK: temporary}))
+        # Ray's Python handler raises at any point, which loses a signal during the start or leaves processes behind. Its C++
+        # handler aborts the process after three seconds.
         stack.enter_context(mock.patch.object(ray_utils, "set_sigterm_handler"))
         stack.enter_context(mock.patch.object(ray._raylet, "CoreWorker", _core_worker))
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -83,8 +82,8 @@ def start_ray(address: str | None = None, namespace: str | None = None, folder: 
 
 
 def _core_worker(*arguments: Any) -> Any:
-    """Return Ray's part in C++, with SIGTERM given back to Python's handler."""
     made = _CoreWorker(*arguments)
+    # Give SIGTERM back to Python's handler.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
     return made
@@ -92,7 +91,7 @@ def _core_worker(*arguments: Any) -> Any:
 
 @contextlib.contextmanager
 def environment(variables: dict[str, str]) -> Iterator[None]:
-    """For the length of the block, variables that processes which are started within it inherit."""
+    """Set environment variables for the block; processes started in it inherit them."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -104,26 +103,22 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_helpers() -> Iterator[None]:
-    """Has the Ray that is started in the block go without what a Ray of one machine and one driver has no use for.
-
-    That is the autoscaler, the watcher of log files, whose lines nobody prints, and the dashboard's server: three processes that
-    start while the model wants to load. ``ray.init`` has no option for them, nor for the name of its session, which is part of
-    the paths of sockets.
-    """
+    """Start Ray in the block without autoscaler, log monitor and dashboard server: a private cluster needs none of them."""
+    # ``ray.init`` has no option for them, nor for the session name, which is part of the socket paths.
     params = functools.partial(parameter.RayParams, no_monitor=True, include_log_monitor="", session_name=SESSION)
     with mock.patch.object(parameter, "RayParams", params), mock.patch.object(node.Node, "start_api_server"):
         yield
 
 
 def _keep_out_strangers() -> None:
-    """Has the Ray that is started next listen on the loopback interface, with a token that is in no file."""
+    """Make the next Ray listen on loopback, with a token that is in no file."""
     mode = os.environ.get("RAY_AUTH_MODE", "token")  # Ray sets it itself
     if mode.lower() != "token":
         raise RayTokenError(f"RAY_AUTH_MODE is {mode}: whoever reaches a port of Ray could run code here; unset it")
     if not os.environ.get("RAY_AUTH_TOKEN"):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    # Where Ray may form clusters it takes 127.0.0.1 for the address by which others reach this machine. Its processes read the
-    # variable, and this one has read it.
+    # If Ray may form clusters, it replaces 127.0.0.1 by the machine's external address. Ray's processes read the
+    # variable; this process has already read it.
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False
 
@@ -138,7 +133,7 @@ def _check_token_file() -> None:
 
 @contextlib.contextmanager
 def own_ray() -> Iterator[None]:
-    """A Ray of this process's own for the length of the block. Raises as ``start_ray``."""
+    """Run the block with a private Ray cluster. Raises the errors of ``start_ray``."""
     folder = RayFolder.make()
     try:
         start_ray(folder=folder)

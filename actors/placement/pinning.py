@@ -1,4 +1,4 @@
-"""Pinning of ranks' threads to cores of their own."""
+"""Pinning of ranks' threads to separate cores."""
 
 from __future__ import annotations
 
@@ -10,23 +10,16 @@ from actors.ranks import GroupError
 
 
 def allowed_cores() -> tuple[int, ...]:
-    """The cores that the calling thread may use, in ascending order; those of its process where nobody pinned it.
-
-    Raises:
-        GroupError: this system knows no affinity of threads.
-    """
+    """Return the cores that the calling thread may use, ascending. Raises GroupError where threads have no affinity."""
     if sys.platform != "linux":
         raise GroupError("parallelism.pin_threads needs Linux: set it to false")
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
 def own_cores(index: int, threads: int, cores: Sequence[int]) -> tuple[int, ...]:
-    """The ``index``-th run of ``threads`` cores.
+    """Return the ``index``-th group of ``threads`` cores. Raises GroupError if there are too few.
 
     Example: with the cores (0, 1, 4, 5) and two threads a rank, index 1 gets the cores 4 and 5.
-
-    Raises:
-        GroupError: there are too few.
     """
     run = tuple(cores[index * threads : (index + 1) * threads])
     if len(run) < threads:
@@ -38,6 +31,6 @@ def own_cores(index: int, threads: int, cores: Sequence[int]) -> tuple[int, ...]
 
 
 def pin_thread(cores: Sequence[int]) -> None:
-    """Keeps the calling thread, and the threads that it starts from now on, on these cores."""
+    """Pin the calling thread, and threads that it starts later, to these cores."""
     if sys.platform == "linux":
         os.sched_setaffinity(0, cores)  # 0: the calling thread, not its process

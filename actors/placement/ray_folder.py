@@ -1,4 +1,4 @@
-"""The folder of a Ray that this process starts: its sockets and logs, for nobody but this user, gone when it ends."""
+"""Private folder of a Ray cluster's sockets and logs, removed when the cluster stops."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from pathlib import Path
 import psutil
 
 SESSION = "session"
-_RAY = "r"  # in a folder of its own, which Ray opens to everybody
+_RAY = "r"  # subfolder for Ray, which Ray makes accessible to all users
 _PREFIX, _LOGS = "outrider-ray-", "outrider-logs-"
-_KEPT = 5  # logs of so many Rays that ended badly
-MARK = "RAY_TMPDIR"  # in the environment of all of Ray's processes: by it they are found, orphans too
-_MAX_SOCKET = 103 if sys.platform == "darwin" else 107  # bytes of a socket's path
+_KEPT = 5  # log folders kept of clusters that failed
+MARK = "RAY_TMPDIR"  # set in the environment of all Ray processes; used to find them, orphans included
+_MAX_SOCKET = 103 if sys.platform == "darwin" else 107  # longest path of a socket, in bytes
 _END_S = 10.0
 
 
-# Ends Ray's processes when the process that started them dies, however that is: the pipe that this one reads closes then.
+# Kills Ray's processes when the process that started them dies in any way: the pipe that this script reads closes then.
 _WATCHER = """
 read -r _
 found=yes
@@ -41,21 +41,17 @@ done
 
 
 class RayFolderError(OSError):
-    """Ray can have no folder where temporary files are; the message says what to do."""
+    """Error of a temporary folder that Ray cannot use; the message says what to do."""
 
 
 def base_folder() -> Path:
-    """Return where Ray's folder is made: ``RAY_TMPDIR``, else ``TMPDIR``, else the system's temporary folder.
-
-    Raises:
-        RayFolderError: its path is not fit for Ray, or there is no such folder.
-    """
+    """Return the parent of Ray's folder: ``RAY_TMPDIR``, else the temporary folder. Raises RayFolderError if unusable."""
     try:
         base = Path(os.environ.get(MARK) or tempfile.gettempdir()).absolute()
     except FileNotFoundError as error:
         raise RayFolderError(f"{error.strerror or error}: set TMPDIR to a folder that can be written") from None
     variable = MARK if os.environ.get(MARK) else "TMPDIR"
-    if not re.fullmatch(r"[ -&(-\[\]-~]+", str(base)):  # tried: with others its processes do not start
+    if not re.fullmatch(r"[ -&(-\[\]-~]+", str(base)):  # tested: with other characters Ray's processes do not start
         raise RayFolderError(f"{variable}: {str(base)!r} has characters that Ray cannot have in paths: set it to another folder")
     longest = len(f"{base}/{_PREFIX}12345678/{_RAY}/{SESSION}/sockets/plasma_store")
     if longest > _MAX_SOCKET:
@@ -67,7 +63,7 @@ def base_folder() -> Path:
 
 
 class RayFolder:
-    """A folder of mode 0700 that is locked as long as this process lives."""
+    """Folder of mode 0700, locked as long as this process lives."""
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
@@ -76,11 +72,11 @@ class RayFolder:
 
     @classmethod
     def make(cls) -> RayFolder:
-        """Make a folder, and remove those of processes that were killed. Raises ``OSError``."""
+        """Create a folder, and remove those of killed processes. Raises ``OSError``."""
         folder = cls._make()
         read_end, lifeline = os.pipe()  # not inherited, so that only this process keeps it open
         folder._handles.append(lifeline)
-        try:  # a session of its own: Ctrl-C in the terminal is this process's to handle
+        try:  # new session: Ctrl-C in the terminal reaches this process only
             folder._watcher = subprocess.Popen(
                 ["/bin/sh", "-c", _WATCHER, "outrider-ray", f"{MARK}={folder.ray}"], env={"PATH": os.defpath}, stdin=read_end,
                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
@@ -99,12 +95,12 @@ class RayFolder:
         while True:
             path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
             lock = _locked(path)
-            if lock is not None:  # else another process took it for a stale one, and removes it
+            if lock is not None:  # otherwise another process considers it stale and removes it
                 return cls(path, lock)
 
     @property
     def ray(self) -> Path:
-        """Return the folder of Ray alone."""
+        """Return the folder that Ray uses."""
         return self.path / _RAY
 
     @property
@@ -113,11 +109,7 @@ class RayFolder:
         return self.ray / SESSION / "logs"
 
     def end(self, keep_logs: bool = False) -> Path | None:
-        """Kill what is left of Ray's processes, and remove the folder. Harmless when repeated.
-
-        Returns:
-            Where logs are kept, in a folder of their own; None where they are not.
-        """
+        """Kill Ray's remaining processes and remove the folder. Idempotent. Returns the folder of kept logs, if any."""
         _kill_processes(self.ray)
         kept = self._set_logs_apart() if keep_logs and self.logs.is_dir() else None
         shutil.rmtree(self.path, ignore_errors=True)
@@ -132,14 +124,13 @@ class RayFolder:
         for old in sorted(_own(base, _LOGS), key=lambda path: path.stat().st_mtime, reverse=True)[_KEPT - 1 :]:
             shutil.rmtree(old, ignore_errors=True)
         kept = Path(tempfile.mkdtemp(prefix=_LOGS, dir=base))
-        self.logs.chmod(0o700)  # Ray opens it to everybody
+        self.logs.chmod(0o700)  # Ray makes it accessible to all users
         self.logs.rename(kept)
         os.utime(kept)
         return kept
 
 
 def _own(base: Path, prefix: str) -> Iterator[Path]:
-    """Yield the folders of this user whose names begin so."""
     for path in base.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):  # it has just gone
             found = path.lstat()
@@ -148,7 +139,7 @@ def _own(base: Path, prefix: str) -> Iterator[Path]:
 
 
 def _locked(path: Path) -> int | None:
-    """Return a handle by which a folder is locked; None where another process has it, or it has gone."""
+    """Lock a folder and return the handle; None if another process holds the lock or the folder is gone."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
@@ -162,7 +153,7 @@ def _locked(path: Path) -> int | None:
 
 
 def _kill_processes(folder: Path) -> None:
-    """Kill the processes of the Ray that has a folder, wherever they hang by now: some outlive Ray by a minute."""
+    # Some processes outlive Ray by a minute.
     deadline = time.monotonic() + _END_S
     while (left := [one for one in psutil.process_iter() if _is_of(one, folder)]) and time.monotonic() < deadline:
         for process in left:

@@ -1,5 +1,5 @@
 """Tensor and pipeline parallelism: ranks that each hold a part of the model.
 
-In: a forward.
+In: a forward pass.
 Out: its logits.
 """

@@ -1,4 +1,4 @@
-"""Ranks that hold parts of one model, as Ray actors in the bundles of a placement group."""
+"""Ranks with parts of one model, as Ray actors in the bundles of a placement group."""
 
 from __future__ import annotations
 
@@ -23,14 +23,10 @@ from configs.slices import ModelOptions, ParallelismOptions
 
 
 class ShardActor:
-    """A follower as an actor. It ends with its leader, by itself."""
+    """Follower as an actor. Ends by itself when its leader ends."""
 
     def load(self, model: ModelOptions, shard: Shard, terms: Terms) -> tuple[Address, int]:
-        """Loads the model and listens; returns where, and the process.
-
-        Raises:
-            ModelLoadError: the model cannot be used.
-        """
+        """Load the model and listen. Return the address and the process id. Raises ``ModelLoadError``."""
         server = ShardServer(load_whole(model), shard, terms)
         spare_collector()
         server.start()
@@ -41,7 +37,7 @@ class RankActors:
     """``Housing`` of actors: rank i in bundle i of the placement group whose bundle 0 is the leader's."""
 
     def __init__(self, shards: Sequence[Shard], terms: Terms, bundles: PlacementGroup, model: ModelOptions) -> None:
-        """See ``ShardServer``; ``model`` is what each loads."""
+        """Start the actors, which load ``model``. See ``ShardServer``."""
         self._actors = [BundleActor(ShardActor, bundles, shard.rank) for shard in shards]
         self._loading = [actor.handle.load.remote(model, shard, terms) for actor, shard in zip(self._actors, shards, strict=True)]
 
@@ -54,7 +50,7 @@ class RankActors:
         except RayError as error:
             raise GroupError(f"a rank could not be loaded: {reason(error)}") from error
         for actor, (_, pid) in zip(self._actors, told, strict=True):
-            with contextlib.suppress(psutil.NoSuchProcess):  # gone already: its connection will tell
+            with contextlib.suppress(psutil.NoSuchProcess):  # already gone: the connection will report it
                 actor.process = psutil.Process(pid)
         return [address for address, _ in told]
 
@@ -66,10 +62,9 @@ class RankActors:
 
 
 def actor_group(mode: ShardMode, model: ModelOptions, parallelism: ParallelismOptions, start_timeout_s: float) -> ShardedGroup:
-    """A group of this actor and new ones in the other bundles of its placement group, all on one node.
+    """Return a group of this actor and new ones in the other bundles of its placement group, all on one node.
 
-    Raises:
-        GroupError: there is no such placement group.
+    Raises GroupError if it is not in a placement group with a bundle for each rank.
     """
     leader = Shard(mode, 0, int(parallelism.world_size), device_of(model))
     terms = Terms(secrets.token_bytes(32), start_timeout_s, parallelism.step_timeout_s)

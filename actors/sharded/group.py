@@ -1,8 +1,8 @@
-"""The leader of ranks that hold parts of one model: makes them meet, tells them of each forward, and watches them.
+"""Leader of ranks that hold parts of one model: forms the group, announces each forward, and monitors the ranks.
 
-A group lives and dies as a whole. A rank that is lost takes with it what only it holds, the KV of its part, and a leader that
-waits for its sum may spin for ever. So the leader's process ends with the first rank that goes, at once: a served request then
-goes on at another replica, or at this one's successor, as it does whenever a replica dies.
+A group fails as a whole. A lost rank takes the KV of its part with it, and a leader that waits for its all-reduce may spin
+forever. So the leader's process exits as soon as a rank is lost, and its requests continue on another replica, as after any
+replica failure.
 """
 
 from __future__ import annotations
@@ -42,70 +42,52 @@ from engine.loading.model import load_config
 logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"  # all ranks are on one machine
-CONNECT_S = 30.0  # of a handshake, and for which a rank may leave a message untaken
-RAISE_S = 5.0  # in which a leader that is starting may say what is wrong, before its process is ended
+CONNECT_S = 30.0  # limit of a handshake, and of a message that a rank does not take
+RAISE_S = 5.0  # time for a starting leader to raise the error before its process is ended
 
 
 class Housing(Protocol):
-    """Where the followers live: processes, or Ray actors. They have begun to load the model."""
+    """Owner of the followers' processes or Ray actors, which have begun to load the model."""
 
     def addresses(self, timeout_s: float) -> Sequence[Address]:
-        """Where ranks 1, 2, ... listen, once they have loaded the model.
-
-        Raises:
-            GroupError: one of them could not, for the reason that it gives, or not in time.
-        """
+        """Return the addresses of ranks 1, 2, ... once they have loaded the model. Raises GroupError if one fails or is late."""
 
     def close(self) -> None:
-        """Ends the followers, whatever they are at. Harmless when repeated."""
+        """Kill the followers, whatever they are doing. Idempotent."""
 
 
 def device_of(model: ModelOptions) -> Literal["cpu", "cuda"]:
-    """Where the parts of a model compute."""
+    """Return the device type on which the parts compute."""
     return "cpu" if model.device == "cpu" or not torch.cuda.is_available() else "cuda"
 
 
 def whole_model(model: ModelOptions) -> ModelOptions:
-    """As ranks load a model of which they keep a part: in the memory of the machine, since it may not fit one device, and with
-    no weights in blocks, of which there are no parts.
-
-    Raises:
-        ModelLoadError: there is no such model, or its layers keep states, which nobody splits.
-    """
+    """Return the options for loading a model to split. Raises ModelLoadError for no model, or one with recurrent layers."""
     refuse_role(load_config(model.path), "parallelism.mode tensor or pipeline", "set parallelism.mode to none or lookahead")
+    # The whole model may not fit one device, and block-quantized weights cannot be split.
     return dataclasses.replace(model, device="cpu", weights="dequantized")
 
 
 class ShardedGroup(Ranks):
-    """``Ranks`` that hold parts of the engine's model, there once ``runner`` returns. One group for the life of a process."""
+    """``Ranks`` with parts of the engine's model, ready when ``runner`` returns. One group per process lifetime."""
 
     world_size = 1  # all ranks compute the same trees
 
     def __init__(self, shard: Shard, housing: Housing, terms: Terms) -> None:
-        """
-        Args:
-            shard: of the leader: rank 0.
-            housing: has the followers, which load the model while the leader loads its own.
-            terms: those of the followers.
-        """
+        """Store the parts. ``housing`` loads the model in the followers; ``shard`` is the leader's, rank 0."""
         assert shard.rank == 0 and shard.world_size > 1, shard
         self._shard, self.housing, self._terms = shard, housing, terms
         self._links: list[Link] = []
-        self._ready: dict[int, str] = {}  # devices of ranks that are
+        self._ready: dict[int, str] = {}  # devices of the ranks that are ready
         self._all_ready, self._closing, self._lost = threading.Event(), threading.Event(), threading.Event()
         self._fault: str | None = None
         self._losing = threading.Lock()
-        self._began_s: float | None = None  # of the running forward
+        self._began_s: float | None = None  # start time of the running forward
         self._store: distributed.TCPStore | None = None
         self._watcher = threading.Thread(target=self._watch, name="sharded-watch", daemon=True)
 
     def runner(self, model: PreTrainedModel, capacity: int, options: EngineOptions, tree_rows: int) -> ModelRunner:
-        """See ``Ranks``: keeps the leader's part of the model, while the followers keep theirs, and returns when all are ready.
-
-        Raises:
-            GroupError: the ranks cannot be had, the model cannot be partitioned among them, or an option is for whole models.
-            ModelLoadError: see ``ModelRunner``.
-        """
+        """See ``Ranks``. Keeps the leader's part of the model and waits for the followers. Also raises ModelLoadError."""
         if options.compile:
             raise GroupError("engine.compile=true is for whole models, not for parts of one")
         deadline = time.monotonic() + self._terms.start_timeout_s
@@ -124,16 +106,16 @@ class ShardedGroup(Ranks):
         except (ModelLoadError, GroupError):
             raise
         except (RuntimeError, *LINK_ERRORS) as error:
-            self._lost.wait(2 * WATCH_S)  # who is gone may have said why
+            self._lost.wait(2 * WATCH_S)  # a lost rank may have reported the reason
             raise GroupError(self._fault or one_line(error)) from error
         return runner
 
     def executor(self, runner: ModelRunner) -> Executor:
-        """See ``Ranks``: one process's, over the leader's part."""
+        """See ``Ranks``. Returns a local executor over the leader's part."""
         return LocalExecutor(runner)
 
     def state(self) -> GroupState | None:
-        """See ``Ranks``: whole, or gone."""
+        """See ``Ranks``. All ranks are ready for as long as this process runs."""
         return GroupState(self._shard.world_size, tuple(range(self._shard.world_size)), (), 0, None, 0, 0)
 
     def devices(self) -> tuple[str, ...] | None:
@@ -150,11 +132,10 @@ class ShardedGroup(Ranks):
             sweep(HOST, self._store.port, self._shard.world_size)
 
     def _meet(self, slots: int, capacity: int) -> int:
-        """Has all ranks form a group of ``torch.distributed``; returns the port at which they do."""
         world_size = self._shard.world_size
         self._store = distributed.TCPStore(HOST, 0, world_size, is_master=True, wait_for_workers=False)
         port = int(self._store.port)
-        sweep(HOST, port, world_size)  # of a group that was killed while it met here
+        sweep(HOST, port, world_size)  # buffers of a group that was killed while it formed on this port
         for link in self._links:
             link.send(Join(HOST, port, slots, capacity))
         meet(self._shard, HOST, port, self._terms.start_timeout_s)
@@ -162,14 +143,14 @@ class ShardedGroup(Ranks):
 
     @contextlib.contextmanager
     def _together(self, moves: Sequence[Move], batch: Batch) -> Iterator[None]:
-        """Tells the followers of a forward; the block computes the leader's share of it."""
+        """Announce a forward to the followers; the block computes the leader's part of it."""
         self._began_s = time.monotonic()
         try:
             data = encode(ShardedStep(tuple(moves), batch))
             for link in self._links:
                 link.send_bytes(data)
             yield
-        except Exception as error:  # the ranks are not in step any more: none can be used
+        except Exception as error:  # the ranks are out of step: none is usable
             self._lose(f"the ranks are out of step, a forward failed: {one_line(error)}")
             if self._lost.is_set():  # another thread ends the process
                 raise DeviceError(self._fault or one_line(error)) from error
@@ -196,7 +177,7 @@ class ShardedGroup(Ranks):
                 return
 
     def _hear(self, rank: int) -> str | None:
-        """Takes a follower's message; returns why that was its last, if it was."""
+        """Take a follower's message; return the reason if the rank is lost, else None."""
         try:
             message = self._links[rank - 1].take()
         except LINK_ERRORS as error:
@@ -209,10 +190,8 @@ class ShardedGroup(Ranks):
         return None
 
     def _lose(self, reason: str) -> None:
-        """End the group, tell the requests, and end this process. While the ranks meet, the leader may say why first.
-
-        A second thread that notices returns at once: it must not end the process before the first has told the requests.
-        """
+        """End the group, notify the requests, and end this process. During start-up the leader may raise the reason first."""
+        # A second thread that notices returns at once: it must not end the process before the requests are notified.
         with self._losing:
             if self._closing.is_set() or self._lost.is_set():
                 return
@@ -220,7 +199,7 @@ class ShardedGroup(Ranks):
             self._lost.set()
         logger.error("the group ends: %s", self._fault)
         if not self._all_ready.is_set() and self._closing.wait(RAISE_S):
-            return  # it has
+            return  # the leader raised the error and closed the group
         self.close()
         if self.device_failed is not None:
             self.device_failed(DeviceError(self._fault))

@@ -1,6 +1,6 @@
 """Messages between the leader and the ranks that hold parts of one model.
 
-The leader computes a forward while the others do, so nobody answers a step: that all take part is what makes it succeed.
+A step has no reply: the leader computes it together with the ranks, so a completed forward proves that all took part.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from engine.forward.sharded import Move
 
 @dataclass(frozen=True, slots=True)
 class Join(Message):
-    """Where the ranks meet, and the KV slots that each is to have."""
+    """Address of the process group, and the KV slots of each rank."""
 
     host: str
     port: int
@@ -24,14 +24,14 @@ class Join(Message):
 
 @dataclass(frozen=True, slots=True)
 class Ready(Message):
-    """A rank has its part of the model and waits for steps."""
+    """Report that a rank has its part of the model and waits for steps."""
 
-    device: str  # as ``engine.measures.energy`` knows it
+    device: str  # as ``engine.measures.energy`` names it
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedStep(Message):
-    """What to move in the slots, and what to compute then. Raises ``ValueError`` for what compiled code would not notice."""
+    """KV slot moves, and the batch to compute afterwards. Raises ``ValueError`` for invalid rows, slots or masks."""
 
     moves: tuple[Move, ...]
     batch: Batch

@@ -1,10 +1,9 @@
-"""A pipeline: each rank has some of the layers, one after another, and only hidden states travel.
+"""Pipeline parallelism: each rank has consecutive layers, and only hidden states are sent.
 
-The leader has the embeddings, the first layers, the last norm and the output layer; the ranks behind it have the layers between.
-Hidden states go round once a forward: leader, rank 1, rank 2, ..., leader. One request's forward uses one rank at a time, as
-with accelerate's ``device_map``, which places the layers so within one process; this form serves CPUs and GPUs alike and keeps
-every rank's work and memory apart. ``torch.distributed.pipelining`` does not serve here: its stages take one shape of input for
-good, and the rows of a step differ from step to step.
+The leader has the embeddings, the first layers, the last norm and the output layer; the other ranks have the layers between. In
+each forward the hidden states visit the leader, rank 1, rank 2, ..., and return to the leader. A forward uses one rank at a time,
+as with accelerate's ``device_map``, but CPUs and GPUs work alike, and each rank has its own process and memory.
+``torch.distributed.pipelining`` is not usable: its stages need a fixed input shape, and the rows of a step vary.
 """
 
 from __future__ import annotations
@@ -24,32 +23,26 @@ from engine.forward.runner import kv_shape
 
 
 def bounds(layers: int, world_size: int) -> list[range]:
-    """The layers of each rank. Where they do not come out even, the last ranks have one more: the leader has the output layer.
+    """Return the layers of each rank. Raises GroupError if the model has fewer layers than ranks.
 
     Example: 10 layers on 4 ranks are 0-1, 2-3, 4-6 and 7-9.
-
-    Raises:
-        GroupError: there are fewer layers than ranks.
     """
     if layers < world_size:
         raise GroupError(f"{layers} layers cannot be partitioned among {world_size} ranks: lower world_size")
     few, more = divmod(layers, world_size)
+    # In an uneven split the last ranks have one more: the leader also has the output layer.
     sizes = [few + (rank >= world_size - more) for rank in range(world_size)]
     return [range(sum(sizes[:rank]), sum(sizes[: rank + 1])) for rank in range(world_size)]
 
 
 def take_part(model: PreTrainedModel, shard: Shard) -> ModelPart:
-    """Keeps a rank's layers of a whole model, in place, and has hidden states come and go. After ``meet``.
-
-    Raises:
-        GroupError: the model has fewer layers than there are ranks, or keeps them in a way that is not known.
-    """
+    """Reduce a whole model to a rank's layers, in place, and hook up communication. Call it after ``meet``. Raises GroupError."""
     whole = kv_shape(model)
     own = bounds(whole.layers, shard.world_size)[shard.rank]
     layers = _keep_layers(model, own)
     _keep_config(model, own)
     if shard.rank:
-        model.set_output_embeddings(torch.nn.Identity())  # the leader's alone
+        model.set_output_embeddings(torch.nn.Identity())  # only the leader has it
     model.to(shard.device)
     ahead, behind = (shard.rank + 1) % shard.world_size, (shard.rank - 1) % shard.world_size
     if shard.rank == 0:
@@ -62,7 +55,6 @@ def take_part(model: PreTrainedModel, shard: Shard) -> ModelPart:
 
 
 def _keep_layers(model: PreTrainedModel, own: range) -> torch.nn.ModuleList:
-    """Lets go of all other layers."""
     count = model.config.get_text_config().num_hidden_layers
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
     attends = [any(hasattr(part, "layer_idx") for part in module.modules()) for _, module in lists]
@@ -77,7 +69,8 @@ def _keep_layers(model: PreTrainedModel, own: range) -> torch.nn.ModuleList:
 
 
 def _keep_config(model: PreTrainedModel, own: range) -> None:
-    """Lets the models, not their layers, go by a configuration of as many layers as are here."""
+    """Set the layer count and layer types of the model's configs to those of its remaining layers."""
+    # Copies: the layers keep the configuration of the whole model.
     for module in list(model.modules()):
         if not isinstance(module, PreTrainedModel):
             continue
@@ -91,7 +84,7 @@ def _keep_config(model: PreTrainedModel, own: range) -> None:
 
 
 def _round(ahead: int, behind: int) -> Callable[..., torch.Tensor]:
-    """The leader's: what its last layer said goes round the other ranks."""
+    """Return the leader's hook: send its last layer's output through the other ranks and return the result."""
 
     def hook(layer: torch.nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
         assert isinstance(output, torch.Tensor), type(output)
@@ -104,7 +97,7 @@ def _round(ahead: int, behind: int) -> Callable[..., torch.Tensor]:
 
 
 def _arriving(behind: int) -> Callable[..., tuple[Any, ...]]:
-    """Another rank's: its first layer begins with what comes, and not with what its own embeddings say."""
+    """Return a follower's hook: replace its first layer's input with the received hidden states."""
 
     def hook(layer: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         arrived = torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
@@ -115,7 +108,7 @@ def _arriving(behind: int) -> Callable[..., tuple[Any, ...]]:
 
 
 def _leaving(ahead: int) -> Callable[..., None]:
-    """Another rank's: what its last layer said goes on."""
+    """Return a follower's hook: send its last layer's output to the next rank."""
 
     def hook(layer: torch.nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         distributed.send(output.contiguous(), ahead)

@@ -1,4 +1,4 @@
-"""Ranks that hold parts of one model, as processes beside the leader's, without Ray: for tests and measurements."""
+"""Ranks with parts of one model, as local processes without Ray: for tests and measurements."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class RankProcesses:
-    """``Housing`` of processes, which end with the one that started them. ``load`` is called in each: it can be pickled."""
+    """``Housing`` of processes, which end with their parent. Each calls ``load``, which must be picklable."""
 
     def __init__(self, shards: Sequence[Shard], terms: Terms, load: LoadWhole, threads: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -42,7 +42,7 @@ class RankProcesses:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the processes, by rank from 1 on."""
+        """Return the process ids, by rank from 1 on."""
         return tuple(process.pid for _, process in self._processes if process.pid is not None)
 
     def addresses(self, timeout_s: float) -> list[Address]:
@@ -70,12 +70,12 @@ class RankProcesses:
 
 
 def _follow(pipe: Connection, load: LoadWhole, shard: Shard, terms: Terms, threads: int) -> None:
-    """A follower's process. A Ctrl-C is the leader's to answer."""
+    # The leader handles Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
     try:
         server = ShardServer(load(), shard, terms)
-    except Exception as error:  # whatever keeps a model from loading: the leader's process says it
+    except Exception as error:  # any load error: the leader reports it
         logger.exception("rank %d could not be loaded", shard.rank)
         pipe.send(one_line(error))
         return
@@ -92,21 +92,13 @@ def process_group(
     load: LoadWhole | None = None,
     start_timeout_s: float = ServerOptions().start_timeout_s,
 ) -> ShardedGroup:
-    """A group of this process and new ones. As ``ranks`` of an ``OfflineEngine`` or a ``Replica`` over ``whole_model(model)``.
+    """Return a group of this process and new ones, for ``ranks`` of an engine or replica over ``whole_model(model)``.
 
     Example: ``OfflineEngine(whole_model(model), engine, speculation, process_group("tensor", 2, model))``. Where a rank is lost,
     this process ends: give it one of its own.
 
-    Args:
-        mode: tensor or pipeline.
-        world_size: ranks, this process among them.
-        model: what all load; its device and threads are those of each rank.
-        parallelism: timeouts.
-        load: gives the whole model in the other processes; ``model``'s when absent.
-        start_timeout_s: until all ranks are ready.
-
-    Raises:
-        GroupError: the processes cannot be started.
+    The device and threads of ``model`` apply to each rank. ``load`` loads the whole model in the other processes, by default from
+    it.
     """
     leader = Shard(mode, 0, world_size, device_of(model))
     terms = Terms(secrets.token_bytes(32), start_timeout_s, (parallelism or ParallelismOptions()).step_timeout_s)

@@ -1,7 +1,7 @@
-"""A rank that holds a part of a model: it computes its share of every forward of its leader's, until the leader goes.
+"""Rank with a part of a model: computes its part of every forward of its leader until the leader disconnects.
 
-Nothing may be left of a group that has lost a member: who waits for a sum that never comes spins for ever, in code that no
-exception reaches. So a second thread watches the connection, and ends the process.
+A rank must not outlive its group: waiting for an all-reduce of a lost member spins forever, in native code that no exception
+reaches. So a second thread monitors the connection and ends the process.
 """
 
 from __future__ import annotations
@@ -36,48 +36,40 @@ from engine.measures.energy import meter_name
 
 logger = logging.getLogger(__name__)
 
-WATCH_S = 0.25  # how often a rank looks at how long a forward has been running
-_HANGUP = getattr(select, "POLLRDHUP", select.POLLHUP)  # the first, of Linux, comes with a peer that shut down its side alone
+WATCH_S = 0.25  # period of the check for a forward that hangs
+_HANGUP = getattr(select, "POLLRDHUP", select.POLLHUP)  # POLLRDHUP (Linux) also reports a half-closed connection
 
 LoadWhole = Callable[[], PreTrainedModel]
 
 
 def load_whole(options: ModelOptions) -> PreTrainedModel:
-    """The model of which a rank keeps its part: a ``LoadWhole`` by ``functools.partial``. Raises ``ModelLoadError``."""
+    """Load the model of which a rank keeps a part; a ``LoadWhole`` by ``functools.partial``. Raises ``ModelLoadError``."""
     return load_model(options).model
 
 
 def end_process() -> NoReturn:
-    """Ends this process, whatever its threads are at."""
+    """Exit this process at once, whatever its threads are doing."""
     os._exit(1)
 
 
 class ShardServer:
-    """Listens for the leader and follows it. One leader, once."""
+    """Server that accepts one leader, once, and follows it."""
 
     def __init__(self, model: PreTrainedModel, shard: Shard, terms: Terms) -> None:
-        """
-        Args:
-            model: whole, on the CPU; this rank keeps a part of it.
-            shard: of this rank.
-            terms: of the group.
-
-        Raises:
-            OSError: no port can be had.
-        """
+        """Listen on a free loopback port. ``model`` is whole and on the CPU; this rank keeps its part."""
         self._model, self._shard, self._terms = model, shard, terms
-        self._began_s: float | None = None  # of the running forward
+        self._began_s: float | None = None  # start time of the running forward
         self._met: Join | None = None
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.settimeout(terms.start_timeout_s)
         self.address: Address = self._listener.getsockname()[:2]
 
     def start(self) -> None:
-        """Follows in a thread of its own."""
+        """Run in a new thread."""
         threading.Thread(target=self.run, name="shard", daemon=True).start()
 
     def run(self) -> None:
-        """Follows the leader until it is gone, then ends the process."""
+        """Follow the leader until it is gone, then exit the process."""
         link: Link | None = None
         try:
             raw, _ = self._listener.accept()
@@ -86,7 +78,7 @@ class ShardServer:
             self._follow(link)
         except LINK_ERRORS as error:
             logger.info("the leader is gone: %s", one_line(error))
-        except Exception as error:  # whatever a model, DeepSpeed or a device raises: the group is of no use without this rank
+        except Exception as error:  # any error of the model, DeepSpeed or device: the group cannot continue without this rank
             logger.exception("rank %d ends", self._shard.rank)
             self._tell(link, str(error) if isinstance(error, GroupError) else one_line(error))
         self._finish()
@@ -109,7 +101,7 @@ class ShardServer:
             self._began_s = None
 
     def _take(self, link: Link) -> Message:
-        readable([link], None)  # however long the leader has nothing to do
+        readable([link], None)  # without limit: the leader may be idle
         return link.take()
 
     def _tell(self, link: Link | None, reason: str) -> None:
@@ -120,7 +112,7 @@ class ShardServer:
                 logger.info("the leader could not be told: %s", one_line(error))
 
     def _watch(self, link: Link) -> None:
-        """Ends the process once the leader is gone or a forward takes too long."""
+        """Exit the process if the leader is gone or a forward takes too long."""
         poller = select.poll()
         poller.register(link.fileno(), _HANGUP)
         while not poller.poll(1e3 * WATCH_S):
@@ -131,17 +123,16 @@ class ShardServer:
         self._finish()
 
     def _finish(self) -> None:
-        """Ends the process. What it shares with a leader that was killed while they met, nobody else would take away."""
+        # A leader that was killed during start-up leaves shared memory behind that only this rank removes.
         if self._met is not None:
             sweep(self._met.host, self._met.port, self._shard.world_size)
         end_process()
 
 
 def _compute(runner: ModelRunner, part: ModelPart, step: ShardedStep) -> None:
-    """A rank's share of a step."""
     apply_moves(runner.cache, step.moves)
     batch = step.batch
-    for segment in batch.segments:  # what compiled code would not notice is checked here
+    for segment in batch.segments:  # compiled code has no bounds checks
         assert segment.slot < runner.cache.slots and segment.start + segment.rows <= runner.cache.capacity, segment
     if not part.gives_logits:
         batch = Batch(batch.token_ids, batch.positions, batch.segments, np.zeros(0, np.int64), ())

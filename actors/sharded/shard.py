@@ -1,4 +1,4 @@
-"""Shards of a model: which one a rank holds, and how the ranks form a process group."""
+"""Shards of a model: the part that a rank holds, and the process group of the ranks."""
 
 from __future__ import annotations
 
@@ -22,46 +22,43 @@ class Shard:
     """One of the parts of a model, and the rank that holds it."""
 
     mode: ShardMode
-    rank: int  # 0 is the leader
+    rank: int  # 0: leader
     world_size: int
-    device: Literal["cpu", "cuda"]  # what the parts compute on
+    device: Literal["cpu", "cuda"]  # on which the parts compute
 
     @property
     def others(self) -> list[Shard]:
-        """Those of the leader's followers."""
+        """Return the shards of the followers."""
         return [dataclasses.replace(self, rank=rank) for rank in range(1, self.world_size)]
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What all ranks of a group are told alike."""
+    """Settings shared by all ranks of a group."""
 
-    secret: bytes = field(repr=False)  # by which they know each other
-    start_timeout_s: float  # for the leader to come, and for all ranks to be ready
-    step_timeout_s: float  # a forward that takes longer waits for a rank that hangs
+    secret: bytes = field(repr=False)  # authenticates the ranks to each other
+    start_timeout_s: float  # until the leader connects and all ranks are ready
+    step_timeout_s: float  # a longer forward means that a rank hangs
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """What a rank keeps of a model, once it has loaded it."""
+    """Part of a model that a rank keeps."""
 
-    shape: KVShape  # of its heads, or its layers
-    gives_logits: bool  # it takes part in computing them
+    shape: KVShape  # the rank's heads or layers
+    gives_logits: bool  # whether it takes part in computing them
 
 
 def meet(shard: Shard, host: str, port: int, timeout_s: float) -> None:
-    """Makes the process one of a group of ``torch.distributed``, for the rest of its life: gloo on CPUs, NCCL on GPUs.
+    """Join a ``torch.distributed`` group for the rest of this process's life: gloo on CPUs, NCCL on GPUs.
 
-    The environment is set as well, since DeepSpeed reads it. ``LOCAL_SIZE`` is what its shared-memory reduction goes by: where
-    that is not the number of ranks, its first use is a segmentation fault.
-
-    Raises:
-        GroupError: the process is in a group already.
-        RuntimeError: the others do not come, or go away.
+    Raises GroupError if the process is in a group already, RuntimeError if the other ranks do not connect.
     """
     if distributed.is_initialized():
         raise GroupError("this process has been a rank of another group: a rank needs a process of its own")
     local = shard.rank % max(1, torch.cuda.device_count()) if shard.device == "cuda" else shard.rank
+    # DeepSpeed reads the environment. Its shared-memory reduction needs LOCAL_SIZE: if that is not the number of ranks, its first
+    # use is a segmentation fault.
     named = {
         "RANK": shard.rank, "WORLD_SIZE": shard.world_size, "LOCAL_RANK": local, "LOCAL_SIZE": shard.world_size,
         "MASTER_ADDR": host, "MASTER_PORT": port,

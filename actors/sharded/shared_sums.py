@@ -1,12 +1,13 @@
-"""DeepSpeed's sums through shared memory, for ranks on the processors of one machine: several times as fast as by gloo.
+"""DeepSpeed's all-reduce through shared memory, for ranks on CPUs of one machine: several times as fast as gloo.
 
-DeepSpeed compiles a module for them at the first use, which takes half a minute, or longer on a busy machine. Facts of version
-0.19 that are provided for here:
+DeepSpeed compiles a module for it at first use, which takes half a minute or more. This module handles these facts of version
+0.19:
 
-- a process that is killed while it compiles leaves a file behind for which every later one waits for ever: the module lies in a
-  folder of ours, of which one process at a time has a lock that ends with it;
-- without a C++ compiler or Python's headers it raises: the sums go by gloo then, with a warning;
-- each rank takes 66 MiB in /dev/shm, whose names nobody removes, and where they do not fit a process ends with a bus error.
+- A process killed during compilation leaves a lock file for which all later ones wait forever. So the module is compiled in our
+  folder, locked by one process at a time; the lock ends with its process.
+- Without a C++ compiler or Python's headers it raises: then gloo is used, with a warning.
+- Each rank takes 66 MiB in /dev/shm under names that DeepSpeed never removes. If they do not fit, the process dies of a bus
+  error.
 """
 
 from __future__ import annotations
@@ -33,17 +34,16 @@ from engine.loading.kept_files import alone
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
-BUFFER_BYTES = 66 * 2**20 + 8  # of each rank, whatever it computes
+BUFFER_BYTES = 66 * 2**20 + 8  # per rank, independent of the model
 _MODULE = "deepspeed_shm_comm"
-_SEAL = "deepspeed_shm_comm.sha256"  # digest of the library that was loaded, sealed
-_FOLDER = "TORCH_EXTENSIONS_DIR"  # the variable by which torch knows where compiled modules lie
+_SEAL = "deepspeed_shm_comm.sha256"  # sealed digest of the loaded library
+_FOLDER = "TORCH_EXTENSIONS_DIR"  # environment variable from which torch takes the folder of compiled modules
 
 
 def settle(deepspeed: Any, rank: int, world_size: int) -> None:
-    """Has these ranks' sums go through shared memory, or by gloo, as rank 0 finds; called by all of them, once they have met.
+    """Choose shared memory or gloo for all ranks, as rank 0 finds possible. All ranks call it, after ``meet``.
 
-    Raises:
-        RuntimeError: rank 0 has the module, and this one cannot load it.
+    Raises RuntimeError if rank 0 loaded the module and this rank cannot.
     """
     through_memory = torch.zeros(1)
     if rank == 0:
@@ -53,7 +53,7 @@ def settle(deepspeed: Any, rank: int, world_size: int) -> None:
             logger.warning("the ranks' sums go by gloo, which is slower than shared memory: %s", reason)
     distributed.broadcast(through_memory, 0)
     if not through_memory:
-        deepspeed.ops.__compatible_ops__[_MODULE] = False  # as DeepSpeed says itself where there is no such module
+        deepspeed.ops.__compatible_ops__[_MODULE] = False  # the value that DeepSpeed itself sets without the module
     elif rank:
         reason = _load()
         if reason is not None:
@@ -61,13 +61,12 @@ def settle(deepspeed: Any, rank: int, world_size: int) -> None:
 
 
 def sweep(host: str, port: int, world_size: int) -> None:
-    """Takes the names of the ranks' buffers away: what has them mapped keeps them, and nothing is left when it ends."""
+    """Unlink the ranks' shared-memory buffers. Existing mappings stay valid, and the memory is freed when they end."""
     for rank in range(world_size):
         (SHARED_MEMORY / f"deepspeed_allreduce_buffer_{os.getuid()}_{host}_{port}_{rank}").unlink(missing_ok=True)
 
 
 def _why_not(world_size: int) -> str | None:
-    """What is missing for sums through shared memory; None where nothing is."""
     if not SHARED_MEMORY.is_dir():
         return f"there is no {SHARED_MEMORY}"
     free, needed = shutil.disk_usage(SHARED_MEMORY).free, world_size * BUFFER_BYTES
@@ -83,10 +82,10 @@ def _why_not(world_size: int) -> str | None:
 
 
 def _load() -> str | None:
-    """Loads the module, compiled before where that was never done here; returns why that cannot be."""
+    """Load the module, compiling it if needed. Return the reason if that fails."""
     from deepspeed.accelerator import get_accelerator
 
-    scripts = sysconfig.get_path("scripts")  # ninja is there, and need not be on the path where the environment is not activated
+    scripts = sysconfig.get_path("scripts")  # contains ninja; not on PATH unless the environment is activated
     if scripts not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join((scripts, os.environ.get("PATH", "")))
     folder = cache_folder() / f"deepspeed-torch-{torch.__version__}"
@@ -101,14 +100,14 @@ def _load() -> str | None:
 
 @contextlib.contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Lock the folder of compiled modules for this process, and remove a module that is not as it was when it was loaded."""
+    """Lock the folder of compiled modules for this process, and remove a module that differs from the last loaded one."""
     made = folder / _MODULE
     with alone(folder / "alone"):
         try:
             whole = read_sealed(folder / _SEAL) == _digest(made)
         except (OSError, ValueError):
             whole = False
-        if not whole and made.exists():  # of one that was killed, too, whose lock the next would wait for: nobody else is here
+        if not whole and made.exists():  # also removes the stale lock file of a killed process; our own lock excludes others
             logger.warning("DeepSpeed's module in %s is not whole and is compiled anew", made)
             shutil.rmtree(made)
         with environment(_FOLDER, str(folder)):
@@ -116,9 +115,8 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 def _seal(folder: Path) -> None:
-    """Notes a module that was loaded, where that can be."""
     try:
-        (folder / _MODULE / f"{_MODULE}.so").chmod(0o755)  # the compiler may have let a group write to it
+        (folder / _MODULE / f"{_MODULE}.so").chmod(0o755)  # the compiler may have left it group-writable
         keep_sealed(folder / _SEAL, _digest(folder / _MODULE))
     except OSError as error:
         logger.warning("DeepSpeed's module cannot be kept and will be compiled again at the next start: %s", error)

@@ -1,12 +1,11 @@
-"""Tensor parallelism by DeepSpeed, AutoTP: each rank has a slice of every linear layer, and all add up their products twice a
-layer.
+"""Tensor parallelism with DeepSpeed AutoTP: each rank has a slice of every linear layer; two all-reduces per layer.
 
-What is computed between the sums is the stock model with tree attention over the rank's own heads. Kernels are not injected: they
-know no tree mask. Facts of version 0.19 that are provided for here, beside those of ``actors.sharded.shared_sums``:
+Between the all-reduces the stock model runs with tree attention over the rank's own heads. Kernels are not injected, because they
+do not support tree masks. Facts of version 0.19 handled here, besides those of ``actors.sharded.shared_sums``:
 
-- a rank that waits for one that has died spins for ever: ``actors.sharded.group`` watches, and ends it;
-- sums of float64 are left out without a word: such models are refused;
-- its linear layers call torch's product: ``row_parts`` puts plain ones in their places, which are computed as in a whole model.
+- A rank that waits for a dead one spins forever: ``actors.sharded.group`` monitors the ranks.
+- float64 all-reduces are silently skipped: such models are refused.
+- Its linear layers call torch's matmul: ``row_parts`` replaces them with plain ones, computed as in a whole model.
 """
 
 from __future__ import annotations
@@ -35,14 +34,13 @@ MISSING = "tensor parallelism needs DeepSpeed, which is not installed: pip insta
 
 
 def take_part(model: PreTrainedModel, shard: Shard) -> ModelPart:
-    """Keeps a rank's slices of a whole model, in place. All ranks call it at the same time, after ``meet``.
+    """Reduce a whole model to a rank's slices, in place. All ranks call it at the same time, after ``meet``.
 
     Example: a Llama with 32 heads, 8 KV heads and an MLP of 14,336 on 4 ranks: each has 8 heads, 2 KV heads and 3,584 of the
     MLP, keeps the KV of 2 heads, and sums [rows, hidden] after the attention's and the MLP's last layer; the logits are summed,
     too.
 
-    Raises:
-        GroupError: DeepSpeed is missing, or cannot split this model.
+    Raises GroupError if DeepSpeed is missing or cannot split this model.
     """
     whole = kv_shape(model)
     name = type(model).__name__
@@ -63,7 +61,7 @@ def take_part(model: PreTrainedModel, shard: Shard) -> ModelPart:
                 dtype=model.dtype,
                 replace_with_kernel_inject=False,
             )
-    except (AssertionError, ValueError, TypeError, AttributeError, NotImplementedError) as error:  # its ways to say no
+    except (AssertionError, ValueError, TypeError, AttributeError, NotImplementedError) as error:  # unsupported model
         raise GroupError(
             f"DeepSpeed cannot split {name} ({one_line(error)}): choose parallelism.mode pipeline or lookahead"
         ) from error
@@ -74,7 +72,7 @@ def take_part(model: PreTrainedModel, shard: Shard) -> ModelPart:
 
 
 def _deepspeed(device: str) -> Any:
-    """The module, told what it is to compute on: it would take what it finds first."""
+    """Import DeepSpeed for a device; by default it would choose one itself."""
     os.environ["DS_ACCELERATOR"] = device
     try:
         import deepspeed
@@ -84,21 +82,15 @@ def _deepspeed(device: str) -> Any:
     said.setLevel(logging.WARNING)
     for handler in said.handlers:
         if isinstance(handler, logging.StreamHandler):
-            handler.setStream(sys.stderr)  # stdout is a command's own
+            handler.setStream(sys.stderr)  # stdout is reserved for the command's output
     return deepspeed
 
 
 class _RowSum(torch.nn.Module):
-    """A slice along the input of a linear layer, whose product the ranks add up."""
+    """Slice of a linear layer along its input, followed by an all-reduce."""
 
     def __init__(self, linear: torch.nn.Linear, bias: torch.nn.Parameter | None, group: Any, columns: slice | None) -> None:
-        """
-        Args:
-            linear: of the slice, without a bias.
-            bias: of the whole layer.
-            group: of the ranks.
-            columns: of the input that belong to the slice, where the input is whole.
-        """
+        """Store the slice without its bias. ``columns`` are the slice's columns if ``forward`` gets the whole input."""
         super().__init__()
         from deepspeed import comm
 
@@ -106,7 +98,7 @@ class _RowSum(torch.nn.Module):
         self._sum, self._group, self._columns = comm.inference_all_reduce, group, columns
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., in_features of the slice, or of the whole layer] to [..., out_features]."""
+        """Map [..., in_features of the slice, or of the whole layer] to [..., out_features]."""
         own = input if self._columns is None else input[..., self._columns]
         output = self.linear(own)
         self._sum(output, group=self._group)
@@ -115,10 +107,8 @@ class _RowSum(torch.nn.Module):
 
 @torch.inference_mode()
 def row_parts(model: PreTrainedModel) -> int:
-    """Replaces DeepSpeed's linear layers by torch's in place, where there is compiled code; returns how many.
-
-    ``engine.forward.cpu.products.row_linear`` finds these. The sums stay DeepSpeed's.
-    """
+    """Replace DeepSpeed's linear layers with torch's in place, where compiled kernels exist. Return their number."""
+    # The kernels of ``row_linear`` apply to torch's layers only. The all-reduces stay DeepSpeed's.
     if not has_kernels(model.device, model.dtype):
         return 0
     from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, LmHeadLinearAllreduce
@@ -142,7 +132,6 @@ def row_parts(model: PreTrainedModel) -> int:
 
 
 def _linear(weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> torch.nn.Linear:
-    """A plain layer over parameters that are there."""
     linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
     linear.weight, linear.bias = weight, bias  # type: ignore[assignment]
     return linear

@@ -1,4 +1,4 @@
-"""The one that keeps Redis in order: snapshots, quotas, time to live, deletions.
+"""Cache service that maintains Redis: snapshots, quotas, time to live, deletions.
 
 In: streams.
 Out: snapshots.

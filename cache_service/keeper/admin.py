@@ -1,4 +1,4 @@
-"""What an operator may do with what the cluster remembers: look at it, copy it out and in, delete from it, check it."""
+"""Operator's commands on the shared cache: statistics, export, import, deletion, verification."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ from decoding.request import PUBLIC, request_of, tenant_of, text_key
 from decoding.sources.text_keys import MAX_CHOICES, document_hash, is_note, passages_of
 from decoding.tree import Int32Array
 
-DOCUMENT_TOKENS = 4096  # longer documents are cut: a text is what is evicted as a whole
-_ENTRIES = 4  # of up to 1 MiB that go in one round trip
-_LEAST_TIMEOUT_S = 10.0  # of one operation: an operator rather waits through a pause of Redis than asks again
+DOCUMENT_TOKENS = 4096  # longer documents are split, because texts are evicted as a whole
+_ENTRIES = 4  # entries of up to 1 MiB per round trip
+_LEAST_TIMEOUT_S = 10.0  # per operation: an operator prefers to wait through a pause of Redis
 
 
 class UnknownTenantError(LookupError):
-    """The configuration has no tenant of that name."""
+    """Error of a tenant that is not in the configuration."""
 
 
 class ForeignSnapshotError(ValueError):
-    """A snapshot of another tokenizer: its numbers mean other tokens here."""
+    """Error of a snapshot of another tokenizer, whose token ids have another meaning."""
 
 
 @dataclass(frozen=True, slots=True)
 class TenantStats:
-    """What is kept of a tenant, and what that takes in Redis."""
+    """Size of a tenant's cache, and its use of Redis."""
 
-    tenant: str  # the memory's name: the tenant's, and for an adapter ``TENANT:ADAPTER``
+    tenant: str  # memory name: the tenant's, or ``TENANT:ADAPTER``
     namespace: str
     texts: int
     tokens: int
-    epoch: int  # deletions of the tenant so far
+    epoch: int  # number of deletions of the tenant
     stream_entries: int
     stream_bytes: int  # as Redis estimates it
     snapshot_bytes: int
-    snapshot_age_s: float | None  # None: no snapshot yet
+    snapshot_age_s: float | None  # None: no snapshot exists
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something in Redis that cannot be read, and is not used."""
+    """Item in Redis that cannot be read and is ignored."""
 
     tenant: str
     place: str  # "snapshot ID" or "entry ID"
@@ -59,45 +59,27 @@ class Problem:
 
 
 class CacheAdmin:
-    """The verbs. Safe to use from several threads. All work on Redis alone: no service or replica has to run.
-
-    Besides what they name, all methods raise ``redis.RedisError`` or ``OSError`` where Redis does not answer as it should.
-    """
+    """Operator's commands. Thread-safe. They need only Redis, and raise ``redis.RedisError`` or ``OSError`` if it fails."""
 
     def __init__(self, access: CacheAccess, identity: Identity) -> None:
-        """
-        Args:
-            access: of Redis, and the tenants; the public corpus (``"*"``) is one more. ``timeout_s`` counts where it is longer
-                than ten seconds.
-            identity: of the model.
-
-        Raises:
-            ValueError: the address cannot be, or the secret is empty.
-        """
+        """Parse the address. Timeouts are at least ten seconds. Raises ``ValueError`` for a bad address or an empty secret."""
         self._access, self._identity = access, identity
         self._store = access.store(_LEAST_TIMEOUT_S)
         self._namespaces = access.namespaces(identity)
 
     def stats(self, tenant: str | None = None, vouched: bool = False) -> list[TenantStats]:
-        """Of each memory of each tenant, or of one tenant alone, as the service has counted it last; what none has counted is
-        read for it.
+        """Return the statistics of each memory, as last counted by the service, or read in full if never counted.
 
-        Args:
-            tenant: None: all of the configuration. The one of an adapter alone is named as ``decoding.request.memory_name`` says.
-            vouched: the tenant is one, though the configuration had none of that name when this started.
-
-        Raises:
-            UnknownTenantError: no such tenant.
+        ``tenant`` is a tenant or one adapter's memory (``decoding.request.memory_name``); None: all. ``vouched`` accepts a tenant
+        that the configuration did not have at start; otherwise raises ``UnknownTenantError``.
         """
         names = self._namespaces if tenant is None else self._of_tenant(tenant, vouched)
         return [self._stats(one, name) for one, name in names.items()]
 
     def export(self, tenant: str) -> bytes:
-        """A snapshot of now: the stored one, and the stream since.
+        """Return a current snapshot: the stored one with the later stream entries applied. Raises ``UnknownTenantError``.
 
-        Raises:
-            UnknownTenantError: no such tenant.
-            CorruptSnapshotError: the stored one cannot be read, so that this would be a part only.
+        Raises ``CorruptSnapshotError`` if the stored snapshot is unreadable: the export would be incomplete.
         """
         fold = self._fold(tenant)
         if fold.damaged:
@@ -105,14 +87,9 @@ class CacheAdmin:
         return encode_snapshot(fold.snapshot(time.time()))
 
     def import_(self, tenant: str, data: bytes) -> int:
-        """Adds the texts of an exported snapshot, as if they were generated now; how many there were.
+        """Add the texts of an exported snapshot as if generated now, except for requests deleted here. Return their number.
 
-        Texts of requests that were deleted here stay deleted and are not counted.
-
-        Raises:
-            UnknownTenantError: no such tenant.
-            CorruptSnapshotError: the data is damaged, or no snapshot.
-            ForeignSnapshotError: it is of another tokenizer.
+        Raises ``UnknownTenantError``, ``CorruptSnapshotError`` or, for another tokenizer, ``ForeignSnapshotError``.
         """
         fold = self._fold(tenant)
         snapshot = decode_snapshot(data)
@@ -127,12 +104,10 @@ class CacheAdmin:
         return len({delta.text for delta in deltas})
 
     def preload(self, documents: Sequence[Sequence[int] | Int32Array]) -> int:
-        """Adds documents, as token ids, to the public corpus; how many texts that are new there.
+        """Add tokenized documents to the public corpus. Return the number of new texts.
 
-        They are cut into texts of up to ``DOCUMENT_TOKENS``. A text is named after its content: loaded twice it is kept once.
-
-        Raises:
-            ValueError: a token that the vocabulary does not have.
+        Documents are split into texts of at most ``DOCUMENT_TOKENS``. Text keys are content hashes, so a document loaded twice is
+        kept once. Raises ``ValueError`` for an invalid token id.
         """
         texts: dict[int, SnapshotText] = {}
         for index, document in enumerate(documents):
@@ -152,7 +127,7 @@ class CacheAdmin:
         return len(deltas)
 
     def delete_tenant(self, tenant: str, vouched: bool = False) -> int:
-        """Forgets all of a tenant, everywhere; the tenant's new epoch. Arguments and errors as those of ``stats``."""
+        """Delete all texts of a tenant everywhere. Return its new epoch. Arguments and errors as in ``stats``."""
         epochs = []
         for name in self._of_tenant(tenant, vouched).values():
             epochs.append(self._store.delete(name))
@@ -160,26 +135,21 @@ class CacheAdmin:
         return epochs[0]
 
     def delete_request(self, tenant: str, request: str) -> None:
-        """Forgets what was generated for a request, everywhere and for good: all its choices.
+        """Delete all outputs of a request everywhere and permanently. Raises ``UnknownTenantError``.
 
-        Args:
-            tenant: whose.
-            request: ``id`` of the answer, such as ``chatcmpl-...``; ``ID/CHOICE`` means the whole request too.
-
-        Raises:
-            UnknownTenantError: no such tenant.
+        ``request`` is the ``id`` of the answer, such as ``chatcmpl-...``; ``ID/CHOICE`` also deletes the whole request.
         """
-        for name in self._of_tenant(tenant).values():  # which adapter it named is not known
+        for name in self._of_tenant(tenant).values():  # the adapter of the request is not known
             epoch = self._store.head(name).epoch
             self._append(name, [TextBatch(secrets.randbits(64), 0, epoch, removed=(request_of(text_key(request)),))])
 
     def delete_documents(self, tenant: str, documents: Sequence[Sequence[int] | Int32Array]) -> None:
-        """Forgets documents, as token ids, that requests brought along, everywhere and for good.
+        """Delete tokenized reference documents of requests everywhere and permanently. Raises ``UnknownTenantError``.
 
-        With them go passages found in prompts that share 39 tokens or more with one. Outputs that repeat them stay: they go with
-        their requests. Raises ``UnknownTenantError``.
+        Passages of prompts that share 39 tokens or more with a document are deleted too. Outputs that repeat them stay until
+        their requests are deleted.
         """
-        from decoding.sources.passages import marks_of  # loads the compiler, which those who delete no document do not need
+        from decoding.sources.passages import marks_of  # loads the compiler: import only when needed
 
         hashes: dict[int, None] = {}
         for document in (np.asarray(each, np.int32) for each in documents):
@@ -191,7 +161,7 @@ class CacheAdmin:
                 self._append(name, [TextBatch(secrets.randbits(64), 0, epoch, removed=removed[at : at + MAX_ITEMS])])
 
     def verify(self) -> list[Problem]:
-        """Reads every snapshot and every entry of the streams; what cannot be read."""
+        """Read every snapshot and stream entry. Return the unreadable ones."""
         return [
             Problem(tenant, place, what)
             for tenant, name in self._namespaces.items()
@@ -199,13 +169,12 @@ class CacheAdmin:
         ]
 
     def close(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
         self._store.close()
 
     # -- parts -----------------------------------------------------------------------------------------------------------------
 
     def _of_tenant(self, tenant: str, vouched: bool = False) -> dict[str, str]:
-        """The namespaces of all memories of a tenant, or of the one that is named."""
         if vouched:
             return self._access.of_tenant(tenant, self._identity)
         name = self._namespace(tenant)
@@ -219,7 +188,6 @@ class CacheAdmin:
         return self._namespaces[tenant]
 
     def _fold(self, tenant: str) -> Fold:
-        """What is kept of a tenant now."""
         return self._folded(self._namespace(tenant))
 
     def _folded(self, name: str) -> Fold:
@@ -227,9 +195,9 @@ class CacheAdmin:
             fold = Fold.load(self._store, name, self._identity)
             fold.catch_up(self._store, self._store.head(name).last_id)
             head = self._store.head(name)
-            if compare_ids(head.snapshot_id, fold.cursor) > 0:  # a newer snapshot may have cut off entries before they were read
+            if compare_ids(head.snapshot_id, fold.cursor) > 0:  # entries may have been trimmed unread
                 continue
-            if head.epoch > fold.epoch:  # deleted, and the batch that says so is not there yet
+            if head.epoch > fold.epoch:  # deleted, but the stream does not have the batch yet
                 fold.apply(TextBatch(0, 0, head.epoch), time.time())
             return fold
 
@@ -260,12 +228,9 @@ class CacheAdmin:
 
 
 def _deltas(fold: Fold, texts: Iterable[SnapshotText]) -> list[CacheDelta]:
-    """The pieces that say these texts to the tenant of ``fold``, but for those that were deleted there by request.
-
-    A key that was evicted never comes back. Such a text gets another choice of its request: deletion by request still finds it.
-    """
+    """Return deltas that add texts to the fold's tenant, except for texts of requests deleted there."""
     deltas = []
-    keys: dict[int, int] = {}  # here, by key there
+    keys: dict[int, int] = {}  # new key by key in the snapshot
     taken: set[int] = set()
     for text in texts:
         if request_of(text.text) in fold.texts.ledger.removed:
@@ -273,6 +238,7 @@ def _deltas(fold: Fold, texts: Iterable[SnapshotText]) -> list[CacheDelta]:
         if text.text not in keys:
             if is_note(text.text) and not _is_free(fold, text.text, text):
                 continue
+            # An evicted key is never accepted again, so its text gets another choice number. Deletion by request still finds it.
             keys[text.text] = next(key for key in _candidates(text.text) if key not in taken and _is_free(fold, key, text))
             taken.add(keys[text.text])
         deltas.append(CacheDelta(keys[text.text], text.offset, text.tokens, text.final))
@@ -280,7 +246,7 @@ def _deltas(fold: Fold, texts: Iterable[SnapshotText]) -> list[CacheDelta]:
 
 
 def _candidates(key: int) -> Iterator[int]:
-    """The key, then other choices of its request. Clients ask for few choices, so the last ones are free."""
+    """Yield the key, then other choice numbers of its request from the highest down, since clients use the low ones."""
     yield key
     first = key >> 16 << 16
     yield from range(first + MAX_CHOICES - 1, first - 1, -1)

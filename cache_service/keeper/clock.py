@@ -1,4 +1,4 @@
-"""The time by which texts are old, as far as the clocks that tell it can be believed."""
+"""Clock for the age of texts that detects clock jumps."""
 
 from __future__ import annotations
 
@@ -9,30 +9,25 @@ from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 
-_STEP_S = (1.0, 60.0)  # moving by less against the monotonic clock is no jump: a tenth of the time to live, within this
-_CONFIRM_S = 3600.0  # for so long a clock has to run on after a jump; a tenth of the time to live, where that is shorter
-_LOOKS = 3  # and so many looks
+_STEP_S = (1.0, 60.0)  # bounds of the jump threshold, which is a tenth of the time to live; measured against the monotonic clock
+_CONFIRM_S = 3600.0  # after a jump a clock must run evenly for this long, or a tenth of the time to live if shorter
+_LOOKS = 3  # and for this many looks
 
 
 @dataclass(slots=True)
 class _Watched:
-    """A clock beside the monotonic one: how far it is ahead of that, and since when it is known to be."""
+    """Clock, and its offset from the monotonic clock."""
 
     name: str
     step_s: float  # see ``_STEP_S``
     confirm_s: float  # see ``_CONFIRM_S``
     ahead_s: float = 0.0
-    since_s: float | None = None  # monotonic; of the first look after the last jump
+    since_s: float | None = None  # monotonic time of the first look after the last jump
     looks: int = 0
-    believed_s: float | None = None  # how far it was ahead when it was believed last
+    believed_s: float | None = None  # offset when the clock was last trusted
 
     def look(self, now_s: float, at_s: float) -> bool:
-        """Note what the clock says, and return whether that is believed.
-
-        Args:
-            now_s: by the clock.
-            at_s: by the monotonic clock.
-        """
+        """Record the clock's time ``now_s`` at monotonic time ``at_s``. Return whether the clock is trusted."""
         ahead_s = now_s - at_s
         if self.since_s is None or abs(ahead_s - self.ahead_s) > self.step_s:
             if self.since_s is not None:
@@ -51,19 +46,14 @@ class _Watched:
 
 
 class AgeClock:
-    """The time of Redis, by whose clock texts are dated, and of this machine: the earlier of both, while both run on evenly.
+    """Earlier one of the clocks of Redis (which dates texts) and of this machine, if both run evenly.
 
-    A clock that jumped says nothing until it has run on for an hour, or is back where it was; nor does any at first, when nobody
-    can tell whether it jumped before. Where both differ for good the earlier counts: no text is let go of too soon.
+    A clock that jumped is not trusted until it has run evenly for an hour or is back at its old offset; nor is a clock at first.
+    If the clocks differ, the earlier one counts, so that no text expires too early.
     """
 
     def __init__(self, ttl_s: float, wall: Callable[[], float] = time.time, steady: Callable[[], float] = time.monotonic) -> None:
-        """
-        Args:
-            ttl_s: time to live of texts.
-            wall: this machine's clock.
-            steady: a clock that never jumps.
-        """
+        """Set the thresholds for a time to live. ``wall`` is this machine's clock, ``steady`` one that never jumps."""
         low, high = _STEP_S
         self._step_s, confirm_s = min(max(low, ttl_s / 10), high), min(_CONFIRM_S, ttl_s / 10)
         self._wall, self._steady = wall, steady
@@ -71,11 +61,7 @@ class AgeClock:
         self._apart = False
 
     def look(self, redis_s: float) -> float | None:
-        """Return the seconds since 1970 by which texts may be said to be old; None while they cannot be told.
-
-        Args:
-            redis_s: what the clock of Redis says.
-        """
+        """Return the time for expiry in seconds since 1970, or None if it is not trusted. ``redis_s`` is the time of Redis."""
         at_s, wall_s = self._steady(), self._wall()
         apart = abs(wall_s - redis_s) > self._step_s
         if apart and not self._apart:

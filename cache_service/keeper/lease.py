@@ -1,4 +1,4 @@
-"""Leader election by a lease in Redis that runs out unless its holder extends it."""
+"""Leader election with an expiring lease in Redis."""
 
 from __future__ import annotations
 
@@ -12,32 +12,27 @@ logger = logging.getLogger(__name__)
 
 
 class LeaseLostError(Exception):
-    """Another one has the lease."""
+    """Error raised if another instance holds the lease."""
 
 
 class Lease:
-    """A lease as one of those who want it sees it. For one thread, but for ``held``."""
+    """Lease from the view of one candidate. Use it from one thread, except for ``held``."""
 
     def __init__(self, store: RedisStore, name: str, lease_s: float) -> None:
         self._store, self._name, self._lease_s = store, name, lease_s
         self._holder = secrets.token_hex(16)
-        self._until = 0.0  # monotonic seconds; 0 where another has it
+        self._until = 0.0  # monotonic seconds; 0 if another instance holds the lease
         self._renew_at = 0.0
 
     @property
     def held(self) -> bool:
-        """Whether it is ours for sure, without asking Redis."""
+        """Return whether this instance surely holds the lease, without asking Redis."""
         return time.monotonic() < self._until
 
     def hold(self, work_s: float = 0.0) -> None:
-        """Takes the lease, or extends it when a third of its time has passed or ``work_s`` asks for more.
+        """Acquire the lease, or extend it if a third of its time has passed or ``work_s`` seconds of work follow.
 
-        Args:
-            work_s: seconds that may pass until the next call, beyond the usual.
-
-        Raises:
-            LeaseLostError: another one has it.
-            redis.RedisError, OSError: nobody can say. It stays ours until Redis says otherwise.
+        Raises ``LeaseLostError`` if another instance holds it. If Redis fails, it stays valid until it expires.
         """
         now = time.monotonic()
         if now < self._renew_at and now + work_s < self._until:
@@ -52,11 +47,11 @@ class Lease:
             raise LeaseLostError
 
     def doubt(self) -> None:
-        """The next ``hold`` asks Redis."""
+        """Make the next ``hold`` ask Redis."""
         self._renew_at = 0.0
 
     def release(self) -> None:
-        """Gives it back, if it is ours."""
+        """Release the lease, if held."""
         if self._until:
             self._store.release(self._name, self._holder)
         self._until = 0.0

@@ -1,4 +1,4 @@
-"""The service: folds the streams of all tenants into snapshots and keeps each tenant within its quota and its time."""
+"""Cache service: folds the tenants' streams into snapshots and enforces quotas and time to live."""
 
 from __future__ import annotations
 
@@ -23,53 +23,44 @@ from cache_service.store.redis_store import Counts, Head
 from cache_service.store.stream_ids import compare_ids, written_s
 from decoding.request import PUBLIC, tenant_of
 
-_BLOCK_S = 0.2  # one wait for entries; also how long stop() may take to be noticed
-_CHECK_S = 1.0  # between looks at what Redis holds
-_KEEP_S = 3600.0  # between two notes to Redis that the namespaces are still in use
-_EXPIRE_S = (1.0, 60.0)  # between looks for old texts: a hundredth of their time to live, within this
-_EXPIRE_SHARE = 0.1  # of a tenant's texts that one look may let go of: ten times as many as get old in that time, or more
-_ROOM = 0.9  # share of its quota that a full tenant is brought down to
-_EVICTED_KEYS = 4096  # of one batch
-_REWRITE_S = 60.0  # between two times that Redis is told to write its files anew, which costs it its size in disk and a fork
-_COUNTS_S = 0.1  # between two notes to Redis of how much is kept
-_WORK_S_PER_TOKEN = 3e-6  # well above what an eviction takes, the longest work there is
+_BLOCK_S = 0.2  # duration of one blocking read, and so the delay of stop()
+_CHECK_S = 1.0  # period of comparisons with the state of Redis
+_KEEP_S = 3600.0  # period of renewing the expiry of keys in Redis
+_EXPIRE_S = (1.0, 60.0)  # bounds of the expiry period, which is a hundredth of the time to live
+_EXPIRE_SHARE = 0.1  # most texts of a tenant that expire at once: ten times as many as age in that time, or more
+_ROOM = 0.9  # fraction of its quota to which a full tenant is reduced
+_EVICTED_KEYS = 4096  # per batch
+_REWRITE_S = 60.0  # least time between rewrites of Redis' files, each of which costs its size in disk space and a fork
+_COUNTS_S = 0.1  # least time between two writes of the counts
+_WORK_S_PER_TOKEN = 3e-6  # upper bound for an eviction, the longest operation
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerStatus:
-    """What a service knows of itself."""
+    """Status and counters of a service."""
 
-    leader: bool  # it holds the lease; the other numbers of what is kept are 0 for one that stands by
-    namespaces: int  # that it folds: tenants and the public corpus
+    leader: bool  # holds the lease; on standby the counts of texts are 0
+    namespaces: int  # folded: tenants and the public corpus
     texts: int
     tokens: int
-    snapshots: int  # written
-    evicted_texts: int  # let go of: quota and time to live
-    corrupt_records: int  # entries and snapshots that could not be read, and were dropped
-    failures: int  # times that Redis was away, slow, full or talked nonsense
+    snapshots: int  # number written
+    evicted_texts: int  # by quota and time to live
+    corrupt_records: int  # unreadable entries and snapshots, dropped
+    failures: int  # times that Redis was away, slow, full or sent invalid data
     last_error: str | None
 
 
 class CacheServer:
-    """One of any number of services. Who has the lease works, the others stand by.
+    """One of any number of cache services. The holder of the lease works, the others stand by.
 
-    The lease saves work, correctness does not rest on it: applying is idempotent, a snapshot never replaces one of a later
-    entry, and a stream is trimmed only up to a snapshot that is stored. So a service that lost the lease without noticing does
-    no harm with what it still writes.
+    The lease only saves work. Correctness does not depend on it: applying is idempotent, a snapshot never replaces one of a later
+    entry, and a stream is trimmed only up to a stored snapshot. So a service that lost the lease unnoticed cannot do harm.
     """
 
     def __init__(self, access: CacheAccess, identity: Identity, quotas: Mapping[str, int]) -> None:
-        """
-        Args:
-            access: of Redis, and the tenants; the public corpus is always served.
-            identity: of the model.
-            quotas: bytes by tenant, for the model and for each adapter; where absent that of the options.
-
-        Raises:
-            ValueError: the address cannot be, or the secret is empty.
-        """
+        """Prepare the service. ``quotas`` are bytes by tenant. Raises ``ValueError`` for a bad address or empty secret."""
         self._options, self._identity = access.options, identity
         self._store = access.store()
         self._tenants = {name: tenant for tenant, name in access.namespaces(identity).items()}  # by namespace
@@ -77,13 +68,13 @@ class CacheServer:
         for name, tenant in self._tenants.items():
             mib = self._options.public_mib if tenant == PUBLIC else self._options.tenant_mib
             self._quotas[name] = int(quotas.get(tenant_of(tenant), mib * 2**20)) // token_width(identity.vocab_size)
-        # Services of the same namespaces relieve each other; those of another model in the same Redis have a lease of their own.
+        # Services of the same namespaces compete for one lease; those of another model in the same Redis use another one.
         lease = hashlib.blake2b("".join(sorted(self._tenants)).encode(), digest_size=16).hexdigest()
         self._lease = Lease(self._store, lease, self._options.lease_s)
-        self._folds: dict[str, Fold] = {}  # by namespace; kept while nobody else has the lease
+        self._folds: dict[str, Fold] = {}  # by namespace; kept while this service holds the lease
         self._clock = AgeClock(self._options.ttl_s)
         self._check_at = self._expire_at = self._keep_at = self._rewrite_at = self._count_at = 0.0
-        self._counted: dict[str, Counts] = {}  # by namespace; what Redis was told
+        self._counted: dict[str, Counts] = {}  # by namespace; last counts written to Redis
         self._snapshots = self._evicted_texts = self._corrupt = self._failures = 0
         self._last_error: str | None = None
         self._kept = (0, 0, 0)  # namespaces, texts, tokens
@@ -92,13 +83,13 @@ class CacheServer:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Starts the thread. Redis need not be there yet."""
+        """Start the thread. Redis need not be available yet."""
         assert self._thread is None, "started twice"
         self._thread = threading.Thread(target=self._run, name="outrider-cache-server", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread and gives the lease back, so that another takes over at once."""
+        """Stop the thread and release the lease, so that another service takes over at once."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(2 * self._options.timeout_s + 5.0)
@@ -109,7 +100,7 @@ class CacheServer:
         self._store.close()
 
     def status(self) -> ServerStatus:
-        """From any thread."""
+        """Return the status, from any thread."""
         counters = self._snapshots, self._evicted_texts, self._corrupt, self._failures
         return ServerStatus(self._lease.held, *self._kept, *counters, self._last_error)
 
@@ -124,7 +115,7 @@ class CacheServer:
                 self._stand_by()
             except (redis.RedisError, OSError) as error:
                 self._failed(error)
-            except Exception as error:  # a mistake of ours: a thread that ended would let the streams grow for good
+            except Exception as error:  # a bug: keep the thread alive, or the streams would grow forever
                 logger.exception("cache service: starts again from what is stored")
                 self._folds.clear()
                 self._failed(error)
@@ -138,7 +129,7 @@ class CacheServer:
         self._stopping.wait(self._options.lease_s / 3)
 
     def _turn(self) -> None:
-        """A look at everything, when it is time for one; then the next entries of all tenants; then what has to be written."""
+        """Check the state of Redis if due, apply the next entries of all tenants, then write what is due."""
         if time.monotonic() >= self._check_at:
             self._check()
         found = self._store.read({name: fold.cursor for name, fold in self._folds.items()}, _BLOCK_S, READ_ENTRIES)
@@ -156,14 +147,14 @@ class CacheServer:
         self._worked()
 
     def _rewrite(self) -> None:
-        """After deletions the files of Redis are written anew, as they hold the deleted texts until then."""
+        """Make Redis rewrite its files after deletions: they contain the deleted texts until then."""
         deleted = [fold for fold in self._folds.values() if fold.has_deleted]
         if not deleted or time.monotonic() < self._rewrite_at:
             return
         self._rewrite_at = time.monotonic() + _REWRITE_S
         try:
             done = self._store.rewrite_files()
-        except redis.ResponseError as error:  # it may not, or Redis has no such command: that stays so
+        except redis.ResponseError as error:  # not permitted or not supported: do not retry
             done = True
             logger.warning("cache service: deleted texts stay in Redis' append-only file until it is rewritten: %s", error)
         for fold in deleted:
@@ -181,13 +172,13 @@ class CacheServer:
             self._well = False
             logger.warning("cache service: %s; trying again every %.1f s", self._last_error, self._options.retry_s)
         self._lease.doubt()
-        self._check_at = 0.0  # Redis may be another one when it is back
+        self._check_at = 0.0  # Redis may have lost its data when it is back
         if failure_kind(error) == "full":
             self._make_room()
         self._stopping.wait(self._options.retry_s)
 
     def _make_room(self) -> None:
-        """Redis is full: what the stored snapshots hold leaves the streams at once, readers that are behind load the snapshot."""
+        """Trim the streams of a full Redis up to the stored snapshots; slow readers load the snapshot."""
         try:
             for fold in self._folds.values():
                 self._store.trim(fold.namespace, fold.snapshot_id, exact=True)
@@ -197,7 +188,7 @@ class CacheServer:
     # -- what is kept ----------------------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        """Compares what is kept with what Redis holds, loads what is not known yet, and drops texts that are too old."""
+        """Compare the folds with Redis, load missing ones, and expire old texts."""
         now = time.monotonic()
         if now >= self._keep_at:
             self._store.keep(list(self._tenants), max(self._options.ttl_s, 2 * _KEEP_S))
@@ -205,7 +196,7 @@ class CacheServer:
         heads = self._store.heads(list(self._tenants))
         for name, head in heads.items():
             fold = self._folds.get(name)
-            if fold is None or compare_ids(head.snapshot_id, fold.cursor) > 0:  # another one was in office
+            if fold is None or compare_ids(head.snapshot_id, fold.cursor) > 0:  # another service was leader
                 self._load(name)
             else:
                 self._compare(fold, head)
@@ -217,7 +208,7 @@ class CacheServer:
         self._check_at = now + _CHECK_S
 
     def _expire(self, share: float) -> None:
-        """Lets go of texts that are too old, a share of them at most, where the clocks can be believed."""
+        """Drop expired texts, at most a fraction ``share`` per tenant, if the clocks are trusted."""
         now_s = self._clock.look(self._store.time_s())
         if now_s is None:
             return
@@ -239,8 +230,8 @@ class CacheServer:
         if head.epoch < fold.epoch:
             self._store.raise_epoch(fold.namespace, fold.epoch)
         if lost or head.epoch > fold.epoch:
-            # Before anything is noted here, so that it is done again if Redis fails. Should he who deleted the tenant have died
-            # before saying so, this says it.
+            # Write first and change local state later, so that a failure of Redis repeats both. If the process that
+            # deleted the tenant died before it wrote the batch, this writes it.
             self._say(fold, max(fold.epoch, head.epoch))
         if lost:
             logger.warning("cache service: Redis has lost namespace %s, it is written again from memory", fold.namespace)
@@ -250,7 +241,7 @@ class CacheServer:
             fold.snapshot_id = head.snapshot_id
             fold.demand()
         elif compare_ids(fold.snapshot_id, fold.cursor) < 0 and compare_ids(head.first_id, fold.cursor) > 0:
-            fold.demand()  # what lies between the snapshot and the cursor has left the stream: it is in memory only
+            fold.demand()  # entries between snapshot and cursor have left the stream: only memory has them
         if head.epoch > fold.epoch:
             fold.apply(TextBatch(fold.origin, fold.sequence, head.epoch), time.time())
 
@@ -268,13 +259,13 @@ class CacheServer:
             data = encode_snapshot(fold.snapshot(time.time()))
             if self._store.save_snapshot(fold.namespace, fold.cursor, data, fold.epoch):
                 self._snapshots += 1
-                self._keep_at = 0.0  # its keys are new
+                self._keep_at = 0.0  # its keys are new and need an expiry
                 fold.saved(len(data), self._store)
-            else:  # a newer one is there, or the tenant was deleted
+            else:  # a newer snapshot exists, or the tenant was deleted
                 self._check_at = 0.0
 
     def _count(self) -> None:
-        """Tells Redis how much is kept where that has changed, so that nobody has to read all of it in order to count."""
+        """Write changed counts to Redis, so that admins do not have to read all texts to count them."""
         now = time.monotonic()
         if now < self._count_at:
             return
@@ -290,7 +281,7 @@ class CacheServer:
         fold.let_go(keys)
 
     def _say(self, fold: Fold, epoch: int, evicted: tuple[int, ...] = ()) -> None:
-        """Writes a batch. One without evicted texts says the epoch, and is an entry for the next snapshot to go up to."""
+        """Write a batch. Without evicted texts it announces the epoch, and gives the next snapshot an entry to end at."""
         batch = TextBatch(fold.origin, fold.sequence, epoch, evicted=evicted)
         self._store.append([(fold.namespace, encode_batch(batch, self._identity.vocab_size))])
         fold.sequence += 1

@@ -1,11 +1,10 @@
-"""All that is kept of a tenant at one point of its stream, in one piece of bytes: what a new replica starts from.
+"""Binary snapshot of a tenant's texts at one stream position, from which a new replica starts.
 
-Little endian throughout. A header (``_HEADER``: magic, version, width ``W`` of a token, epoch, vocabulary, time, the numbers of
-pieces, removed requests, evicted texts and tokens, and the lengths of two strings), then the strings (stream id, tokenizer
-revision; ASCII), then columns, each one array: request hash (8 bytes a piece), choice (2), offset, plus 2**31 where final (4),
-number of tokens (4), time (8); of removed requests hash (8) and time (8); of evicted texts the key (10); then all tokens (``W``
-each), and 16 bytes of BLAKE2b over everything before. A text costs 26 bytes and its tokens: 10 million tokens in 100,000 texts
-take 22.6 MB.
+Little endian. A header (``_HEADER``: magic, version, width ``W`` of a token, epoch, vocabulary, time, the numbers of pieces,
+removed requests, evicted texts and tokens, and the lengths of two strings), then the strings (stream id, tokenizer revision;
+ASCII), then columns, each one array. Per piece: request hash (8 bytes), choice (2), offset, plus 2**31 if final (4), number of
+tokens (4), time (8). Per removed request: hash (8), time (8). Per evicted text: key (10). Then all tokens (``W`` each), and 16
+bytes of BLAKE2b over everything before. A text costs 26 bytes and its tokens: 10 million tokens in 100,000 texts take 22.6 MB.
 """
 
 from __future__ import annotations
@@ -36,38 +35,31 @@ _REMOVED = (("request", "<u8"), ("at_s", "<f8"))
 
 
 class SnapshotText(NamedTuple):
-    """A text, or a piece of one whose beginning has not come yet. A tuple, as 100,000 of them are made at a time."""
+    """Text, or a piece of one whose beginning is missing. A tuple, because 100,000 are created at a time."""
 
     text: int  # text key
     tokens: Int32Array  # [n]
     final: bool  # the text ends with them
-    updated_s: float  # when it grew last, seconds since the epoch of Unix
-    offset: int = 0  # tokens of the text before these; above 0 for a piece beyond a gap
+    updated_s: float  # time of last growth, Unix seconds
+    offset: int = 0  # tokens of the text before these; above 0 for a piece after a gap
 
 
 class TextTable:
-    """Texts as columns, so that 100,000 of them are no 100,000 slow steps; iterating makes them one by one."""
+    """Texts as columns, which is fast for 100,000 texts; iterating creates them one by one."""
 
     def __init__(
         self, requests: npt.NDArray[Any], choices: npt.NDArray[Any], offsets: npt.NDArray[Any], lengths: npt.NDArray[Any],
         updated_s: npt.NDArray[Any], tokens: Int32Array,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            requests: [n] request hashes, the upper 64 bits of the text keys.
-            choices: [n] the lower 16 bits.
-            offsets: [n] tokens before the piece, plus 2**31 where the text ends with it.
-            lengths: [n] tokens of the piece.
-            updated_s: [n] when the text grew last.
-            tokens: [sum of lengths] of all pieces, one after another.
-        """
+        # [n] columns: upper 64 and lower 16 bits of the text keys; tokens before the piece, plus 2**31 if the text ends with it;
+        # tokens of the piece; time of last growth. Then [sum of lengths] tokens of all pieces.
         self.requests, self.choices = requests.astype("<u8", copy=False), choices.astype("<u2", copy=False)
         self.offsets, self.lengths = offsets.astype("<u4", copy=False), lengths.astype("<u4", copy=False)
         self.updated_s, self.tokens = updated_s.astype("<f8", copy=False), tokens
 
     @classmethod
     def of(cls, texts: Sequence[SnapshotText]) -> TextTable:
-        """The columns of these texts."""
+        """Return the columns of these texts."""
         keys = [text.text for text in texts]
         return cls(
             np.array([key >> 16 for key in keys], "<u8"),
@@ -91,28 +83,24 @@ class TextTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """What is kept of a tenant once everything up to and with a stream entry is applied."""
+    """Texts and deletions of a tenant after applying everything up to and including a stream entry."""
 
     stream_id: str  # "ms-seq" of that entry; "0-0" before the first
-    epoch: int  # deletions of the tenant so far
+    epoch: int  # number of deletions of the tenant
     vocab_size: int
     tokenizer_revision: str
-    created_s: float  # seconds since the epoch of Unix
-    texts: TextTable | Sequence[SnapshotText] = ()  # of a decoded snapshot a table
-    removed: tuple[tuple[int, float], ...] = ()  # deleted request hashes, and when
-    evicted: tuple[int, ...] = ()  # text keys let go of lately, the oldest first: a late piece of one must not bring it back
+    created_s: float  # Unix seconds
+    texts: TextTable | Sequence[SnapshotText] = ()  # a table if decoded
+    removed: tuple[tuple[int, float], ...] = ()  # deleted request hashes, and the times of deletion
+    evicted: tuple[int, ...] = ()  # text keys evicted lately, oldest first: late pieces of them are refused
 
 
 class CorruptSnapshotError(ValueError):
-    """Bytes that are no snapshot, or one of a version that is not known; the message says what is wrong with them."""
+    """Error of bytes that are not a snapshot of a known version; the message names the fault."""
 
 
 def encode_snapshot(snapshot: Snapshot) -> bytes:
-    """The bytes of a snapshot.
-
-    Raises:
-        ValueError: a value that its field does not hold.
-    """
+    """Return a snapshot as bytes. Raises ``ValueError`` for a value that does not fit its field."""
     width = token_width(snapshot.vocab_size)
     stream_id, revision = snapshot.stream_id, snapshot.tokenizer_revision
     if not _STREAM_ID.fullmatch(stream_id):
@@ -139,11 +127,7 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
 
 
 def decode_snapshot(data: bytes) -> Snapshot:
-    """The snapshot of these bytes.
-
-    Raises:
-        CorruptSnapshotError: the bytes are no snapshot of a known version. No other exception, whatever the bytes.
-    """
+    """Return the snapshot that bytes encode. Raises ``CorruptSnapshotError``, and no other exception, for any invalid bytes."""
     _check_frame(data)
     header = _HEADER.unpack_from(data)
     _, _, said_width, epoch, vocab_size, created_s, num_texts, num_removed, num_evicted, num_tokens, *lengths = header
@@ -172,11 +156,7 @@ def decode_snapshot(data: bytes) -> Snapshot:
 
 
 def read_snapshot(data: bytes, identity: Identity) -> Snapshot:
-    """The snapshot of these bytes.
-
-    Raises:
-        CorruptSnapshotError: it is none, or holds tokens of another tokenizer.
-    """
+    """Return the snapshot. Raises ``CorruptSnapshotError`` if it is invalid or of another tokenizer."""
     snapshot = decode_snapshot(data)
     if snapshot.vocab_size != identity.vocab_size:
         raise CorruptSnapshotError(f"a vocabulary of {snapshot.vocab_size} tokens, not {identity.vocab_size}")
@@ -186,7 +166,7 @@ def read_snapshot(data: bytes, identity: Identity) -> Snapshot:
 
 
 def _check_frame(data: bytes) -> None:
-    """Magic, version and checksum, in this order, so that the message names what differs first."""
+    """Check magic, version and checksum, in this order, so that the message names the first difference."""
     if len(data) < _HEADER.size + _CHECKSUM_BYTES or data[: len(_MAGIC)] != _MAGIC:
         raise CorruptSnapshotError(f"{len(data)} bytes that do not begin like a snapshot")
     version = _HEADER.unpack_from(data)[1]
@@ -208,7 +188,7 @@ def _check_values(table: TextTable, vocab_size: int, num_tokens: int) -> None:
 
 
 class _Reader:
-    """Takes one part after another from bytes whose total length was checked."""
+    """Reader of consecutive parts of bytes whose total length was checked."""
 
     def __init__(self, data: memoryview, at: int) -> None:
         self._data, self._at = data, at

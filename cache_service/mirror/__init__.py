@@ -1,5 +1,5 @@
-"""A replica's copy of what the cluster remembers.
+"""Replica's local copy of the shared cache.
 
 In: outputs of this replica and others.
-Out: histories to draft from.
+Out: histories for drafting.
 """

@@ -1,4 +1,4 @@
-"""Inbox: arrivals from Redis that wait for the engine's thread, which alone changes histories."""
+"""Inbox: updates from Redis that wait for the engine's thread, the only one that changes histories."""
 
 from __future__ import annotations
 
@@ -14,27 +14,25 @@ from decoding.sources.text_keys import is_note
 if TYPE_CHECKING:
     from decoding.sources.history import Histories
 
-PIECE_TOKENS = 1024  # of one tenant before it is the next one's turn
-_REMOVALS = 16  # at once: a document has many hashes, and each look at all texts takes its time
-_REMOVAL_TOKENS = 64  # that take as long as one removal, roughly
+PIECE_TOKENS = 1024  # tokens of one tenant per turn
+_REMOVALS = 16  # at once: a document has many hashes, and each scan of all texts takes time
+_REMOVAL_TOKENS = 64  # tokens that take about as long to apply as one removal
 
 
 @dataclass(slots=True)
 class _Arrival:
-    """What is left of an admitted batch or snapshot."""
+    """Unapplied rest of an admitted batch or snapshot."""
 
     weight: int
-    pieces: Iterator[tuple[int, int]]  # applies the next one, and says its weight and its tokens
+    pieces: Iterator[tuple[int, int]]  # applies the next piece and yields its weight and its number of tokens
 
 
 def _weight(admitted: Admitted, reload: bool) -> int:
-    """The sum over the pieces of an arrival."""
     tokens = sum(max(1, len(delta.tokens)) for delta in admitted.deltas)
     return tokens + _REMOVAL_TOKENS * (len(admitted.removed) + len(admitted.evicted)) + (reload or admitted.cleared)
 
 
 def _pieces(admitted: Admitted, reload: bool, memory: Histories, tenant: str) -> Iterator[tuple[int, int]]:
-    """Applies an arrival piece by piece."""
     history = memory.of(tenant)
     assert history is not None
     if reload or admitted.cleared:
@@ -49,7 +47,7 @@ def _pieces(admitted: Admitted, reload: bool, memory: Histories, tenant: str) ->
         yield _REMOVAL_TOKENS, 0
     for delta in admitted.deltas:
         count = len(delta.tokens)
-        size = count if is_note(delta.text) else PIECE_TOKENS  # a note comes whole
+        size = count if is_note(delta.text) else PIECE_TOKENS  # notes cannot be split
         for start in range(0, max(1, count), max(1, size)):
             piece = delta.tokens[start : start + size]
             history.extend(delta.text, delta.offset + start, piece, delta.final and start + size >= count)
@@ -57,20 +55,16 @@ def _pieces(admitted: Admitted, reload: bool, memory: Histories, tenant: str) ->
 
 
 class Inbox:
-    """Arrivals by tenant. One thread puts, the engine's thread applies, a piece of each tenant in turn."""
+    """Updates by tenant. One thread puts, the engine's thread applies a piece of each tenant in turn."""
 
     def __init__(self, memory: Histories) -> None:
-        """
-        Args:
-            memory: the engine's histories, which ``apply`` changes.
-        """
         self._memory, self._lock = memory, threading.Lock()
-        self._waiting: dict[str, deque[_Arrival]] = {}  # whoever was served last comes last
+        self._waiting: dict[str, deque[_Arrival]] = {}  # least recently served tenant first
         self._weights: dict[str, int] = {}
         self.applied_tokens = 0
 
     def put(self, tenant: str, admitted: Admitted, reload: bool = False) -> None:
-        """Adds what the ledger admitted; ``reload``: all that was there before goes first, and may come again."""
+        """Add an admitted update. ``reload`` clears the tenant's history first; its texts may arrive again."""
         weight = _weight(admitted, reload)
         if not weight:
             return
@@ -80,16 +74,16 @@ class Inbox:
             self._weights[tenant] = self._weights.get(tenant, 0) + weight
 
     def weight(self, tenant: str) -> int:
-        """How much waits of a tenant, as a number of tokens."""
+        """Return the weight of a tenant's waiting updates, in tokens."""
         return self._weights.get(tenant, 0)
 
     @property
     def waiting_tokens(self) -> int:
-        """How much waits of all tenants; from any thread."""
+        """Return the weight of all waiting updates, from any thread."""
         return sum(list(self._weights.values()))
 
     def apply(self, max_tokens: int) -> bool:
-        """Applies about ``max_tokens``; whether more waits."""
+        """Apply about ``max_tokens``. Return whether more waits."""
         while max_tokens > 0:
             with self._lock:
                 tenant = next(iter(self._waiting), None)
@@ -100,7 +94,7 @@ class Inbox:
         return bool(self._waiting)
 
     def _apply_piece(self, tenant: str, queue: deque[_Arrival], most: int) -> int:
-        """Small arrivals together, long ones in pieces."""
+        """Apply several small updates or one piece of a long one. Return the weight."""
         total = 0
         while queue and total < most:
             arrival = queue[0]

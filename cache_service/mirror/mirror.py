@@ -1,4 +1,4 @@
-"""The local copy of what the cluster remembers: texts go out, texts of others come in, and no step of the engine waits for it."""
+"""Mirror: exchanges texts with other replicas through Redis without ever blocking a step of the engine."""
 
 from __future__ import annotations
 
@@ -28,50 +28,44 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0  # between two looks at where the streams stand
-TAKE_TOKENS = 1 << 16  # written in one round trip, of all tenants together
-_PAUSE_S = 0.01  # while the engine's thread has enough to do
-_IDLE_S = 5.0  # a writer that has nothing to write wakes up after that, too
+LOOK_S = 1.0  # period of comparisons with the state of the streams
+TAKE_TOKENS = 1 << 16  # tokens of all tenants written per round trip
+_PAUSE_S = 0.01  # pause while the engine's thread is behind
+_IDLE_S = 5.0  # longest sleep of an idle writer
 
 
 @dataclass(frozen=True, slots=True)
 class MirrorCounts:
-    """How it goes. Counts are of this process' life."""
+    """Counters of a mirror since the start of the process."""
 
-    connected: bool  # the last attempts to read and to write, if any, succeeded
-    breaker: str  # the worse one of reading and writing: "closed", "half-open" or "open"
+    connected: bool  # the last read and the last write, if any, succeeded
+    breaker: str  # the worse state of reading and writing: "closed", "half-open" or "open"
     opened: int  # times a breaker opened
     failures: dict[str, int]  # by kind: connection, timeout, full, refused, read-only, nonsense, wrong type, other, internal
-    published_tokens: int  # that Redis has taken
-    applied_tokens: int  # that have come in, own ones included
-    dropped_tokens: int  # of ours that Redis never got
+    published_tokens: int  # accepted by Redis
+    applied_tokens: int  # applied to histories, including this replica's own
+    dropped_tokens: int  # generated here, never stored in Redis
     corrupt_records: int
     corrupt_snapshots: int
-    lost_records: int  # batches that were written and never came
-    reloads: int  # from a snapshot, after the first
+    lost_records: int  # batches written but never received
+    reloads: int  # reloads from a snapshot, except the first
     outbox_bytes: int
     outbox_dropped_texts: int
-    waiting_tokens: int = 0  # that have come in and are not applied yet
-    lag_s: float = 0.0  # age of what is read now, by the clocks of Redis and of this host; 0 when all is read
+    waiting_tokens: int = 0  # received, not applied yet
+    lag_s: float = 0.0  # age of the entries read now, by the clocks of Redis and this host; 0 if all are read
 
 
 class Mirror:
-    """Shares the histories of this process with those of all others that have the same Redis, secret, model and tokenizer.
+    """Synchronisation of this process's histories with all processes that have the same Redis, secret, model and tokenizer.
 
-    Two threads talk to Redis; the engine's thread owns the histories and only touches queues: ``publish`` puts into the outbox,
-    ``apply`` takes from the inbox. Whatever Redis does, no method raises and none but ``start`` and ``close`` waits.
+    Two threads talk to Redis. The engine's thread owns the histories and only uses queues: ``publish`` fills the outbox,
+    ``apply`` drains the inbox. Failures of Redis raise nothing here, and only ``start`` and ``close`` wait.
     """
 
     def __init__(self, access: CacheAccess, identity: Identity, memory: Histories, wake: Callable[[], None]) -> None:
-        """
-        Args:
-            access: of Redis, and whose texts are shared; the public corpus comes along, but nothing is written to it.
-            identity: of model and tokenizer.
-            memory: the engine's histories.
-            wake: called by a thread of the mirror when there is something to apply.
+        """Prepare the queues and threads. Raises ``ValueError`` for a bad address or an empty secret.
 
-        Raises:
-            ValueError: an address that cannot be, or an empty secret.
+        A thread of the mirror calls ``wake`` when updates can be applied. The public corpus is read, never written.
         """
         options = self._options = access.options
         self._memory, self._wake, self._vocab_size = memory, wake, identity.vocab_size
@@ -93,10 +87,9 @@ class Mirror:
     # -- the engine's thread ---------------------------------------------------------------------------------------------------
 
     def start(self, timeout_s: float) -> None:
-        """Takes over what the cluster remembers, then follows it.
+        """Load the shared cache into ``memory``, then follow its updates in threads.
 
-        When it returns, ``memory`` holds all that Redis had, unless Redis is away or ``timeout_s`` have passed: then the rest
-        comes later, through ``apply``.
+        If Redis fails or ``timeout_s`` have passed, the rest arrives later, through ``apply``.
         """
         began_s = time.monotonic()
         deadline_s = began_s + timeout_s
@@ -118,16 +111,16 @@ class Mirror:
             thread.start()
 
     def publish(self, tenant: str, text: int, offset: int, tokens: Sequence[int] | Int32Array, final: bool) -> None:
-        """Says what was generated: tokens of a text from an offset on. Nothing is waited for."""
+        """Queue generated tokens of a text, from ``offset`` on, for the other replicas. Does not block."""
         assert tenant in self._namespaces and tenant != PUBLIC, "a tenant that this mirror was not told of"
         self._outbox.put(tenant, CacheDelta(text, offset, np.asarray(tokens, np.int32), final))
 
     def apply(self, max_tokens: int = 4096) -> bool:
-        """Puts about ``max_tokens`` of what has arrived into the histories, in turns of tenants; whether more waits."""
+        """Apply about ``max_tokens`` of received updates to the histories, tenants in turn. Return whether more waits."""
         return self._inbox.apply(max_tokens)
 
     def counts(self) -> MirrorCounts:
-        """A look at the counters; any thread may take it."""
+        """Return the counters, from any thread."""
         guards = (self._reading, self._writing)
         states = [guard.state for guard in guards]
         return MirrorCounts(
@@ -149,14 +142,14 @@ class Mirror:
         )
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Writes what waits, for up to ``timeout_s`` and only while Redis works, then ends the threads. May be repeated."""
+        """Write what waits, for at most ``timeout_s`` and only while Redis works, then stop the threads. Idempotent."""
         deadline_s = time.monotonic() + timeout_s
         if self._threads[1].is_alive():
             while not self._outbox.idle and self._writing.state == "closed" and time.monotonic() < deadline_s:
                 time.sleep(0.002)
         self._closing.set()
         self._outbox.wake()
-        self._store.close()  # ends a read that waits
+        self._store.close()  # ends a blocking read
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(max(0.1, deadline_s - time.monotonic()))
@@ -167,7 +160,7 @@ class Mirror:
         while not self._closing.is_set():
             wait_s = self._reading.attempt(self._read_once)
             if wait_s:
-                self._look_at_s = 0.0  # Redis may be another one when it answers again
+                self._look_at_s = 0.0  # Redis may have lost its data when it answers again
                 self._closing.wait(wait_s)
 
     def _read_once(self) -> None:
@@ -182,7 +175,7 @@ class Mirror:
             elif self._tail.read(0.0 if looked else MAX_BLOCK_S):
                 self._wake()
         except Exception:
-            if not self._closing.is_set():  # else the connection was closed to end this
+            if not self._closing.is_set():  # otherwise `close` ended the read
                 raise
 
     def _write_until_closed(self) -> None:
@@ -195,7 +188,7 @@ class Mirror:
                 self._closing.wait(wait_s)
 
     def _write_once(self) -> None:
-        """Takes what waits to Redis; where that fails it waits on."""
+        """Write waiting deltas to Redis; put them back if that fails."""
         with self._tail.deleting:
             epochs = {tenant: place.ledger.epoch for tenant, place in self._tail.places.items()}
             taken = self._outbox.take(TAKE_TOKENS)
@@ -208,7 +201,7 @@ class Mirror:
                 batch = TextBatch(self._origin, sequences[tenant], epochs[tenant], group)
                 try:
                     data = encode_batch(batch, self._vocab_size)
-                except ValueError as error:  # no token of this vocabulary: nothing that waiting would mend
+                except ValueError as error:  # tokens outside the vocabulary: a retry cannot succeed
                     self._unwritable_tokens += sum(len(delta.tokens) for delta in group)
                     logger.error("tenant %s: tokens are not shared: %s", tenant, error)
                     continue
@@ -221,5 +214,5 @@ class Mirror:
             self._outbox.give_back(taken)
             raise
         self._outbox.delivered()
-        self._sequences = sequences  # a batch that failed goes out again under its number: others would miss it otherwise
+        self._sequences = sequences  # a failed batch is resent under its number: a gap would count as a lost batch
         self._published_tokens += tokens

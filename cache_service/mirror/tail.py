@@ -1,4 +1,4 @@
-"""Reader of the tenants' streams: what to read next, what of it counts, and when to start again from a snapshot."""
+"""Reader of the tenants' streams: position, admission of batches, and restarts from a snapshot."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from cache_service.texts import Admitted, Ledger
 
 logger = logging.getLogger(__name__)
 
-READ_ENTRIES = 128  # of one tenant at once
-MAX_WAITING_TOKENS = 1 << 20  # of one tenant that wait for the engine's thread before more is read
-_MAX_ORIGINS = 1024  # writers of a tenant whose counts are followed
-_COUNT = 1 << 32  # batches are counted modulo this
+READ_ENTRIES = 128  # per tenant and read
+MAX_WAITING_TOKENS = 1 << 20  # per tenant in the inbox; beyond it nothing more is read
+_MAX_ORIGINS = 1024  # writers of a tenant whose batch numbers are tracked
+_COUNT = 1 << 32  # modulus of batch numbers
 
 
 @dataclass(slots=True)
 class StreamPlace:
-    """How far a tenant's stream was followed."""
+    """Position in a tenant's stream."""
 
     namespace: str
     ledger: Ledger = field(default_factory=Ledger)
-    cursor: str = START  # the last entry read
-    counts: dict[int, tuple[int, str]] = field(default_factory=dict)  # by origin: sequence of its last batch, the entry's id
-    lost_after: str | None = None  # entries are missing somewhere behind this one
-    useless: str = START  # id of a snapshot that could not be used
-    warned: bool = False  # about a corrupt record, since the last look
-    lag_s: float = 0.0  # age of the entry that was read last, until all are read
+    cursor: str = START  # last entry read
+    counts: dict[int, tuple[int, str]] = field(default_factory=dict)  # by origin: (number of its last batch, entry id)
+    lost_after: str | None = None  # batches are missing somewhere after this entry
+    useless: str = START  # id of a snapshot that cannot be used
+    warned: bool = False  # a corrupt record was logged since the last look
+    lag_s: float = 0.0  # age of the last entry read; 0 when all are read
 
     def follow(self, batch: TextBatch, id: str) -> int:
-        """Notes a batch's number; returns how many of its origin are missing before it. Nothing changes when it comes again."""
+        """Record a batch's number. Return the number of missing batches before it. Duplicates change nothing."""
         known = self.counts.pop(batch.origin, None)
         if known is None:
             if len(self.counts) >= _MAX_ORIGINS:
@@ -56,15 +56,13 @@ class StreamPlace:
         return ahead - 1
 
     def restart(self, cursor: str) -> None:
-        """Reads on from elsewhere."""
+        """Continue reading after ``cursor``."""
         self.cursor, self.counts, self.lost_after = cursor, {}, None
 
     def wants_snapshot(self, head: Head) -> bool:
-        """Whether the newest snapshot holds what cannot be read from the stream any more.
-
-        The stream is trimmed up to a snapshot at most. So entries after the cursor are gone only if the snapshot is ahead of it
-        and the oldest entry is, too; a tail that has merely not read them yet reads them.
-        """
+        """Return whether the newest snapshot has entries that the stream no longer has."""
+        # The stream is trimmed up to a snapshot at most. So entries after the cursor are gone only if both the snapshot and the
+        # oldest entry are ahead of it; otherwise they can still be read.
         if head.snapshot_id in (START, self.useless):
             return False
         if self.lost_after is not None and compare_ids(head.snapshot_id, self.lost_after) > 0:
@@ -74,33 +72,21 @@ class StreamPlace:
 
 
 class Tail:
-    """Reads from Redis into the inbox. Used by one thread at a time, which gets the errors of ``RedisStore``."""
+    """Reader from Redis into the inbox. Use it from one thread at a time; it raises the errors of ``RedisStore``."""
 
     def __init__(
         self, store: RedisStore, identity: Identity, namespaces: Mapping[str, str], inbox: Inbox, outbox: Outbox, ttl_s: float
     ) -> None:
-        """
-        Args:
-            store: where the streams are.
-            identity: what a snapshot must be of, and what tokens there are.
-            namespaces: by tenant.
-            inbox: takes what is to be applied.
-            outbox: is told what was deleted.
-            ttl_s: deletions of requests are remembered for so long, as nothing of them is kept anywhere for longer.
-        """
+        """Start at the beginning of all streams; ``namespaces`` are by tenant. Deletions are remembered for ``ttl_s``."""
         self._store, self._identity, self._inbox, self._outbox, self._ttl_s = store, identity, inbox, outbox, ttl_s
         self.places = {tenant: StreamPlace(namespace) for tenant, namespace in namespaces.items()}
         self._tenants = {namespace: tenant for tenant, namespace in namespaces.items()}
-        # Whoever holds it sees a tenant's epoch and what waits in the outbox agree: old texts never leave under a new epoch.
+        # Keeps a tenant's epoch and the outbox consistent: old texts are never sent under a new epoch.
         self.deleting = threading.Lock()
         self.corrupt_records = self.corrupt_snapshots = self.lost_records = self.reloads = 0
 
     def look(self) -> bool:
-        """Compares with where the streams stand: deletions, a Redis that was restarted empty, entries that are gone.
-
-        Returns:
-            Whether something was put into the inbox.
-        """
+        """Handle deletions, a Redis that restarted empty, and trimmed entries. Return whether the inbox got an update."""
         heads = self._store.heads([place.namespace for place in self.places.values()])
         found, num_emptied = False, 0
         for tenant, place in self.places.items():
@@ -113,7 +99,7 @@ class Tail:
                 found |= self._deliver(tenant, TextBatch(0, 0, head.epoch))
             elif head.epoch < place.ledger.epoch:
                 self._store.raise_epoch(place.namespace, place.ledger.epoch)
-            # The service writes the last snapshot again, so that the cursor may be at one that is ahead of an empty stream.
+            # The service may have rewritten the last snapshot: then the cursor is ahead of an empty stream but not of it.
             emptied = compare_ids(head.last_id, place.cursor) < 0 and compare_ids(head.snapshot_id, place.cursor) < 0
             if emptied:
                 num_emptied += 1
@@ -125,7 +111,7 @@ class Tail:
         return found
 
     def read(self, block_s: float) -> bool:
-        """Reads what is new, waiting for it up to ``block_s``; whether something was put into the inbox."""
+        """Read new entries, waiting up to ``block_s``. Return whether the inbox got an update."""
         cursors = {
             place.namespace: place.cursor
             for tenant, place in self.places.items()
@@ -140,7 +126,7 @@ class Tail:
         return found
 
     def catch_up(self, deadline_s: float) -> bool:
-        """Reads all that there is now; False if time is up (by the monotonic clock) or the inbox has to be emptied first."""
+        """Read all present entries. Return False at the deadline (monotonic clock) or if the inbox must be emptied first."""
         self.look()
         heads = self._store.heads([place.namespace for place in self.places.values()])
         behind = True
@@ -156,18 +142,17 @@ class Tail:
 
     @property
     def crowded(self) -> bool:
-        """Whether so much waits for the engine's thread that nothing is read for now."""
+        """Return whether every tenant's inbox is full, so that reading pauses."""
         return all(self._inbox.weight(tenant) >= MAX_WAITING_TOKENS for tenant in self.places)
 
     def _take(self, tenant: str, id: str, data: bytes | None) -> bool:
-        """One entry of a stream."""
         place = self.places[tenant]
         place.cursor = id
         try:
             batch = decode_batch(data, self._identity.vocab_size)
         except CorruptRecordError as error:
             self.corrupt_records += 1
-            if not place.warned:  # once between two looks, however many there are
+            if not place.warned:  # one warning per look
                 logger.warning("tenant %s: record %s is dropped: %s", tenant, id, error)
                 place.warned = True
             return False
@@ -190,7 +175,7 @@ class Tail:
             self._outbox.forget(tenant, request)
 
     def _reload(self, tenant: str, snapshot_id: str, afresh: bool) -> bool:
-        """Goes on from the newest snapshot, ``afresh`` without what is known; whether that was possible."""
+        """Restart from the newest snapshot, clearing the history if ``afresh``. Return whether that was possible."""
         place = self.places[tenant]
         loaded = self._store.load_snapshot(place.namespace)
         if loaded is None:
@@ -205,12 +190,12 @@ class Tail:
             return False
         with self.deleting:
             admitted = place.ledger.admit_snapshot(snapshot)
-            if admitted is None:  # of before a deletion
+            if admitted is None:  # older than a deletion
                 place.useless = snapshot_id
                 return False
-            place.ledger.removed |= dict.fromkeys(admitted.removed, time.monotonic())  # as of now, by a clock that does not jump
+            place.ledger.removed |= dict.fromkeys(admitted.removed, time.monotonic())  # local monotonic time, not the snapshot's
             self._delete(tenant, admitted)
-        # What was evicted is not in the emptied history; later pieces of it are the ledger's to stop.
+        # The cleared history has no evicted texts, and the ledger refuses their later pieces.
         self._inbox.put(tenant, Admitted(admitted.cleared, admitted.removed, (), admitted.deltas), reload=afresh)
         self.reloads += place.cursor != START
         place.restart(id)

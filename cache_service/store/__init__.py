@@ -1,4 +1,4 @@
-"""Redis: connections, commands, names of keys.
+"""Redis client: connections, commands, names of keys.
 
 In: an address.
 Out: streams, snapshots and leases.

@@ -1,17 +1,17 @@
-"""Redis addresses: one server, a socket, Sentinel or Cluster, with or without TLS, to a client of redis-py.
+"""Parsing of Redis addresses (server, socket, Sentinel, Cluster, with or without TLS) into clients of redis-py.
 
 ====================================================  ===================================================================
 ``redis://[USER:PASSWORD@]HOST[:PORT][/DB]``          one server
-``rediss://...``                                      the same over TLS; redis-py's arguments follow the question mark:
+``rediss://...``                                      the same over TLS; the query has redis-py's arguments:
                                                       ``?ssl_ca_certs=/etc/ca.pem&ssl_certfile=...&ssl_keyfile=...``
 ``unix://[USER:PASSWORD@]/PATH[?db=N]``               a Unix socket
-``redis+sentinel://[...@]H1[:P1],H2[:P2]/NAME[/DB]``  the master that the sentinels call NAME; user and password are its own,
+``redis+sentinel://[...@]H1[:P1],H2[:P2]/NAME[/DB]``  the master that the sentinels call NAME, and its user and password;
                                                       those of the sentinels are ``?sentinel_username=&sentinel_password=``
-``redis+cluster://[...@]H1[:P1],H2[:P2]``             a cluster, found from any of its nodes
+``redis+cluster://[...@]H1[:P1],H2[:P2]``             a cluster, discovered from any of its nodes
 ``rediss+sentinel://``, ``rediss+cluster://``         over TLS
 ====================================================  ===================================================================
 
-A password stands percent-encoded, as in any URL. No error shows more of an address than its scheme.
+Passwords are percent-encoded, as in any URL. Errors show only the scheme of an address.
 """
 
 from __future__ import annotations
@@ -36,22 +36,19 @@ _make_node: Callable[[str, int], Any] = ClusterNode
 
 _REDIS_PORT = 6379
 _SENTINEL_PORT = 26379
-# What the store relies on: an address that set these would change the shape of answers, or how long a dead server is waited for.
+# The store relies on these: setting them in the address would change the form of replies or the timeouts.
 _OURS = ("socket_timeout", "socket_connect_timeout", "timeout", "protocol", "decode_responses", "encoding", "retry_on_timeout",
          "retry_on_error", "legacy_responses", "single_connection_client")  # fmt: skip
 
 
 def connect(url: str, timeout_s: float, block_s: float = 0.0) -> Client:
-    """A client for an address. Only a cluster is spoken to here; other addresses are first used by the first command.
+    """Return a client for an address. Only a cluster is contacted now, other servers by the first command.
 
-    Args:
-        url: see the table above.
-        timeout_s: of a connection, and of an answer; nothing is tried twice.
-        block_s: how long commands of this client may wait in the server before the answer.
+    ``timeout_s`` limits a connection and a reply; nothing is retried. Commands may block in the server for ``block_s``.
 
     Raises:
-        ValueError: an address that cannot be; in one line, without the password.
-        redis.RedisError, OSError, redis.exceptions.RedisClusterException: a cluster that does not answer.
+        ValueError: the address is invalid; one line, without the password.
+        redis.RedisError, OSError, redis.exceptions.RedisClusterException: the cluster does not answer.
     """
     scheme = url.partition("://")[0]
     if scheme not in ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster"):
@@ -72,7 +69,7 @@ def connect(url: str, timeout_s: float, block_s: float = 0.0) -> Client:
         return _single(parts, arguments)
     except _AddressError as error:
         raise ValueError(f"redis_url ({scheme}://...): {error}") from None
-    except (ValueError, TypeError):  # of the URL parsers, whose words may hold a piece of the password
+    except (ValueError, TypeError):  # from URL parsers; their messages may contain a part of the password
         raise ValueError(
             f"redis_url ({scheme}://...): cannot be read; check the port, the database number and the arguments after '?', and "
             "percent-encode special characters of the password"
@@ -80,7 +77,7 @@ def connect(url: str, timeout_s: float, block_s: float = 0.0) -> Client:
 
 
 def with_password(url: str, password: str) -> str:
-    """An address that names a user, or nobody, and has no password, with this one; another address as it is.
+    """Return an address with this password, if it has none; otherwise the address unchanged.
 
     Example: ``rediss://outrider@redis:6379`` and ``a/b`` are ``rediss://outrider:a%2Fb@redis:6379``.
     """
@@ -94,18 +91,17 @@ def with_password(url: str, password: str) -> str:
 
 
 def holds_secret(url: str) -> bool:
-    """Whether an address has a password in it: that of its user, or one among its arguments."""
+    """Return whether an address contains a password, of its user or among its arguments."""
     hosts, _, arguments = url.partition("://")[2].partition("?")
     user, at, _ = hosts.rpartition("@")
     return bool(at and ":" in user) or "password" in arguments
 
 
 class _AddressError(Exception):
-    """What is wrong, without anything secret."""
+    """Error in an address; the message has no secrets."""
 
 
 def _arguments(parts: SplitResult) -> dict[str, Any]:
-    """redis-py's keyword arguments for user, password and what follows the question mark."""
     arguments: dict[str, Any] = dict(_parse_url(f"redis://?{parts.query}"))
     for name in _OURS:
         if name in arguments:
@@ -148,7 +144,7 @@ def _single(parts: SplitResult, arguments: dict[str, Any]) -> redis.Redis:
         if parts.path in ("", "/"):
             raise _AddressError("name the socket: unix:///PATH")
         arguments["path"] = unquote(parts.path)
-        arguments.pop("socket_connect_timeout")  # which redis-py before 5.3 does not know for sockets
+        arguments.pop("socket_connect_timeout")  # redis-py before 5.3 does not accept it for sockets
     else:
         host, port = _hosts(parts, _REDIS_PORT)[0]
         arguments |= {"host": host, "port": port, **_database(parts.path.strip("/"))}
@@ -156,7 +152,7 @@ def _single(parts: SplitResult, arguments: dict[str, Any]) -> redis.Redis:
             raise _AddressError("several hosts need redis+sentinel:// or redis+cluster://")
     pool = redis.ConnectionPool(connection_class=kinds[parts.scheme], retry=_no_retry(), **arguments)
     _check(kinds[parts.scheme], arguments)
-    return redis.Redis.from_pool(pool)  # which closes the pool with the client
+    return redis.Redis.from_pool(pool)  # closes the pool with the client
 
 
 def _sentinel(parts: SplitResult, arguments: dict[str, Any]) -> redis.Redis:
@@ -187,12 +183,12 @@ def _cluster(parts: SplitResult, arguments: dict[str, Any]) -> RedisCluster:
     if tls:
         arguments["ssl"] = True
     nodes = [_make_node(host, port) for host, port in _hosts(parts, _REDIS_PORT)]
-    # One retry: what a cluster needs to follow a slot that has moved.
+    # One retry, which a cluster needs to follow a moved slot.
     return RedisCluster(startup_nodes=nodes, retry=_no_retry(1), **arguments)
 
 
 def _check(kind: type[redis.Connection], arguments: dict[str, Any]) -> None:
-    """Makes a connection without using it: redis-py looks at the names of arguments as late as that."""
+    """Check arguments by creating an unused connection: redis-py validates them only there."""
     pool_only = ("max_connections",)
     try:
         kind(**{key: value for key, value in arguments.items() if key not in pool_only})

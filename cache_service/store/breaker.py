@@ -1,4 +1,4 @@
-"""A circuit breaker around what a thread asks of Redis: failures are counted by kind, an outage makes two lines in the log."""
+"""Circuit breaker for a thread's use of Redis: counts failures by kind, and logs two lines per outage."""
 
 from __future__ import annotations
 
@@ -13,27 +13,22 @@ from pybreaker import STATE_CLOSED, STATE_OPEN, CircuitBreaker, CircuitBreakerLi
 
 logger = logging.getLogger(__name__)
 
-FAILURES_TO_OPEN = 2  # in a row: one may be a connection that was closed while nobody used it
-_SOON_S = 0.02  # before the attempt after a failure that opens nothing
-_MESSAGE_CHARS = 160  # of an error in the log
+FAILURES_TO_OPEN = 2  # consecutive: a single one may be a connection closed while idle
+_SOON_S = 0.02  # retry delay after a failure that does not open the breaker
+_MESSAGE_CHARS = 160  # most characters of an error in the log
 
 
 class Guard(CircuitBreakerListener):
-    """One thread's way to Redis. Open: nothing is asked for ``retry_s``, then one attempt decides.
+    """Circuit breaker of one thread. While open, Redis is not used for ``retry_s``; then one attempt decides.
 
-    pybreaker holds a lock while the guarded operation runs, so two threads have a guard each; reading and writing also fail apart
-    from each other: a Redis that is full can still be read.
+    Threads need separate guards: pybreaker holds a lock during the operation, and a full Redis can still be read.
     """
 
     def __init__(self, doing: str, retry_s: float) -> None:
-        """
-        Args:
-            doing: for the log, such as "writing to Redis".
-            retry_s: how long Redis is left alone after failures.
-        """
+        """Create a closed breaker. ``doing`` names the operation in the log, such as "writing to Redis"."""
         self.failures: Counter[str] = Counter()  # by kind
-        self.opened = 0  # times
-        self.succeeded = False  # at the last attempt
+        self.opened = 0  # number of outages
+        self.succeeded = False  # whether the last attempt succeeded
         self._doing, self._retry_s = doing, retry_s
         self._last: BaseException | None = None
         self._again_s = 0.0
@@ -43,20 +38,20 @@ class Guard(CircuitBreakerListener):
 
     @property
     def state(self) -> str:
-        """ "closed" (all is well), "open" or "half-open"."""
+        """Return "closed" (working), "open" or "half-open"."""
         return self._breaker.current_state
 
     def attempt(self, operation: Callable[[], object]) -> float:
-        """Runs the operation if it may; seconds to wait before the next attempt, 0 if this one succeeded. It never raises."""
+        """Run the operation if allowed. Return the seconds until the next attempt, 0 after success. Never raises."""
         if self.state == STATE_OPEN:
-            # By the monotonic clock: pybreaker's own is the wall clock, which may be set back by hours.
+            # Monotonic clock: pybreaker uses the wall clock, which may be set back by hours.
             left_s = self._again_s - time.monotonic()
             if left_s > 0:
                 return left_s
             self._breaker.half_open()
         try:
             self._breaker.call(operation)
-        # Redis and the network fail in ways of their own, and whatever it is, the thread that serves this process must go on.
+        # Any exception: the thread must continue whatever fails.
         except Exception as error:
             self.succeeded = False
             if not isinstance(error, redis.RedisError | OSError):
@@ -69,12 +64,12 @@ class Guard(CircuitBreakerListener):
         return 0.0
 
     def failure(self, cb: CircuitBreaker, exc: BaseException) -> None:
-        """Counts; called by pybreaker."""
+        """Count a failure; called by pybreaker."""
         self.failures[failure_kind(exc)] += 1
         self._last = exc
 
     def state_change(self, cb: CircuitBreaker, old_state: Any, new_state: Any) -> None:
-        """Logs the beginning and the end of an outage, but not the attempts in between; called by pybreaker."""
+        """Log the start and the end of an outage, but not the attempts between; called by pybreaker."""
         if old_state.name == STATE_CLOSED and new_state.name == STATE_OPEN:
             assert self._last is not None
             words = " ".join(str(self._last).split())[:_MESSAGE_CHARS]
@@ -82,13 +77,13 @@ class Guard(CircuitBreakerListener):
                 "%s: %s (%s: %s); going on without, next attempt every %g s",
                 self._doing, failure_kind(self._last), type(self._last).__name__, words, self._retry_s,
             )  # fmt: skip
-            self.opened += 1  # who waits for it finds the line said
+            self.opened += 1  # after the log line, so that a waiter for the counter finds it
         elif new_state.name == STATE_CLOSED:
             logger.info("%s: works again", self._doing)
 
 
 def failure_kind(error: BaseException) -> str:
-    """One of a few words for what went wrong, fit for the label of a counter.
+    """Return the kind of an error, as a metric label.
 
     >>> failure_kind(redis.TimeoutError())
     'timeout'
@@ -107,7 +102,7 @@ def failure_kind(error: BaseException) -> str:
 
 
 def _answer_kind(message: str) -> str:
-    """Errors inside a script come as text."""
+    """Return the kind of an error inside a script, which arrives as text."""
     for word, name in (("OOM", "full"), ("READONLY", "read-only"), ("WRONGTYPE", "wrong type"), ("wrong kind", "wrong type"),
                        ("NOPERM", "refused"), ("permission", "refused")):  # fmt: skip
         if word in message:

@@ -1,4 +1,4 @@
-"""A Redis of our own: at a socket that only this user can open, started again when it dies, gone with who started it."""
+"""Embedded Redis: private Unix socket, restarted if it dies, stopped with its parent process."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import redis
 
 from cache_service.store.redis_binary import RedisBinary, find_redis_server
 
-# A watcher around the server, which starts it again when it dies, the later the more often it did. The read ends when the pipe's
-# other end closes, which the kernel does for a parent however it dies; a death signal would instead be tied to the thread that
-# started the server, and exists on Linux only. SIGKILL is a clean end here: nothing is persisted. A server that never answered is
-# not started again: who waits for it is told.
+# Supervisor of the server: restarts it when it dies, with backoff. `read` returns when the pipe's other end closes, which the
+# kernel does however the parent dies; a death signal would be bound to the thread that started the server, and exists on Linux
+# only. SIGKILL is a clean end, because nothing is persisted. A server that never answered is not restarted: the waiting parent
+# reports the error.
 _WATCHER = """
 exec 3<&0 0</dev/null
 stop= server= delay=1
@@ -44,35 +44,31 @@ exit "$status"
 """
 WATCHER_NAME = "outrider-redis"  # among its arguments, as ps shows them
 _START_TIMEOUT_S = 10.0
-_MAX_SOCKET = 103 if sys.platform == "darwin" else 107  # bytes of a socket's path
-_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")  # of the environment, that the server gets
+_MAX_SOCKET = 103 if sys.platform == "darwin" else 107  # longest path of a socket, in bytes
+_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")  # environment variables passed to the server
 
 
 class EmbeddedRedisError(RuntimeError):
-    """No Redis could be started; the message says what to do."""
+    """Error of a Redis that could not be started; the message says what to do."""
 
 
 class EmbeddedRedis:
-    """A running server: no port, a socket in a folder of this user's, a password of its own, nothing on disk that outlives it.
+    """Running Redis server: no port, a socket in a private folder, a random password, no files that outlive it.
 
-    When the server dies it is started again after a second, later after up to 30: empty, under the same address. It ends with
-    ``stop()``, at the end of a ``with`` block, or when this process dies, SIGKILL included.
+    When the server dies it is restarted, empty and under the same address, after 1 s or, with backoff, up to 30 s. It ends with
+    ``stop()``, at the end of a ``with`` block, or when this process dies, also by SIGKILL.
     """
 
     def __init__(self, url: str, binary: RedisBinary, pid: int, watcher: subprocess.Popen[bytes], lifeline: int) -> None:
-        self.url = url  # holds the password: not for logs
+        self.url = url  # contains the password: never log it
         self.binary = binary
-        self.pid = pid  # of the server that was started first
+        self.pid = pid  # first server process
         self._watcher = watcher
-        self._lifeline: int | None = lifeline  # write end of the pipe that the watcher reads
+        self._lifeline: int | None = lifeline  # write end of the pipe that the supervisor reads
 
     @classmethod
     def start(cls) -> EmbeddedRedis:
-        """Starts a server and returns once it answers.
-
-        Raises:
-            EmbeddedRedisError: no binary, or the server does not come up.
-        """
+        """Start a server and return once it answers. Raises ``EmbeddedRedisError`` without a binary or an answer."""
         binary = find_redis_server()
         if binary is None:
             raise EmbeddedRedisError(
@@ -81,15 +77,15 @@ class EmbeddedRedis:
             )
         folder = _make_folder()
         password = secrets.token_hex(24)
-        # In a file that only we can read, not on the command line, where every user of the machine sees it.
+        # In a file that only this user can read, not on the command line, which all users can see.
         settings = folder / "redis.conf"
         settings.touch(0o600)
         settings.write_text(
             f"port 0\nunixsocket {_quoted(folder / 'socket')}\nunixsocketperm 600\nrequirepass {password}\n"
             f'save ""\nappendonly no\ndir {_quoted(folder)}\nlogfile {_quoted(folder / "log")}\ndaemonize no\n'
         )
-        read_end, lifeline = os.pipe()  # not inherited by other children, so that only this process keeps it open
-        # A session of its own: Ctrl-C in the terminal is ours to handle, the server stops last.
+        read_end, lifeline = os.pipe()  # not inherited by other children, so only this process holds it open
+        # New session: Ctrl-C in the terminal reaches this process only, and the server stops last.
         watcher = subprocess.Popen(
             ["/bin/sh", "-c", _WATCHER, WATCHER_NAME, str(binary.path), str(folder)],
             stdin=read_end, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
@@ -99,14 +95,14 @@ class EmbeddedRedis:
         url = f"unix://:{password}@{quote(str(folder))}/socket"
         try:
             pid = _wait_until_ready(url, watcher, folder)
-        except BaseException:  # Ctrl-C too: nothing may be left behind
+        except BaseException:  # also Ctrl-C: leave nothing behind
             os.close(lifeline)
             watcher.wait()
             raise
         return cls(url, binary, pid, watcher, lifeline)
 
     def stop(self) -> None:
-        """Ends the server and waits for it; harmless when called again."""
+        """Stop the server and wait for its end. Idempotent."""
         if self._lifeline is not None:
             os.close(self._lifeline)
             self._lifeline = None
@@ -114,7 +110,7 @@ class EmbeddedRedis:
 
     @property
     def running(self) -> bool:
-        """Whether a server runs, or will again."""
+        """Return whether a server runs or will be restarted."""
         return self._watcher.poll() is None
 
     def __enter__(self) -> EmbeddedRedis:
@@ -125,11 +121,7 @@ class EmbeddedRedis:
 
 
 def _make_folder() -> Path:
-    """Make a folder that others may not enter.
-
-    Raises:
-        EmbeddedRedisError: there can be none, or the path of a socket in it is too long.
-    """
+    """Create a private folder. Raises ``EmbeddedRedisError`` if that fails or the socket's path is too long."""
     try:
         folder = Path(tempfile.mkdtemp(prefix="outrider-redis-")).absolute()
     except OSError as error:
@@ -150,7 +142,6 @@ def _quoted(path: Path) -> str:
 
 
 def _wait_until_ready(url: str, watcher: subprocess.Popen[bytes], folder: Path) -> int:
-    """The server's process id, once it answers."""
     deadline = time.monotonic() + _START_TIMEOUT_S
     with redis.Redis.from_url(url, socket_timeout=1.0) as client:
         while time.monotonic() < deadline and watcher.poll() is None:
@@ -168,6 +159,6 @@ def _wait_until_ready(url: str, watcher: subprocess.Popen[bytes], folder: Path) 
 def _last_line(log: Path) -> str:
     try:
         lines = log.read_text(errors="replace").strip().splitlines()
-    except OSError:  # it is gone with its server
+    except OSError:  # removed with its server
         lines = []
     return lines[-1] if lines else "it said nothing"

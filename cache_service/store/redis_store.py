@@ -1,17 +1,17 @@
-"""Streams, snapshots and leases in Redis: every command that Outrider sends to it, and the keys it uses.
+"""Streams, snapshots and leases in Redis: all commands that Outrider sends, and all keys that it uses.
 
-Keys, all with the hash tag ``{PREFIX}``, so that a cluster keeps them in one slot and a script may use several of them:
+All keys have the hash tag ``{PREFIX}``, so that a cluster keeps them in one slot and a script may use several of them:
 
 =============================  ======  =========================================================================================
-``{PREFIX}:NAMESPACE:log``     stream  one batch of records an entry, in the field ``b``
+``{PREFIX}:NAMESPACE:log``     stream  one batch of records per entry, in the field ``b``
 ``{PREFIX}:NAMESPACE:snap``    hash    the newest snapshot: id in the stream up to which it goes, name, number of pieces, bytes
 ``{PREFIX}:NAMESPACE:snap:N``  hash    the pieces of the snapshot named N, of 1 MiB
-``{PREFIX}:NAMESPACE:epoch``   string  how often the tenant was deleted
-``{PREFIX}:NAMESPACE:counts``  hash    texts and tokens that the service kept last, and the epoch of that
-``{PREFIX}:lease:NAME``        string  who holds the lease
+``{PREFIX}:NAMESPACE:epoch``   string  number of deletions of the tenant
+``{PREFIX}:NAMESPACE:counts``  hash    texts and tokens as counted last by the service, and the epoch
+``{PREFIX}:lease:NAME``        string  holder of the lease
 =============================  ======  =========================================================================================
 
-What a user of Redis must be allowed for it: ``docs/sharing.md``.
+Required Redis permissions: ``docs/sharing.md``.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from cache_service.store import scripts
 from cache_service.store.addresses import Client, connect
 from cache_service.store.stream_ids import id_of, text_of
 
-MAX_ENTRIES = 100_000  # of a stream, should nobody trim it
-MAX_BLOCK_S = 0.5  # longest wait of one read; a server that is silent for that and the timeout is away
-CHUNK_BYTES = 1 << 20  # of a snapshot: longer values hold up the server's one thread
-ORPHAN_S = 3600  # pieces of a snapshot that was never finished go after that
+MAX_ENTRIES = 100_000  # per stream, if no service trims it
+MAX_BLOCK_S = 0.5  # longest blocking read; a server silent for this plus the timeout counts as down
+CHUNK_BYTES = 1 << 20  # snapshot piece: longer values block the server's only thread
+ORPHAN_S = 3600  # expiry of the pieces of an unfinished snapshot
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -43,17 +43,17 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Where the stream of a namespace begins and ends, what is the newest snapshot, and how often the tenant was deleted."""
+    """Range of a namespace's stream, its newest snapshot, and its number of deletions."""
 
-    first_id: str  # of the oldest entry that is left; "0-0" where there is none
-    last_id: str  # of the newest entry that ever was; "0-0" in a Redis that has never seen one
+    first_id: str  # oldest remaining entry; "0-0" without one
+    last_id: str  # newest entry ever added; "0-0" in a Redis without any
     snapshot_id: str  # "0-0": no snapshot
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class RedisUsage:
-    """What a namespace takes in Redis."""
+    """Use of Redis by a namespace."""
 
     stream_entries: int
     stream_bytes: int  # as Redis estimates it
@@ -62,7 +62,7 @@ class RedisUsage:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How much is kept of a namespace, as the service has counted it."""
+    """Number of texts and tokens of a namespace, as counted by the service."""
 
     texts: int
     tokens: int
@@ -70,20 +70,20 @@ class Counts:
 
 
 def translated(method: Callable[Concatenate[RedisStore, _P], _R]) -> Callable[Concatenate[RedisStore, _P], _R]:
-    """What the client library raises besides ``RedisError`` and ``OSError`` becomes one of them."""
+    """Translate other exceptions of the client library to ``RedisError``."""
 
     @functools.wraps(method)
     def wrapped(store: RedisStore, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             return method(store, *args, **kwargs)
-        except RedisClusterException as error:  # not a RedisError: no node of a cluster answers
+        except RedisClusterException as error:  # not a subclass of RedisError: no node of the cluster answers
             raise redis.ConnectionError(f"cluster: {error}") from error
-        except MasterNotFoundError as error:  # its words are the settings of each connection, for pages
+        except MasterNotFoundError as error:  # its message lists all connection settings
             raise redis.ConnectionError("no sentinel answers, or none knows a master of that name") from error
         except redis.InvalidResponse:
             store._drop_connections()
             raise
-        except (TypeError, ValueError, LookupError, AttributeError) as error:  # an answer that redis-py or we cannot read
+        except (TypeError, ValueError, LookupError, AttributeError) as error:  # an invalid reply
             store._drop_connections()
             raise redis.InvalidResponse(f"not the answer of a Redis: {type(error).__name__}") from error
 
@@ -91,36 +91,32 @@ def translated(method: Callable[Concatenate[RedisStore, _P], _R]) -> Callable[Co
 
 
 class RedisStore:
-    """Streams and snapshots of tenants in one Redis. Safe to use from several threads; a method is one or a few round trips.
+    """Client of the streams and snapshots in one Redis. Thread-safe; a method takes one or a few round trips.
 
-    Every method raises ``redis.RedisError`` or ``OSError`` where Redis is away, slow, full, refuses or answers nonsense, and
-    nothing is tried twice: what to do then is the caller's to say.
+    Methods raise ``redis.RedisError`` or ``OSError`` if Redis is away, slow, full, refuses, or sends nonsense. Nothing is
+    retried.
     """
 
     def __init__(self, url: str, prefix: str, timeout_s: float) -> None:
-        """Reads the address; nothing is sent yet.
-
-        Raises:
-            ValueError: an address that cannot be.
-        """
+        """Parse the address without connecting. Raises ``ValueError`` if it is invalid."""
         if not prefix or "{" in prefix or "}" in prefix:
             raise ValueError(f"cache.prefix: {prefix!r} must not be empty or hold braces")
         self._url, self._timeout_s = url, timeout_s
         self._tag = f"{{{prefix}}}"
         self._lock = threading.Lock()
         self._closed = False
-        self._clients: dict[float, Client] = {}  # by how long they may block
+        self._clients: dict[float, Client] = {}  # by the longest blocking time
         if "+cluster:" not in url.partition("//")[0]:
-            self._client()  # a bad address is an error now; a cluster is asked first when it is needed
+            self._client()  # validates the address; a cluster would be contacted here
 
     @translated
     def ping(self) -> None:
-        """Returns if Redis answers."""
+        """Check that Redis answers."""
         if self._run("EVAL", "return 1", 0) != 1:
             raise redis.InvalidResponse("not the answer of a Redis")
 
     def close(self) -> None:
-        """Closes all connections for good; what another thread is waiting for ends with ``redis.ConnectionError``."""
+        """Close all connections permanently; pending calls of other threads raise ``redis.ConnectionError``."""
         with self._lock:
             self._closed = True
         self._drop_connections()
@@ -129,22 +125,16 @@ class RedisStore:
 
     @translated
     def append(self, entries: Sequence[tuple[str, bytes]]) -> list[str]:
-        """Adds (namespace, data) entries in one round trip; returns their ids. After an error some of them may be there."""
+        """Add (namespace, data) entries in one round trip. Return their ids. After an error some may be stored."""
         options = ("MAXLEN", "~", MAX_ENTRIES, "*", "b")
         added = self._run_all([("XADD", self._key(namespace, "log"), *options, data) for namespace, data in entries])
         return [id_of(answer) for answer in added]
 
     @translated
     def read(self, cursors: Mapping[str, str], block_s: float, count: int) -> dict[str, list[tuple[str, bytes | None]]]:
-        """Entries after the cursors, oldest first, ``count`` of each namespace at most; waits for the first one.
+        """Return (id, data) entries after the cursors by namespace, oldest first, at most ``count`` each; wait for the first.
 
-        Args:
-            cursors: stream id by namespace; "0-0" is the beginning.
-            block_s: at most ``MAX_BLOCK_S``; 0 does not wait.
-            count: entries of one namespace.
-
-        Returns:
-            Only namespaces with entries: (id, data), where data is None for an entry that we did not write.
+        ``block_s`` is at most ``MAX_BLOCK_S``; 0 does not wait. Data is None for an entry without our field.
         """
         assert 0 <= block_s <= MAX_BLOCK_S, block_s
         if not cursors:
@@ -161,7 +151,7 @@ class RedisStore:
 
     @translated
     def heads(self, namespaces: Sequence[str]) -> dict[str, Head]:
-        """Where each namespace stands, in one round trip."""
+        """Return the head of each namespace, in one round trip."""
         answers = self._run_all([("EVAL", scripts.HEAD, 3, *self._keys(name, "log", "snap", "epoch")) for name in namespaces])
         found = {}
         for namespace, (first, last, snapshot, epoch) in zip(namespaces, answers, strict=True):
@@ -169,17 +159,17 @@ class RedisStore:
         return found
 
     def head(self, namespace: str) -> Head:
-        """Where one namespace stands."""
+        """Return the head of one namespace."""
         return self.heads([namespace])[namespace]
 
     @translated
     def time_s(self) -> float:
-        """Return the time by the clock of Redis: seconds since 1970."""
+        """Return the time of Redis, in seconds since 1970."""
         return int(self._run("EVAL", scripts.TIME, 1, f"{self._tag}:time")) / 1e6
 
     @translated
     def trim(self, namespace: str, before_id: str, exact: bool) -> int:
-        """Removes entries older than ``before_id``; unless ``exact`` some of them may stay for a while. How many went."""
+        """Remove entries older than ``before_id`` (some may stay unless ``exact``). Return the number removed."""
         command = ("XTRIM", self._key(namespace, "log"), "MINID", "=" if exact else "~", before_id)
         return int(self._run(*command))
 
@@ -187,10 +177,7 @@ class RedisStore:
 
     @translated
     def load_snapshot(self, namespace: str) -> tuple[str, bytes] | None:
-        """The newest snapshot and the id up to which it covers the stream, None where there is none.
-
-        Pieces that are missing are left out, so that the snapshot's checksum tells of them.
-        """
+        """Return the newest snapshot as (stream id up to which it goes, data); None without one."""
         pointer = self._key(namespace, "snap")
         previous = None
         while True:
@@ -199,22 +186,17 @@ class RedisStore:
                 return None
             key = f"{pointer}:{text_of(name)}"
             parts = [self._run("HGET", key, piece) for piece in range(int(pieces))]
+            # Missing pieces are skipped: the snapshot's checksum detects them.
             if None not in parts or name == previous:
                 return id_of(id), b"".join(part for part in parts if part is not None)
-            previous = name  # replaced while it was read, or damaged: the second look tells
+            previous = name  # replaced during the read, or damaged: read again to find out
 
     @translated
     def save_snapshot(self, namespace: str, stream_id: str, data: bytes, epoch: int | None = None) -> bool:
-        """Makes ``data`` the newest snapshot, in pieces that each take the server a moment only.
+        """Store ``data``, up to stream entry ``stream_id``, as the newest snapshot, in pieces that block the server only briefly.
 
-        Args:
-            namespace: whose.
-            stream_id: the last entry of the stream that is in it. A snapshot never replaces one of a later entry.
-            data: its bytes.
-            epoch: save it only if this is still the tenant's epoch: what was deleted meanwhile does not come back.
-
-        Returns:
-            False where a newer one is there or the tenant was deleted since; then nothing has changed.
+        Returns False, with nothing changed, if a newer snapshot exists or the epoch is not ``epoch`` any more: then the tenant
+        was deleted, and its texts must not return.
         """
         pointer, name = self._key(namespace, "snap"), f"{stream_id}-{secrets.token_hex(4)}"
         key = f"{pointer}:{name}"
@@ -230,22 +212,20 @@ class RedisStore:
 
     @translated
     def delete(self, namespace: str) -> int:
-        """Forgets a tenant in one step: snapshot and stream are empty, and the epoch, which is returned, is one higher.
-
-        It works in a Redis that is full, too. The stream keeps its last id, so that readers stay where they are.
-        """
+        """Delete a tenant's snapshot and stream entries atomically, also in a full Redis. Return the increased epoch."""
+        # The stream keeps its last id, so readers keep their positions.
         return int(self._run("EVAL", scripts.DELETE, 3, *self._keys(namespace, "log", "snap", "epoch")))
 
     @translated
     def raise_epoch(self, namespace: str, epoch: int) -> int:
-        """Makes the epoch at least ``epoch``: a Redis that was restarted empty must not count from 0 again. The epoch now."""
+        """Raise the epoch to at least ``epoch`` and return it: a Redis that restarted empty must not count from 0 again."""
         return int(self._run("EVAL", scripts.RAISE, 1, self._key(namespace, "epoch"), epoch))
 
     # -- counts ----------------------------------------------------------------------------------------------------------------
 
     @translated
     def save_counts(self, counts: Mapping[str, Counts]) -> None:
-        """Writes down how much is kept, by namespace, in one round trip."""
+        """Store the counts of namespaces in one round trip."""
         self._run_all([
             ("HSET", self._key(namespace, "counts"), "texts", kept.texts, "tokens", kept.tokens, "epoch", kept.epoch)
             for namespace, kept in counts.items()
@@ -253,7 +233,7 @@ class RedisStore:
 
     @translated
     def load_counts(self, namespace: str) -> Counts | None:
-        """What was written down last; None where nothing was."""
+        """Return the stored counts, or None."""
         found = self._run("HMGET", self._key(namespace, "counts"), "texts", "tokens", "epoch")
         return None if None in found else Counts(*map(int, found))
 
@@ -261,7 +241,7 @@ class RedisStore:
 
     @translated
     def keep(self, namespaces: Sequence[str], ttl_s: float) -> None:
-        """Lets Redis forget namespaces for which this is not called again within ``ttl_s``, as nobody serves them any more."""
+        """Renew the expiry of namespaces. Redis deletes those not renewed within ``ttl_s``: they have no service any more."""
         pointers = [self._key(namespace, "snap") for namespace in namespaces]
         names = self._run_all([("HGET", pointer, "name") for pointer in pointers])
         keys = [key for namespace in namespaces for key in self._keys(namespace, "log", "snap", "epoch", "counts")]
@@ -270,22 +250,18 @@ class RedisStore:
 
     @translated
     def acquire(self, name: str, holder: str, ttl_s: float) -> bool:
-        """Takes or extends a lease: True if ``holder`` has it for the next ``ttl_s`` seconds."""
+        """Acquire or extend a lease. Return True if ``holder`` has it for the next ``ttl_s`` seconds."""
         key = f"{self._tag}:lease:{name}"
         return int(self._run("EVAL", scripts.ACQUIRE, 1, key, holder, max(1, round(ttl_s * 1000)))) == 1
 
     @translated
     def release(self, name: str, holder: str) -> None:
-        """Gives a lease back; nothing happens if another one holds it."""
+        """Release a lease if ``holder`` has it."""
         self._run("EVAL", scripts.RELEASE, 1, f"{self._tag}:lease:{name}", holder)
 
     @translated
     def rewrite_files(self) -> bool:
-        """Has Redis write its append-only file anew, without what is not in its memory any more.
-
-        Returns:
-            False where it is at it already, and may have begun too early; True where it has begun, or keeps no such file.
-        """
+        """Start a rewrite of Redis' append-only file, to remove deleted data. Return False if one is already running."""
         client: Any = self._client()
         nodes = {"target_nodes": RedisCluster.PRIMARIES} if isinstance(client, RedisCluster) else {}
         told = client.execute_command("INFO", "persistence", **nodes)
@@ -294,6 +270,7 @@ class RedisStore:
         try:
             client.execute_command("BGREWRITEAOF", **nodes)
         except redis.ResponseError as error:
+            # The running rewrite may have begun too early.
             if "in progress" in str(error):
                 return False
             raise
@@ -301,7 +278,7 @@ class RedisStore:
 
     @translated
     def usage(self, namespace: str) -> RedisUsage:
-        """What a namespace takes."""
+        """Return the size of a namespace in Redis."""
         log, snap = self._keys(namespace, "log", "snap")
         return RedisUsage(
             int(self._run("XLEN", log)),
@@ -324,13 +301,11 @@ class RedisStore:
         return client.execute_command(*words)
 
     def _run_all(self, commands: Iterable[Sequence[Any]]) -> list[Any]:
-        """The answers to several commands in one round trip.
-
-        The first error is raised as it is: redis-py would add the command, tokens and all, to it.
-        """
+        """Return the replies to several commands in one round trip. Raise the first error."""
         pipe: Any = self._client().pipeline(transaction=False)
         for words in commands:
             pipe.execute_command(*words)
+        # Not raised by redis-py, which would add the command with all tokens to the message.
         answers: list[Any] = pipe.execute(raise_on_error=False)
         for answer in answers:
             if isinstance(answer, Exception):
@@ -338,7 +313,7 @@ class RedisStore:
         return answers
 
     def _drop_connections(self) -> None:
-        """Nonsense may go on after the part that was read: the next command gets a connection of its own."""
+        """Close all connections: the rest of an invalid reply may follow, so the next command needs a new one."""
         with self._lock:
             clients, self._clients = list(self._clients.values()), {}
         for client in clients:

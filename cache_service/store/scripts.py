@@ -1,6 +1,7 @@
-"""What Redis does in one step: Lua scripts, each sent with its text, so that a restarted server knows them.
+"""Lua scripts for atomic operations in Redis, each sent with its text, so that a restarted server needs no setup.
 
-All their keys share one hash tag, as a cluster asks for. Ids of streams are compared digit by digit: Lua's numbers are doubles.
+All keys of a script share one hash tag, as Redis Cluster requires. Stream ids are compared as strings, because Lua's numbers are
+doubles.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ local function older(a, b)
   return before(as, bs)
 end
 """
-# KEYS: log, snap, epoch. The ids alone: the entries would come along with XINFO or XRANGE.
+# KEYS: log, snap, epoch. Returns ids only; XINFO or XRANGE would also transfer the entries.
 HEAD = """
 local first, last = '0-0', '0-0'
 if redis.call('EXISTS', KEYS[1]) == 1 then
@@ -30,7 +31,7 @@ if redis.call('EXISTS', KEYS[1]) == 1 then
 end
 return {first, last, redis.call('HGET', KEYS[2], 'id') or '0-0', redis.call('GET', KEYS[3]) or '0'}
 """
-# KEYS: snap, its pieces, epoch. ARGV: stream id, name, pieces, bytes, epoch or ''. 1: it is the newest now.
+# KEYS: snap, its pieces, epoch. ARGV: stream id, name, pieces, bytes, epoch or ''. Returns 1 if it is the newest now.
 POINT = (
     _COMPARE
     + """
@@ -47,7 +48,7 @@ redis.call('HSET', KEYS[1], 'id', ARGV[1], 'name', ARGV[2], 'pieces', ARGV[3], '
 return 1
 """
 )
-# KEYS: log, snap, epoch. What frees memory comes first: then Redis lets the script finish when it is full.
+# KEYS: log, snap, epoch. Memory is freed first: then a full Redis lets the script finish.
 DELETE = """
 local old = redis.call('HGET', KEYS[2], 'name')
 if old then redis.call('UNLINK', KEYS[2] .. ':' .. old) end
@@ -55,14 +56,14 @@ redis.call('UNLINK', KEYS[2])
 redis.call('XTRIM', KEYS[1], 'MAXLEN', 0)
 return redis.call('INCR', KEYS[3])
 """
-# KEYS: epoch. ARGV: at least that.
+# KEYS: epoch. ARGV: lower bound.
 RAISE = """
 local now = tonumber(redis.call('GET', KEYS[1]) or '0')
 if now >= tonumber(ARGV[1]) then return now end
 redis.call('SET', KEYS[1], ARGV[1])
 return tonumber(ARGV[1])
 """
-# KEYS: any of ours, so that a cluster asks the server that dates the entries. Microseconds since 1970; TIME needs another right.
+# KEYS: any of ours, so that a cluster asks the server that dates the entries. Microseconds since 1970; TIME needs a permission.
 TIME = "return string.match(redis.call('INFO', 'server'), 'server_time_usec:(%d+)')"
 # KEYS: lease. ARGV: holder, milliseconds.
 ACQUIRE = """

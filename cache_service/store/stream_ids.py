@@ -1,4 +1,4 @@
-"""Ids of stream entries, ``MILLISECONDS-NUMBER``: where a reader stands, how far a snapshot goes."""
+"""Ids of stream entries, ``MILLISECONDS-NUMBER``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ START = "0-0"  # before every entry of a stream
 
 
 def compare_ids(a: str, b: str) -> int:
-    """-1, 0 or 1 as stream id ``a`` is before, at or after ``b``.
+    """Return -1, 0 or 1 if stream id ``a`` is before, at or after ``b``.
 
     >>> compare_ids("9-1", "10-0")
     -1
@@ -21,17 +21,17 @@ def _pair(id: str) -> tuple[int, int]:
 
 
 def written_s(id: str) -> float:
-    """When Redis took the entry, in seconds since 1970 by its clock: ``written_s("1500-0") == 1.5``."""
+    """Return the time at which Redis added an entry, in seconds since 1970: ``written_s("1500-0") == 1.5``."""
     return _pair(id)[0] / 1000
 
 
 def text_of(value: bytes | str) -> str:
-    """What Redis sends as text."""
+    """Return a reply of Redis as a string."""
     return value.decode() if isinstance(value, bytes) else value
 
 
 def id_of(value: bytes | str) -> str:
-    """An id as Redis sends it. Raises ``ValueError`` for what is none."""
+    """Return a reply as a stream id. Raises ``ValueError`` if it is none."""
     text = text_of(value)
-    _pair(text)  # ValueError: not an id
+    _pair(text)
     return text

@@ -1,4 +1,4 @@
-"""Who may come in, as whom, and how much: keys, rate limits, places.
+"""Admission control: API keys, tenants, rate limits and places.
 
 In: headers and sizes.
 Out: tickets or refusals.

@@ -1,7 +1,7 @@
-"""Admission control: how many requests are held at once, what each API key may take, and how long an answer may take.
+"""Admission control: the number of requests held at once, the limits of each API key, and the deadline of each answer.
 
-A request has a ticket from before its body is parsed until its answer has ended, however it ends. Everything here happens in one
-event loop, and between two awaits: there is nothing to lock.
+A request holds a ticket from before its body is parsed until its answer ends. Everything here runs in one event loop without an
+await in between, so no locks are needed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ REFUSALS = (
     "too_many_references", "host_not_allowed", "origin_not_allowed", "too_many_uploads", "uploads_full", "body_timeout",
     "too_many_texts",
 )  # fmt: skip
-_UPLOADS, _KEY_UPLOADS = 32, 8  # bodies of the largest size that are received at once, where nothing else is configured
-_STAYS_KEPT = 64  # of which the mean is taken
+_UPLOADS, _KEY_UPLOADS = 32, 8  # default limits in multiples of the largest body, in all and per key
+_STAYS_KEPT = 64  # latest holding times per tenant, whose mean is the retry time
 _LONGEST_RETRY_S = 60.0
 _SHORTEST_RETRY_S = 1.0
 CURRENT: ContextVar[Ticket | None] = ContextVar("the ticket of the request that is being answered", default=None)
@@ -41,35 +41,35 @@ CURRENT: ContextVar[Ticket | None] = ContextVar("the ticket of the request that 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionOptions:
-    """What admission keeps to."""
+    """Settings of admission control."""
 
     require_key: bool = False
-    capacity: int | None = None  # choices that run or wait; None: as many as come
+    capacity: int | None = None  # choices that run or wait; None for no limit
     limits: LimitsOptions = field(default_factory=LimitsOptions)
-    allowed_names: frozenset[str] | None = None  # of hosts, see configs.server_checks.allowed_names
-    api_replicas: int = 1  # among which rates are divided
+    allowed_names: frozenset[str] | None = None  # allowed host names, see configs.server_checks.allowed_names
+    api_replicas: int = 1  # rates are divided among them
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionCounts:
-    """What a dashboard asks for."""
+    """Counters for ``/metrics``."""
 
-    refused: dict[str, int]  # by the code of the error; every code of ``REFUSALS`` is there
+    refused: dict[str, int]  # by error code, with every code of ``REFUSALS``
     in_flight: int  # requests with a ticket
-    requests: int  # that got a ticket
-    upload_bytes: int = 0  # of bodies that are held before their requests got one
+    requests: int  # requests that got a ticket so far
+    upload_bytes: int = 0  # bytes of bodies held for requests without a ticket
 
 
 @dataclass(slots=True)
 class Spending:
-    """The tokens of a request."""
+    """Tokens used by a request."""
 
-    input_tokens: int  # of prompts, and of the texts that answers may repeat
+    input_tokens: int  # prompts and reference texts
     output_tokens: int = 0
-    begun: bool = False  # an engine took it
+    begun: bool = False  # an engine took the request
 
     def listen(self, job: Job) -> Callable[[StepOutput], None]:
-        """A ``Listener`` of each of its jobs."""
+        """Return the ``Listener`` for each of the request's jobs."""
         return self._hear
 
     def _hear(self, output: StepOutput) -> None:
@@ -78,75 +78,76 @@ class Spending:
 
     @property
     def tokens(self) -> int:
-        """What it has used: nothing as long as no engine took it."""
+        """Return the used tokens: 0 until an engine took the request."""
         return self.input_tokens + self.output_tokens if self.begun else 0
 
 
 @dataclass(slots=True)
 class Ticket:
-    """The right of one request to be answered, and what it took for that."""
+    """Admission of one request, with what it took from the limits."""
 
     caller: Caller
     account: Account
     rates: Rates
     arrived_s: float
-    places: int = 1  # before the body is read it is one choice
+    places: int = 1  # one choice until the body is read
     is_planned: bool = False
     taken: list[tuple[Take, Spending]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class AdmittedRequest:
-    """A request that is within the limits."""
+    """Request within the limits."""
 
     jobs: list[Job]
-    listeners: tuple[Listener, ...]  # who count what the jobs emit
+    listeners: tuple[Listener, ...]  # count the emitted tokens
     deadline: Deadline | None
 
 
 def capacity(config: Config) -> int:
-    """Choices that are held at once: as configured, else what all engines together run and queue."""
+    """Return the number of choices held at once: ``server.max_queued``, or what all engines run and queue."""
     if config.server.max_queued is not None:
         return config.server.max_queued
     return config.server.most_replicas * (config.engine.max_running + config.engine.max_waiting)
 
 
 def admission_options(config: Config) -> AdmissionOptions:
-    """The admission of a configuration: that of each replica of the API."""
+    """Return the admission settings of each API replica."""
     required = key_is_required(config.server.require_key, config.server.host)
     server = config.server
     names = allowed_names(server, server.host)
-    most = capacity(config)  # of all engines, which refuse more by themselves; what the operator allows is divided
+    # Not divided among the API replicas, because the engines refuse more themselves; a configured limit is divided.
+    most = capacity(config)
     if server.max_queued is not None:
         most = -(-server.max_queued // server.api_replicas)
     return AdmissionOptions(required, most, config.limits, names, server.api_replicas)
 
 
 class AdmissionController:
-    """Gives out tickets, and takes them back."""
+    """Admission controller that gives out tickets and takes them back."""
 
     def __init__(self, tenancy: Tenancy, options: AdmissionOptions) -> None:
         self.allowed_names, self.limits = options.allowed_names, options.limits
         self._tenancy, self._capacity, self._api_replicas = tenancy, options.capacity, options.api_replicas
-        self._accounts: dict[str, Account] = {}  # by the hash of the key
-        self._stays_s: dict[str | None, deque[float]] = {}  # by tenant: no refusal tells of another one's requests
+        self._accounts: dict[str, Account] = {}  # by hash of the API key
+        self._stays_s: dict[str | None, deque[float]] = {}  # by tenant: a refusal reveals nothing about others' requests
         self._held = self._in_flight = self._requests = self._uploading = 0
-        self._held_by: Counter[str | None] = Counter()  # of ``_held``, each tenant's
+        self._held_by: Counter[str | None] = Counter()  # ``_held`` by tenant
         self._refused = dict.fromkeys(REFUSALS, 0)
 
     def counts(self) -> AdmissionCounts:
-        """The counts of this moment."""
+        """Return the current counters."""
         return AdmissionCounts(dict(self._refused), self._in_flight, self._requests, self._uploading)
 
     def refuse(self, error: ApiError) -> ApiError:
-        """The error, counted."""
+        """Count an error and return it."""
         if error.code is not None:
             self._refused[error.code] = self._refused.get(error.code, 0) + 1
         return error
 
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
-        """Counts the ``ApiError`` that is raised in the block."""
+        """Count an ``ApiError`` that is raised in the block."""
         try:
             yield
         except ApiError as error:
@@ -154,15 +155,15 @@ class AdmissionController:
             raise
 
     def kept_back_s(self, authorization: str | None) -> float:
-        """See ``Account.kept_back_s``; to be called for each such refusal."""
+        """Return the delay of a refusal; call it once per refusal. See ``Account.kept_back_s``."""
         return self._account(self._tenancy.caller_of(authorization)).kept_back_s(time.monotonic())
 
     def caller_of(self, authorization: str | None) -> Caller:
-        """Who asks; see ``Tenancy.caller_of``."""
+        """Return the sender of a request; see ``Tenancy.caller_of``."""
         return self._tenancy.caller_of(authorization)
 
     def check(self, authorization: str | None) -> tuple[Caller, Account, Rates]:
-        """Who asks, if a request would get a ticket now. Raises as ``enter``."""
+        """Return caller, account and rates if a request would get a ticket now. Raise as ``enter``."""
         caller, now_s = self._tenancy.caller_of(authorization), time.monotonic()
         account, rates = self._account(caller), rates_of(self.limits, caller.options, self._api_replicas)
         with _telling(account, rates, now_s):
@@ -171,11 +172,7 @@ class AdmissionController:
         return caller, account, rates
 
     def visit(self, authorization: str | None) -> Callable[[], dict[str, str]]:
-        """Lets in a request that nothing is generated for: it counts as one of its key's. Returns the answer's headers.
-
-        Raises:
-            ApiError: 401, nobody has the key; 429, the key has taken what it may.
-        """
+        """Count a request that generates nothing; return a function for the response headers. Raise ``ApiError`` (401, 429)."""
         caller, now_s = self._tenancy.caller_of(authorization), time.monotonic()
         account, rates = self._account(caller), rates_of(self.limits, caller.options, self._api_replicas)
         with _telling(account, rates, now_s):
@@ -186,10 +183,10 @@ class AdmissionController:
 
     @contextlib.contextmanager
     def upload(self, authorization: str | None) -> Iterator[Callable[[int], None]]:
-        """Within the block a body is held: what it yields is called with the bytes that have come.
+        """Count a body while it is held in the block; yield the function to call with each number of received bytes.
 
         Raises:
-            ApiError: 401; or 429, the key sends too much at once; 503, all together do.
+            ApiError: 401, unknown key; 429, the key's bodies are too large together; 503, those of all keys are.
         """
         account = self._account(self._tenancy.caller_of(authorization))
         held = 0
@@ -208,10 +205,9 @@ class AdmissionController:
             self._uploading -= held
 
     def enter(self, authorization: str | None, arrived_s: float) -> Ticket:
-        """A ticket, to be given back by ``leave``.
+        """Return a ticket, which must be given back by ``leave``.
 
-        Raises:
-            ApiError: 401, nobody has the key; 429, too many are held, or the key has taken what it may.
+        Raises ``ApiError``: 401 for an unknown key; 429 if too many requests are held or the key's limits are reached.
         """
         caller, account, rates = self.check(authorization)
         if rates.requests is not None:
@@ -224,16 +220,16 @@ class AdmissionController:
         return Ticket(caller, account, rates, arrived_s)
 
     def headers(self, ticket: Ticket) -> dict[str, str]:
-        """What the answer says of the limits of its key."""
+        """Return the response headers with the limits of the key."""
         return ticket.account.headers(ticket.rates, time.monotonic())
 
     def admit(self, jobs: Sequence[Job], body: CompletionFields) -> AdmittedRequest:
-        """The jobs of the request that is being answered in this task, ``n`` of each prompt side by side, if it may have them.
+        """Admit the jobs of the current task's request, ``n`` per prompt side by side.
 
         Raises:
-            ApiError: 429, too many are held, by all or by the key, or too few tokens are left to it; 400, the key may never have
-                so many choices at once.
-            RequestError: the tenant may have no such priority.
+            ApiError: 429, too many choices are held, in all or by the key, or the key has too few tokens left; 400, the key may
+                never have this many choices at once.
+            RequestError: the tenant may not have this priority.
         """
         ticket, listeners = CURRENT.get(), list[Listener]()
         if ticket is not None:
@@ -251,12 +247,7 @@ class AdmissionController:
         return AdmittedRequest(list(jobs), tuple(listeners), deadline)
 
     def leave(self, ticket: Ticket, answered: bool) -> None:
-        """Takes a ticket back, with its places and the tokens that were not used.
-
-        Args:
-            ticket: of a request that has ended.
-            answered: the answer began, so that its end says how long requests are held.
-        """
+        """Take a ticket back, with its places and unused tokens. If answered, its time counts for retry times."""
         ticket.account.running -= ticket.places
         for take, spending in ticket.taken:
             ticket.account.tokens.correct(take, spending.tokens)
@@ -281,7 +272,7 @@ class AdmissionController:
             raise ApiError(503, message, code="uploads_full", headers={"Retry-After": str(math.ceil(BUSY_S))})
 
     def _plan(self, ticket: Ticket, jobs: Sequence[Job], n: int) -> Spending | None:
-        """Takes what jobs need, on top of what the ticket has; what their tokens are counted with, where they are."""
+        """Take what jobs need beyond the ticket; return the counter of their tokens if tokens are limited."""
         more = len(jobs) - (not ticket.is_planned)
         ticket.account.check_choices(ticket.rates, len(jobs), more)
         self._check_places(ticket.caller, more)
@@ -292,18 +283,17 @@ class AdmissionController:
         ticket.is_planned = True
         if ticket.rates.tokens is None:
             return None
-        references = {id(text): len(text) for job in jobs for text in job.references}  # choices share them
+        references = {id(text): len(text) for job in jobs for text in job.references}  # choices share reference texts
         spending = Spending(sum(len(job.prompt_ids) for job in jobs[::n]) + sum(references.values()))
         most = spending.input_tokens + sum(job.params.max_tokens for job in jobs)
         ticket.taken.append((ticket.account.reserve(most, ticket.rates.tokens, time.monotonic()), spending))
         return spending
 
     def _check_places(self, caller: Caller, more: int) -> None:
-        """Raises ``ApiError`` (429) where there are not so many places for a tenant.
+        """Raise ``ApiError`` (429) unless the tenant can have ``more`` places.
 
-        Where there are several tenants, one may hold so much of what the others leave that a place for its weight stays free: at
-        weight 1 half of it. So a newcomer always finds places, however many the others want (dynamic thresholds, Choudhury and
-        Hahne 1998).
+        With several tenants, each may hold at most weight / (weight + 1) of the places that the others leave, half of them at
+        weight 1. A new tenant therefore always finds places (dynamic thresholds, Choudhury and Hahne 1998).
         """
         if self._capacity is None or more <= 0:
             return
@@ -325,7 +315,7 @@ class AdmissionController:
             raise too_many(message, "queue_full", self._retry_s(caller.tenant))
 
     def _retry_s(self, tenant: str | None) -> float:
-        """Return the seconds that a tenant's latest requests were held: at that pace, those that are held now have ended by then.
+        """Return the mean time that the tenant's latest requests were held: at that pace, the current ones will have ended.
 
         Example: its last 64 were held for 7.4 s on average: come back in 7.4 s.
         """
@@ -336,7 +326,7 @@ class AdmissionController:
 
 @contextlib.contextmanager
 def _telling(account: Account, rates: Rates, now_s: float) -> Iterator[None]:
-    """Has a refusal say what is left of the limits of its key."""
+    """Add the key's remaining limits to the headers of a refusal."""
     try:
         yield
     except ApiError as error:
@@ -345,7 +335,7 @@ def _telling(account: Account, rates: Rates, now_s: float) -> Iterator[None]:
 
 
 def _accounted(jobs: Sequence[Job], caller: Caller, asked: int | None) -> list[Job]:
-    """Jobs that are the caller's, with a priority that it may have."""
+    """Return jobs with the caller's account, weight and an allowed priority."""
     least, account = caller.options.min_priority, "" if caller.tenant is None else caller.tenant
     if asked is not None and asked < least:
         message = f"{asked} is asked for, and this API key may have {least} or more (its tenant's min_priority)"

@@ -1,7 +1,7 @@
-"""Limits of HTTP/1.1 that count without a key: the size of heads, the time for them, and what connections hold unread.
+"""Limits of HTTP/1.1 that apply without a key: size and time of heads, and unread bytes held by connections.
 
-Neither Ray Serve nor uvicorn has any. Each server of a process, Serve's proxy and the operator's port, speaks this protocol. The
-size of a body, and the time for it, are the application's (``middleware``).
+Neither Ray Serve nor uvicorn has them. Serve's proxy and the operator's port both use this protocol. The application limits the
+size and the time of bodies (``middleware``).
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from cluster.http.errors import ApiError
 
 HEADER_TIMEOUT_S = 20.0
-MAX_HEAD_BYTES = 64 * 1024  # of a request line with its headers; of trailers and the lines of chunks as well
-MAX_HEADERS = 256  # trailers among them
+MAX_HEAD_BYTES = 64 * 1024  # request line with headers; also trailers and chunk lines
+MAX_HEADERS = 256  # including trailers
 MAX_TARGET_BYTES = 16 * 1024
-MAX_HELD_BYTES = 256 * 2**20  # of heads and bodies that the connections of a process hold
-SMALL_BYTES = 16 * 1024  # who holds no more is not refused for what others hold
-_PIECE_BYTES, _BODY_PIECE_BYTES = 512, 4096  # parsed at once: what is asked after a request in its piece is parsed ahead
-_MAX_AHEAD = 32  # requests that are parsed ahead: then the connection is closed after their answers
-_CHUNK_BYTES = 16  # of the line before a chunk and the end after it
-_LINGER_S = 2.0  # in which a client may read why it was refused, while it still sends
+MAX_HELD_BYTES = 256 * 2**20  # heads and bodies held by the connections of a process
+SMALL_BYTES = 16 * 1024  # a connection that holds no more is never refused because of the others
+_PIECE_BYTES, _BODY_PIECE_BYTES = 512, 4096  # bytes parsed at once; a pipelined request in the same piece is parsed ahead
+_MAX_AHEAD = 32  # requests parsed ahead; more are refused, and the connection closes after the answers
+_CHUNK_BYTES = 16  # allowance for the line before a chunk and the line end after it
+_LINGER_S = 2.0  # seconds in which a refused client that is still sending can read the answer
 
 
 @dataclass(slots=True)
 class HeldBytes:
-    """What this process holds of requests."""
+    """Bytes of requests held by this process."""
 
     bytes: int = 0
 
@@ -42,7 +42,7 @@ HELD = HeldBytes()
 
 
 class _Flow(FlowControl):
-    """uvicorn's, but nothing is read while a connection holds enough of later requests."""
+    """uvicorn's flow control, which also pauses while a connection holds enough of later requests."""
 
     def __init__(self, transport: Transport, is_full: Callable[[], bool]) -> None:
         super().__init__(transport)
@@ -54,10 +54,11 @@ class _Flow(FlowControl):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 within the limits above.
+    """uvicorn's HTTP/1.1 protocol with the limits above.
 
-    Heads have to come in time: from the connection's first moment, later from a request's first byte, and so have trailers and
-    what is left of a body after its answer. What follows a request is parsed once that one is answered. Nothing is upgraded.
+    A head must arrive within the timeout after the connection opens, or after the first byte of a later request; so must trailers
+    and the rest of a body after its answer. Pipelined requests are parsed once the previous one is answered. There are no
+    upgrades.
     """
 
     header_timeout_s = HEADER_TIMEOUT_S
@@ -67,23 +68,23 @@ class LimitedProtocol(HttpToolsProtocol):
         self.ws_protocol_class = None
         self._deadline: TimerHandle | None = None
         self._running: RequestResponseCycle | None = None  # the request that the application answers, or has answered last
-        self._is_over = False  # nothing that comes is looked at any more
+        self._is_over = False  # all further input is ignored
         self._in_message = self._in_head = False
-        self._fault: ApiError | None = None  # raised in a callback of the parser
-        self._rest = b""  # has come and is not parsed
-        self._head_bytes = 0  # of the request that is answered
-        self._framing_bytes = 0  # since a message began, or its head ended, that are no body
+        self._fault: ApiError | None = None  # raised in a parser callback
+        self._rest = b""  # received but not parsed
+        self._head_bytes = 0  # head of the request that is being answered
+        self._framing_bytes = 0  # bytes outside the body since the message began or its head ended
         self._header_count = 0
-        self._held_bytes = 0  # as counted in ``HELD``
+        self._held_bytes = 0  # this connection's share of ``HELD``
 
-    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]  # as uvicorn's does
+    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]  # like uvicorn's
         """Wait for the first request."""
         super().connection_made(transport)
         self.flow = _Flow(transport, lambda: len(self._rest) > SMALL_BYTES)
         self._expect(self.header_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the request that is answered, and hold nothing any more."""
+        """Notify the running request and release all held bytes."""
         self._forget()
         if self._is_answering and self._running is not None:
             self._running.disconnected = True
@@ -94,7 +95,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._held_bytes = 0
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has come, as far as the limits and earlier requests allow."""
+        """Parse the received data as far as the limits and earlier requests allow."""
         self._unset_keepalive_if_required()
         if self._is_over:
             return
@@ -103,7 +104,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._parse(self._rest + data)
 
     def on_response_complete(self) -> None:
-        """Go on with what came meanwhile."""
+        """Continue with the data received in the meantime."""
         rest, self._rest, self._head_bytes = self._rest, b"", 0
         super().on_response_complete()
         if self.transport.is_closing() or self._is_over:
@@ -115,7 +116,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._parse(rest)
 
     def on_message_begin(self) -> None:
-        """Count anew."""
+        """Reset the counters of a message."""
         if len(self.pipeline) >= _MAX_AHEAD:
             self._fail(ApiError(400, "too many requests are sent ahead of their answers", code="invalid_http"))
         self._in_message = self._in_head = True
@@ -123,38 +124,39 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """Take a piece of the request's target."""
+        """Add a piece of the request's target."""
         if len(self.url) + len(url) > MAX_TARGET_BYTES:
             self._fail(ApiError(414, f"the URL has more than {MAX_TARGET_BYTES} bytes: shorten it", code="url_too_long"))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header. A trailer is counted and left out: the application may have read the headers by now."""
+        """Add a header; only count a trailer."""
         self._header_count += 1
         if self._header_count > MAX_HEADERS:
             self._fail(_too_large(f"the request has more than {MAX_HEADERS} headers"))
+        # Trailers are dropped: the application may have read the headers by now.
         if self._in_head:
             super().on_header(name, value)
         elif self._deadline is None:
             self._expect(self.header_timeout_s)
 
     def on_headers_complete(self) -> None:
-        """Start the request, or put it behind the one that is answered."""
+        """Start the request, or queue it behind the one that is being answered."""
         self._forget()
         super().on_headers_complete()
         self._in_head, self._head_bytes, self._framing_bytes = False, self._framing_bytes, 0
 
     def on_body(self, body: bytes) -> None:
-        """Take a piece of the body."""
+        """Add a piece of the body."""
         self._framing_bytes -= len(body)
         super().on_body(body)
 
     def on_chunk_header(self) -> None:
-        """Allow each chunk its line."""
+        """Add the allowance for a chunk's lines."""
         self._framing_bytes -= _CHUNK_BYTES
 
     def on_message_complete(self) -> None:
-        """Wait for the next head where the answer is there already."""
+        """Wait for the next head if the answer is already complete."""
         self._in_message = False
         self._forget()
         if not self._is_answering:
@@ -177,7 +179,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._framing_bytes += len(piece)
             try:
                 self.parser.feed_data(piece)
-            except httptools.HttpParserUpgrade:  # what follows is of another protocol, or a body that the parser has left out
+            except httptools.HttpParserUpgrade:  # what follows is another protocol, or a body that the parser skipped
                 self._end_after_answers()
             except httptools.HttpParserError:
                 self._refuse(self._fault or ApiError(400, "this is not HTTP/1.1", code="invalid_http"))
@@ -192,10 +194,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self._give_way()
 
     def _give_way(self) -> None:
-        """Refuse this request where connections do hold too much."""
+        """Refuse this request if connections still hold too much after an update of their counts."""
         for other in self.connections:
             if isinstance(other, LimitedProtocol):
-                other._weigh()  # the application may have taken its body
+                other._weigh()  # the application may have read its body meanwhile
         if HELD.bytes > MAX_HELD_BYTES:
             message = "connections hold too many bytes that are not read yet: try again"
             self._refuse(ApiError(503, message, code="connections_full", headers={"Retry-After": "1"}))
@@ -212,14 +214,14 @@ class LimitedProtocol(HttpToolsProtocol):
         raise error
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer with an error, after earlier requests were answered, and close."""
+        """Answer with an error once earlier requests are answered, then close."""
         if self._is_over:
             return
         in_body, cycle = self._in_message and not self._in_head, self.cycle
         if in_body and self.pipeline:
             self.pipeline.popleft()  # the newest
         elif in_body:
-            if cycle.response_started:  # the answer is there, or cannot become another
+            if cycle.response_started:  # the answer has started and cannot be replaced
                 self.transport.close()
             cycle.disconnected, cycle.body = True, bytearray()
             cycle.message_event.set()
@@ -237,7 +239,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._expect(_LINGER_S)
 
     def _end_after_answers(self) -> None:
-        """Look at nothing that comes any more, and close once what was asked is answered."""
+        """Ignore further input, and close once all requests are answered."""
         self._is_over, self._framing_bytes, self._rest = True, 0, b""
         self.flow.resume_reading()
         self._forget()

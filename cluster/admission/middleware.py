@@ -1,4 +1,4 @@
-"""Admission as ASGI middleware: a request is refused before anything is done for it, and leaves however it ends."""
+"""Admission control as ASGI middleware: a request is refused before any work is done for it."""
 
 from __future__ import annotations
 
@@ -27,23 +27,18 @@ _LAST_PORT = 65535
 
 
 class HostMiddleware:
-    """Refuses requests that address this server by a name that is not its own, and those that a page of another site sends.
+    """Middleware that refuses foreign host names (DNS rebinding) and form posts from pages of other sites.
 
-    A browser asks before it sends a page's request to another site, unless an HTML form could send it as well: a POST with a body
-    of one of three types. The server never agrees, so that such bodies are all that has to be refused here.
+    A browser sends a preflight before a cross-site request, unless an HTML form could send it: a POST with one of three content
+    types. The server grants no preflight, so only these are refused here.
     """
 
     def __init__(self, app: ASGIApp, names: frozenset[str] | None, refuse: Callable[[ApiError], ApiError]) -> None:
-        """
-        Args:
-            app: stands behind it.
-            names: see ``configs.server_checks.allowed_names``; None: any.
-            refuse: counts the error.
-        """
+        """Wrap an application. ``names`` are the allowed ones, see ``configs.server_checks``; None for any."""
         self._app, self._names, self._refuse = app, names, refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request; see ASGI's specification."""
+        """Answer one request; see the ASGI specification."""
         error = self._error(scope["method"], Headers(scope=scope)) if scope["type"] == "http" else None
         if error is None:
             await self._app(scope, receive, send)
@@ -71,7 +66,7 @@ class HostMiddleware:
 
 
 def _is_foreign(headers: Headers, own: Set[str]) -> bool:
-    """Return whether a browser says that a page of another site sends this. Other clients say nothing."""
+    """Return whether a browser reports that a page of another site sends the request. Other clients report nothing."""
     origin, site = headers.get("origin"), headers.get("sec-fetch-site")
     if origin is None or site == "same-origin":
         return site == "cross-site"
@@ -79,7 +74,7 @@ def _is_foreign(headers: Headers, own: Set[str]) -> bool:
 
 
 def _name_of(host: str) -> str | None:
-    """Return the name, or the IP address, in a Host header; None where that is malformed.
+    """Return the host name or IP address in a Host header; None if it is malformed.
 
     Example: ``LOCALHOST.:80`` is ``localhost``, ``[::1]:80`` is ``::1``; ``[::1]x``, ``localhost:`` and ``a@b`` are malformed.
     """
@@ -88,36 +83,36 @@ def _name_of(host: str) -> str | None:
         return None
     if parts["ipv6"] is None:
         return parts["name"].removesuffix(".").lower()
-    with contextlib.suppress(ValueError):  # it is no address
+    with contextlib.suppress(ValueError):  # not an address
         return str(ipaddress.IPv6Address(parts["ipv6"]))
     return None
 
 
 def _is_own(host: str, names: frozenset[str]) -> bool:
-    """Whether a Host header means this server. No name can be made to lead here under an IP address."""
+    """Return whether a Host header names this server."""
     name = _name_of(host)
     try:
         ipaddress.ip_address(name or "")
     except ValueError:
         return name == "localhost" or name in names
+    # DNS cannot redirect an IP address.
     return True
 
 
 class AdmissionMiddleware:
-    """Stands before an application: keys for its public routes, tickets for those that generate.
+    """Middleware that requires keys on public routes and gives tickets to requests that generate.
 
-    In this order: the key (401), what the key and the server have left (429), the size of the body (413). Then the body is read
-    as a whole, so that a client that sends it slowly holds no place, and the ticket is taken. What bodies hold meanwhile is
-    bounded by key (429) and in all (503), and so is the time in which one comes (408). A key that comes again and again without
-    waiting is told of its 429 later.
+    Checks in order: the key (401), the limits of key and server (429), the size of the body (413). Then the whole body is read
+    before a ticket is taken, so that a slow sender holds no place. Bodies are limited per key (429), in all (503) and in time
+    (408). A key that repeats refused requests without waiting gets its 429 later.
     """
 
     def __init__(self, app: ASGIApp, admission: AdmissionController) -> None:
         self._app, self._admission = app, admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request; see ASGI's specification."""
-        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))  # as it is routed
+        """Answer one request; see the ASGI specification."""
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))  # the path that is routed
         if scope["type"] != "http" or not path.startswith(_KEYED):
             await self._app(scope, receive, send)
             return
@@ -127,10 +122,10 @@ class AdmissionMiddleware:
                 await self._generate(authorization, scope, receive, send)
             else:
                 await self._visit(authorization, scope, receive, send)
-        except ApiError as error:  # of admission: the application answers with its own
+        except ApiError as error:  # refusals by admission; the application handles its own errors
             self._admission.refuse(error)
             if error.status == 429:
-                with contextlib.suppress(ApiError):  # its key is gone by now
+                with contextlib.suppress(ApiError):  # the key was removed meanwhile
                     await asyncio.sleep(self._admission.kept_back_s(authorization))
             await JSONResponse(error.body(), error.status, error.headers)(scope, receive, send)
 
@@ -148,7 +143,7 @@ class AdmissionMiddleware:
     async def _visit(self, authorization: str | None, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.ExitStack() as held:
             headers = self._admission.visit(authorization)
-            if scope["method"] in _WITH_BODY:  # held until it is answered: nothing else counts it
+            if scope["method"] in _WITH_BODY:  # held until the request is answered, because nothing else counts it
                 body = await self._body(scope, receive, held.enter_context(self._admission.upload(authorization)))
                 if body is None:
                     return
@@ -159,7 +154,7 @@ class AdmissionMiddleware:
                 await self._app(scope, receive, _with_headers(send, headers))
 
     async def _answer(self, ticket: Ticket, sender: Sender, scope: Scope, replay: _Replay, send: Send) -> None:
-        """Has the application answer, until it has, or the client has left."""
+        """Run the application until it has answered or the client has left, then give the ticket back."""
         answered = False
 
         async def noted(message: Message) -> None:
@@ -176,7 +171,7 @@ class AdmissionMiddleware:
             self._admission.leave(ticket, answered)
 
     async def _while_there(self, sender: Sender, scope: Scope, replay: _Replay, send: Send) -> None:
-        """Have the application answer a request whose body was read; it is cancelled when the client leaves."""
+        """Run the application for a request whose body was read; cancel it when the client leaves."""
         token = SENDER.set(sender)
         try:
             async with asyncio.timeout(None) as stay:
@@ -187,15 +182,15 @@ class AdmissionMiddleware:
                     watch.cancel()
         except TimeoutError:
             if not stay.expired():
-                raise  # not ours
+                raise  # raised by the application
         finally:
             SENDER.reset(token)
 
     async def _body(self, scope: Scope, receive: Receive, received: Callable[[int], None]) -> bytes | None:
-        """All of the body; None when the client leaves before it has sent it. Raises ``ApiError`` (408, 413, 429, 503)."""
+        """Return the whole body; None if the client leaves first. Raise ``ApiError`` (408, 413, 429, 503)."""
         limits = self._admission.limits
         try:
-            with contextlib.suppress(ValueError):  # a length that is no number: what comes is counted
+            with contextlib.suppress(ValueError):  # not a number: the received bytes are counted
                 _check_size(int(Headers(scope=scope).get("content-length", "0")), limits.max_request_bytes)
             async with asyncio.timeout(limits.body_timeout_s):
                 return await _pieces(receive, limits.max_request_bytes, received)
@@ -203,12 +198,12 @@ class AdmissionMiddleware:
             message = f"the body was not there within {limits.body_timeout_s:g} s (limits.body_timeout_s): send it again"
             raise ApiError(408, message, code="body_timeout", headers=_CLOSE) from None
         except ApiError as error:
-            error.headers |= _CLOSE  # the rest of the body is not waited for
+            error.headers |= _CLOSE  # the rest of the body is not read
             raise
 
 
 async def _pieces(receive: Receive, most: int, received: Callable[[int], None]) -> bytes | None:
-    body = bytearray()  # a list of pieces would take many times what was sent in tiny ones
+    body = bytearray()  # a list of many tiny pieces would take far more memory
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -228,7 +223,7 @@ def _check_size(size: int, most: int) -> None:
 
 
 class _Replay:
-    """The ``receive`` of a request whose body was read: the body once, and then that the client has left, when it has."""
+    """ASGI ``receive`` of a request whose body was read: the body once, then a disconnect when the client leaves."""
 
     def __init__(self, body: bytes, receive: Receive) -> None:
         self._messages: Iterable[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])
@@ -241,7 +236,8 @@ class _Replay:
         return {"type": "http.disconnect"}
 
     async def until_gone(self, stay: asyncio.Timeout) -> None:
-        """Ends a stay when the client leaves: nobody else looks while nothing is sent."""
+        """End ``stay`` when the client leaves."""
+        # The application does not notice a disconnect while it sends nothing.
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self._gone.set()
@@ -249,7 +245,7 @@ class _Replay:
 
 
 def _with_headers(send: Send, headers: Callable[[], dict[str, str]]) -> Send:
-    """Sends with what the answer says of the limits of its key."""
+    """Add the key's limits to the headers of the answer."""
 
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -1,7 +1,7 @@
-"""Rate limits of an API key: requests and tokens in a minute, and choices at once.
+"""Rate limits of an API key: requests and tokens per minute, and concurrent choices.
 
-The window moves: what counts is the last 60 seconds, whenever they began. Of the windows in the `limits` library the exact one
-keeps an entry for each unit and lets nothing be given back, which does not suit tokens; this one keeps an entry for each request.
+The window covers the last 60 seconds. The exact window of the `limits` library keeps an entry per unit and cannot give units
+back, which does not suit tokens; this one keeps an entry per request.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from cluster.http.errors import ApiError
 from configs.slices import LimitsOptions, TenantOptions
 
 MINUTE_S = 60.0
+# Refusals of a key within the delay that are sent at once, and the delay of further ones in seconds.
 _REFUSALS, _KEPT_BACK_S = 20, 1.0
-BUSY_S = 1.0  # nobody knows when one of a key's running requests will end
+BUSY_S = 1.0  # seconds; when a running request of a key will end is unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The limits of one key; None where there is none."""
+    """Limits of one API key; None for no limit."""
 
-    requests: int | None  # in 60 seconds
-    tokens: int | None  # in 60 seconds
-    concurrent: int | None  # choices at once
+    requests: int | None  # per 60 seconds
+    tokens: int | None  # per 60 seconds
+    concurrent: int | None  # concurrent choices
 
 
 def rates_of(limits: LimitsOptions, tenant: TenantOptions, api_replicas: int = 1) -> Rates:
-    """Those of the configuration, where the tenant has none of its own; of several replicas of the API each has its share.
+    """Return the tenant's limits, or else the configured ones, divided among API replicas.
 
     Example: 10 requests a minute are 5 at each of two replicas, and 4 at each of three.
     """
@@ -42,14 +43,14 @@ def rates_of(limits: LimitsOptions, tenant: TenantOptions, api_replicas: int = 1
 
 @dataclass(slots=True)
 class Take:
-    """What a request took from a window."""
+    """Amount that a request took from a window."""
 
     time_s: float
     amount: int
 
 
 class MovingWindow:
-    """What was taken in the last minute. Time is an argument, in seconds of a clock that never goes back.
+    """Amounts taken in the last minute. Times are arguments, in seconds of a monotonic clock.
 
     Example: the limit is 100, 60 were taken at 0 s and 30 at 20 s. At 30 s, 10 are left; 50 more fit at 60 s, when the 60 leave,
     and 100 at 80 s. If of the 60 only 5 were used, they are given back, and 65 are left at once.
@@ -60,13 +61,13 @@ class MovingWindow:
         self._sum = 0
 
     def taken(self, now_s: float) -> int:
-        """The sum of the last minute."""
+        """Return the sum of the last minute."""
         while self._takes and self._takes[0].time_s + MINUTE_S <= now_s:
             self._sum -= self._takes.popleft().amount
         return self._sum
 
     def wait_s(self, amount: int, limit: int, now_s: float) -> float:
-        """Seconds until so much fits; 0 if it does now. What is more than the limit fits when the window is empty."""
+        """Return the seconds until the amount fits, 0 if it does now. More than the limit fits into an empty window."""
         excess = self.taken(now_s) + min(amount, limit) - limit
         wait_s = 0.0
         for take in self._takes:
@@ -77,66 +78,57 @@ class MovingWindow:
         return wait_s
 
     def take(self, amount: int, now_s: float) -> Take:
-        """Takes it, whether it fits or not."""
+        """Take an amount, even if it does not fit."""
         self._takes.append(Take(now_s, amount))
         self._sum += amount
         return self._takes[-1]
 
     def correct(self, take: Take, amount: int) -> None:
-        """It was only so much. Where it has left the window meanwhile, nothing changes."""
+        """Change a taken amount to what was used; no effect if it has left the window."""
         if self._takes and take.time_s >= self._takes[0].time_s:
             self._sum += amount - take.amount
             take.amount = amount
 
     def whole_s(self, now_s: float) -> float:
-        """Seconds until all that was taken has left."""
+        """Return the seconds until the window is empty."""
         self.taken(now_s)
         return self._takes[-1].time_s + MINUTE_S - now_s if self._takes else 0.0
 
 
 @dataclass(slots=True)
 class Account:
-    """What one key has taken."""
+    """Usage of one API key."""
 
     requests: MovingWindow = field(default_factory=MovingWindow)
     tokens: MovingWindow = field(default_factory=MovingWindow)
     running: int = 0  # choices
     uploading: int = 0  # bytes of bodies that are being received
-    refused_s: deque[float] = field(default_factory=lambda: deque(maxlen=_REFUSALS + 1))  # when it was last
+    refused_s: deque[float] = field(default_factory=lambda: deque(maxlen=_REFUSALS + 1))  # times of the latest refusals
 
     def kept_back_s(self, now_s: float) -> float:
-        """Seconds after which a client is told that it was refused for what its key took.
-
-        At once at first. A key that is refused more than ``_REFUSALS`` times in a second does not wait as it was asked to, and
-        would have this process do nothing but refuse it: its clients hear so a second later.
-        """
+        """Return the seconds by which to delay a refusal: 0, or 1 after more than ``_REFUSALS`` in one second."""
+        # A client that retries without waiting would otherwise keep this process busy with refusals.
         self.refused_s.append(now_s)
         often = len(self.refused_s) > _REFUSALS and now_s - self.refused_s[0] < _KEPT_BACK_S
         return _KEPT_BACK_S if often else 0.0
 
     def check(self, rates: Rates, now_s: float) -> None:
-        """Returns if one more request may begin. Raises ``ApiError`` (429) that says when to come back."""
+        """Raise ``ApiError`` (429) with a retry time unless one more request may begin."""
         if rates.concurrent is not None and self.running >= rates.concurrent:
             raise self._busy(rates.concurrent)
         self.check_requests(rates, now_s)
-        if rates.tokens is not None:  # how many it wants is not known yet: one at least
+        if rates.tokens is not None:  # how many the request needs is unknown yet: at least one
             _check(self.tokens, 1, rates.tokens, now_s, "tokens")
 
     def check_requests(self, rates: Rates, now_s: float) -> None:
-        """Returns if one more request may come that nothing is generated for. Raises as ``check``."""
+        """Raise ``ApiError`` (429) unless one more request that generates nothing may begin."""
         if rates.requests is not None:
             _check(self.requests, 1, rates.requests, now_s, "requests")
 
     def check_choices(self, rates: Rates, choices: int, more: int) -> None:
-        """Returns if a request that runs already may have so many choices.
+        """Raise ``ApiError`` unless an admitted request may have its choices, of which ``more`` are not counted yet.
 
-        Args:
-            rates: of the key.
-            choices: of the request.
-            more: of them, those that are not counted yet.
-
-        Raises:
-            ApiError: 429, when others of the key have ended; 400, it has more than may ever run.
+        The status is 429 if other requests of the key must end first, 400 if the request exceeds the key's limit by itself.
         """
         if rates.concurrent is None or self.running + more <= rates.concurrent:
             return
@@ -150,12 +142,12 @@ class Account:
         return too_many(message, "too_many_concurrent", BUSY_S)
 
     def reserve(self, tokens: int, limit: int, now_s: float) -> Take:
-        """Takes the tokens that a request may use at most. Raises ``ApiError`` (429) that says when they are there."""
+        """Take the most tokens that a request may use. Raise ``ApiError`` (429) with a retry time if they are not available."""
         _check(self.tokens, tokens, limit, now_s, "tokens")
         return self.tokens.take(tokens, now_s)
 
     def headers(self, rates: Rates, now_s: float) -> dict[str, str]:
-        """OpenAI's headers on what is left, of the limits that there are."""
+        """Return OpenAI's ``x-ratelimit-*`` headers for the limits that are set."""
         lines: dict[str, str] = {}
         for name, limit, window in (("requests", rates.requests, self.requests), ("tokens", rates.tokens, self.tokens)):
             if limit is not None:
@@ -166,16 +158,16 @@ class Account:
 
 
 def too_many(message: str, code: str, wait_s: float) -> ApiError:
-    """The 429 of a request that may come again after a while.
+    """Return a 429 error with a retry time.
 
-    ``Retry-After`` has whole seconds, upwards; ``retry-after-ms``, which OpenAI's clients look at first, is exact.
+    ``Retry-After`` is rounded up to whole seconds; ``retry-after-ms``, which OpenAI's clients prefer, is exact.
     """
     headers = {"Retry-After": str(max(1, math.ceil(wait_s))), "retry-after-ms": str(max(1, math.ceil(wait_s * 1000)))}
     return ApiError(429, f"{message}: try again in {span(wait_s)}", code=code, headers=headers)
 
 
 def span(seconds: float) -> str:
-    """A span of time as OpenAI writes it: ``0s``, ``250ms``, ``7.4s``, ``1m0s``."""
+    """Format a duration as OpenAI does: ``0s``, ``250ms``, ``7.4s``, ``1m0s``."""
     millis = math.ceil(max(0.0, seconds) * 1000)
     if millis >= 60_000:
         minutes, rest = divmod(math.ceil(millis / 1000), 60)

@@ -1,4 +1,4 @@
-"""Tenancy: API keys to tenants, and whose texts a request drafts from and adds to."""
+"""Tenants: the tenant of an API key, and whose texts a request drafts from and adds to."""
 
 from __future__ import annotations
 
@@ -19,59 +19,58 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """What a request drafts from besides its own text, and whom it teaches."""
+    """Texts that a request may draft from besides its own, and the tenant whose history it extends."""
 
-    tenant: str | None  # drafts from this tenant's texts and adds its own to them; None: neither
-    public: bool  # may draft from the corpus that the operator has loaded
+    tenant: str | None  # drafts from this tenant's texts and adds its own; None for neither
+    public: bool  # may draft from the operator's public corpus
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sends a request."""
+    """Sender of a request."""
 
-    tenant: str | None  # None: nobody's
-    key: str  # the hash of the API key; empty for those without one, and where keys are not looked at
-    options: TenantOptions  # of the tenant
+    tenant: str | None  # None if the request belongs to no tenant
+    key: str  # hash of the API key; empty without a key, or if keys are ignored
+    options: TenantOptions  # options of the tenant
 
 
 class Tenancy:
-    """The tenants of the configuration, found by the hashes of their keys. Clear keys are nowhere kept.
+    """Tenants of the configuration by the hashes of their API keys. Keys are never stored in clear.
 
-    Where some of them are in a file, it is looked at with each request, for about a microsecond, and read again when it has
-    changed. A file that cannot be used is logged, and the keys of the former one stay.
-
-    No key is compared with another, so no answer's time says how much of a key was right: that of a look-up depends on the
-    hash, which who tries keys cannot steer.
+    A key file is checked on each request (about a microsecond) and read again when it has changed. If the new file cannot be
+    used, that is logged and the previous keys stay valid.
     """
 
     def __init__(self, options: TenancyOptions, require_key: bool = False) -> None:
-        """
+        """Initialize and read the key file.
+
         Args:
-            options: the section; texts are shared for its tenants, those that only the file has come without.
-            require_key: requests without a key are refused.
+            options: the section; tenants that exist only in the key file do not share texts.
+            require_key: refuse requests without a key.
 
         Raises:
-            ConfigError: the file of keys cannot be used, or holds none where they are required.
+            ConfigError: the key file cannot be used, or holds no key although one is required.
         """
         self._section, self._anonymous, self._required = options, options.anonymous, require_key
         self._seen = self._stamp()
         self._read()
 
     def caller_of(self, authorization: str | None) -> Caller:
-        """Who sends a request.
+        """Return the sender of a request.
 
         Args:
-            authorization: the header ``Authorization: Bearer KEY``. Where no tenant has a key it is not looked at, since
-                clients of OpenAI's API always send one.
+            authorization: the header ``Authorization: Bearer KEY``. Ignored if no tenant has a key, because clients of OpenAI's
+                API always send one.
 
         Raises:
-            ApiError: 401, the header is malformed, no tenant has the key, or there is none and the server wants one.
+            ApiError: 401, the header is malformed, the key is unknown, or a required key is missing.
         """
         self._refresh()
         if self._required and authorization is None:
             raise _unauthorized("this server wants an API key: Authorization: Bearer KEY; ask its operator for one")
         if authorization is None or not (self._tenants or self._required):
             return self._nobody
+        # Keys are looked up by hash and never compared, so that response times do not reveal how much of a guess is right.
         key = hash_key(_bearer(authorization))
         tenant = self._tenants.get(key)
         if tenant is None:
@@ -81,25 +80,25 @@ class Tenancy:
 
     @property
     def several(self) -> bool:
-        """Whether requests of more than one tenant may come."""
+        """Return whether requests of more than one tenant are possible."""
         return len(self._options) + (not self._required and self._anonymous not in self._options) > 1
 
     def tenant_of(self, authorization: str | None) -> str | None:
-        """The tenant of a request; None for one that belongs to nobody. Raises as ``caller_of``."""
+        """Return the tenant of a request; None if it belongs to no tenant. Raise as ``caller_of``."""
         return self.caller_of(authorization).tenant
 
     def sharing(self, authorization: str | None, cache: CacheChoice | None) -> Sharing:
-        """What a request shares. ``cache`` is its body's field, None when absent: ``tenant`` with an identity, else ``private``.
+        """Return what a request shares. ``cache`` is the request's field; None means ``tenant`` if it has one, else ``private``.
 
         Raises:
-            ApiError: 401 as ``tenant_of``, whatever ``cache`` says; 400, ``tenant`` was asked for and there is none.
+            ApiError: 401 as ``tenant_of``, whatever ``cache`` is; 400, ``tenant`` was requested and there is none.
         """
         tenant = self.tenant_of(authorization)
         if tenant is not None and tenant != self._anonymous and tenant not in self._section.tenants:
             if cache == "tenant":
                 message = f"cache: {tenant!r} is a new tenant, and shares texts when the server was restarted: leave cache out"
                 raise ApiError(400, message, param="cache", code="invalid_value")
-            tenant = None  # the engines were not told of it
+            tenant = None  # the engines do not know the tenant
         if cache == "tenant" and tenant is None:
             advice = "send an API key (Authorization: Bearer KEY), or leave cache out"
             if not self._tenants:
@@ -110,24 +109,20 @@ class Tenancy:
         return Sharing(tenant if cache == "tenant" else None, cache != "off")
 
     def is_admin(self, authorization: str) -> bool:
-        """Whether the header holds an operator's key. Raises ``ApiError`` (401) for a malformed header."""
+        """Return whether the header holds an admin key. Raise ``ApiError`` (401) if it is malformed."""
         self._refresh()
         return hash_key(_bearer(authorization)) in self._admins
 
     def tells_load(self, authorization: str | None) -> bool:
-        """Return whether who sends the header may be told the load of all: the operator, and all where one tenant is served."""
+        """Return whether the sender may see the total load: the operator, or anyone if only one tenant is served."""
         if not self.several:
             return True
-        with contextlib.suppress(ApiError):  # a malformed header is no operator's
+        with contextlib.suppress(ApiError):  # a malformed header holds no admin key
             return authorization is not None and self.is_admin(authorization)
         return False
 
     def check_admin(self, authorization: str | None) -> None:
-        """Returns if the operator asks.
-
-        Raises:
-            ApiError: 403, the configuration has no operator's key; 401, the header has none, or a wrong one.
-        """
+        """Raise ``ApiError`` unless the header holds an admin key: 401, or 403 if no admin key is configured."""
         self._refresh()
         if not self._admins:
             message = "the admin routes are closed: put the hash of a key (outrider new-key) into tenancy.admin_keys"
@@ -138,10 +133,10 @@ class Tenancy:
             raise _unauthorized("this is not an admin key of this server")
 
     def _refresh(self) -> None:
-        """Reads the file again when it is not the one that was read last."""
+        """Read the key file again if it has changed."""
         if self._section.keys_file is None or (stamp := self._stamp()) == self._seen:
             return
-        self._seen = stamp  # a file that is wrong is complained of once
+        self._seen = stamp  # log the error of a wrong file only once
         try:
             self._read()
         except ConfigError as error:
@@ -160,7 +155,7 @@ class Tenancy:
             logger.warning("tenants that are new share no texts before the server is restarted: %s", ", ".join(unknown))
 
     def _stamp(self) -> tuple[int, int, int] | None:
-        """Changes with the file, also when another one takes its place; None where there is none to be seen."""
+        """Return a value that changes with the key file, also when it is replaced; None if it is missing."""
         try:
             status = os.stat(self._section.keys_file or "")
         except OSError:
@@ -169,7 +164,7 @@ class Tenancy:
 
 
 def _bearer(authorization: str) -> str:
-    """The key in the header; 401 where there is none."""
+    """Return the key in the header. Raise ``ApiError`` (401) if it has none."""
     scheme, _, key = authorization.strip().partition(" ")
     if scheme.lower() != "bearer" or not key.strip():
         raise _unauthorized("the Authorization header is not of the form: Bearer KEY")

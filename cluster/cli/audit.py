@@ -1,4 +1,4 @@
-"""``outrider audit``: does a running server give with drafts what it gives without them?"""
+"""``outrider audit``: check that a running server gives the same output with drafting as without."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COLUMNS = ("request", "strategy", "result", "tokens", "position", "served", "pl
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """What is sent with every prompt of a file."""
+    """Parameters sent with every prompt of a file."""
 
     strategy: str | None
     max_tokens: int
@@ -47,7 +47,11 @@ def audit(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON object for each audit on stdout, and no table.")] = False,
 ) -> None:
-    """Compare what a server gives with drafts and without, token by token. Exit code 1: some differ, or were not compared."""
+    """Check that a server gives the same output with drafting as without, token by token.
+
+    By default the server replays the choices that it served last. With --prompts, each prompt is sent with and without drafting.
+    Exit code 1 if outputs differ or an audit failed.
+    """
     rows: list[dict[str, Any]] = []
     with connected(url, ADMIN_KEY if prompts is None else API_KEY, key) as client:
         if prompts is None:
@@ -73,7 +77,6 @@ def audit(
 
 
 def _replays(client: httpx.Client, last: int | None) -> Iterator[dict[str, Any]]:
-    """The server's audits of what it served, as they come."""
     with client.stream("POST", "/admin/audit", json={} if last is None else {"last": last}) as response:
         checked(response)
         ended = False
@@ -87,7 +90,7 @@ def _replays(client: httpx.Client, last: int | None) -> Iterator[dict[str, Any]]
 
 
 def _comparisons(client: httpx.Client, records: Sequence[PromptRecord], asking: Asking) -> Iterator[dict[str, Any]]:
-    """Every prompt with drafts and without, through the public API."""
+    """Send every prompt with and without drafting through the public API and yield the comparisons."""
     card = checked(client.get("/v1/models")).json()["data"][0]
     name = asking.strategy or card["strategies"][0]
     if name in card["strategies"] and name not in card["lossless_strategies"]:
@@ -98,7 +101,6 @@ def _comparisons(client: httpx.Client, records: Sequence[PromptRecord], asking: 
 
 
 def _answer(client: httpx.Client, model: str, record: PromptRecord, asking: Asking, drafts: bool) -> dict[str, Any]:
-    """One answer's choice."""
     body: dict[str, Any] = {
         "model": model, "prompt": record.prompt, "max_tokens": asking.max_tokens, "temperature": asking.temperature,
         "seed": asking.seed, "logprobs": 1, "speculation": {} if drafts else {"max_draft_tokens": 0},
@@ -112,7 +114,7 @@ def _answer(client: httpx.Client, model: str, record: PromptRecord, asking: Aski
 
 
 def compare(drafted: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
-    """What became of two choices of a completion with ``logprobs``: ``result`` and ``tokens``, and the first ``difference``.
+    """Compare two choices of a completion with ``logprobs``: ``result``, ``tokens`` and the first ``difference``.
 
     Example: the tokens ``a b c`` with log-probabilities -0.1, -0.2, -1.5 beside ``a b d`` with -0.1, -0.2, -1.4 differ at
     position 2, with a gap of 0.1.
@@ -133,7 +135,7 @@ def compare(drafted: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def _told(logprobs: dict[str, Any], position: int) -> dict[str, Any] | None:
-    """A token of an answer; None beyond its end."""
+    """Return one token of a completion; None beyond its end."""
     if position >= len(logprobs["tokens"]):
         return None
     return {"text": logprobs["tokens"][position], "logprob": logprobs["token_logprobs"][position]}
@@ -147,7 +149,6 @@ def _records(path: Path) -> list[PromptRecord]:
 
 
 def _row(found: dict[str, Any]) -> dict[str, Any]:
-    """An audit as a row of the table."""
     difference = found.get("difference") or {}
     sides = {side: difference[side] and repr(difference[side]["text"]) for side in ("served", "plain") if side in difference}
     return {**found, **difference, **sides}

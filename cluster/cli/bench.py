@@ -1,4 +1,4 @@
-"""``outrider bench`` and ``outrider simulate``: experiments, each a process of its own that drives the system from outside."""
+"""``outrider bench`` and ``outrider simulate``: experiments, each a separate process that drives the system from outside."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cluster.cli.terminal import fail
 from engine.child_process import python_module
 
 bench = typer.Typer(help="Measure strategies beside transformers.", no_args_is_help=True)
-PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}  # the experiment reads them
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}  # the experiment parses them
 _BENCHES = {
     "strategies": "Every strategy on the same prompts, beside generate, its prompt lookup and its assisted generation",
     "load": "Strategies under load: 1 to 32 clients, and Poisson arrivals",
@@ -26,8 +26,6 @@ _BENCHES = {
 
 
 def _start(name: str) -> Callable[[typer.Context], None]:
-    """The command that becomes a bench."""
-
     def start(context: typer.Context) -> None:
         become_experiment("bench", [name, *context.args])
 
@@ -39,12 +37,12 @@ for _name, _words in _BENCHES.items():
 
 
 def simulate(context: typer.Context) -> None:
-    """What replicas, GPUs and strategies would make of some traffic: a simulation, no measurement; --help says more."""
+    """Simulate how replicas, GPUs and strategies would serve some traffic, without measuring; --help lists the options."""
     become_experiment("simulation", context.args)
 
 
 def become_experiment(module: str, arguments: Sequence[str]) -> None:
-    """Becomes the process of an experiment, a module of that package; ends with code 1 where there is none."""
+    """Replace this process by a module of ``experiments``; exit with code 1 if that package is not installed."""
     if find_spec("experiments") is None:
         fail("the package `experiments` is not installed: run this in the repository, or install outrider from it")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""``outrider cache``: what a running server remembers of its tenants, looked at, moved and deleted."""
+"""``outrider cache``: inspect, export, import and delete what a running server's shared cache holds of its tenants."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import httpx
 
 KINDS = (".txt", ".md", ".jsonl")
-PART_CHARACTERS = 1 << 18  # longer documents travel in parts; JSON writes a character in 6 bytes at most
-BATCH_BYTES = 1 << 20  # of one preload request: it is shown as progress, and stays far below what the server takes
+PART_CHARACTERS = 1 << 18  # longer documents are split; JSON takes at most 6 bytes per character
+BATCH_BYTES = 1 << 20  # size of a preload request: small enough to show progress, far below the server's limit
 _ROUTES, _JSON = "/admin/cache", {"Content-Type": "application/json"}
 
 cache = typer.Typer(
@@ -33,14 +33,14 @@ TenantName = Annotated[str, typer.Argument(metavar="TENANT", help="Name of a ten
 
 @cache.command()
 def stats(url: Url = _URL, as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False) -> None:
-    """Show how much is kept of each tenant, how each replica gets on with Redis, and how many prompt tokens were reused."""
+    """Show the cache size of each tenant, the state of each replica's connection to Redis, and the reused prompt tokens."""
     with connected(url, ADMIN_KEY, below=_ROUTES) as client:
         found = _object(client.get("/stats"))
     if as_json:
         typer.echo(json.dumps(found, indent=1))
     else:
         replicas = [replica | {"failures": _kinds(replica["failures"])} for replica in found["replicas"]]
-        for rows in (found["tenants"], replicas):  # the columns are what the server tells
+        for rows in (found["tenants"], replicas):  # the columns are those of the server's response
             print_rows(rows, list(rows[0]) if rows else (), left=("tenant", "namespace", "breaker", "failures"))
         typer.echo(f"tokens of requests that may reuse others': {found['prefix_queries']}, reused: {found['prefix_hits']}")
     if found["error"] is not None:
@@ -54,7 +54,7 @@ def export(
     url: Url = _URL,
 ) -> None:
     """Write all texts of a tenant to a file, which `outrider cache import` reads."""
-    part = file.with_name(f"{file.name}.part")  # a broken download must not look like a snapshot
+    part = file.with_name(f"{file.name}.part")  # an interrupted download must not look like a snapshot
     try:
         with (
             connected(url, ADMIN_KEY, below=_ROUTES) as client,
@@ -119,7 +119,7 @@ def delete(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     url: Url = _URL,
 ) -> None:
-    """Forget the texts of a tenant, of one of its requests, or documents that its requests brought along, in all replicas."""
+    """Delete a tenant's texts, the texts of one request, or documents that its requests sent, on all replicas."""
     what = f"all texts of {tenant}" if request is None else f"the texts of {request}, tenant {tenant}"
     if document:
         if request is not None:
@@ -143,7 +143,7 @@ def delete(
 
 @cache.command()
 def verify(url: Url = _URL) -> None:
-    """Read and check everything that is stored. Exit code 1 when something is broken."""
+    """Read and check everything that is stored. Exit code 1 if something is broken."""
     with connected(url, ADMIN_KEY, below=_ROUTES) as client:
         problems = _object(client.get("/verify"))["problems"]
     for problem in problems:
@@ -154,14 +154,12 @@ def verify(url: Url = _URL) -> None:
 
 
 def _check_kinds(files: Iterable[Path]) -> None:
-    """Ends the command where a file cannot be read as documents."""
     for file in files:
         if file.suffix not in KINDS or not file.is_file():
             fail_input(f"{file} is not a file whose name ends in {', '.join(KINDS[:-1])} or {KINDS[-1]}")
 
 
 def _object(response: httpx.Response) -> dict[str, Any]:
-    """The JSON object of an answer."""
     found = checked(response).json()
     if not isinstance(found, dict):
         raise ValueError("no JSON object")
@@ -169,23 +167,22 @@ def _object(response: httpx.Response) -> dict[str, Any]:
 
 
 def _kinds(failures: dict[str, int]) -> str:
-    """Failures by kind in one cell."""
     return ", ".join(f"{kind} {count}" for kind, count in failures.items())
 
 
 class DocumentFileError(ValueError):
-    """A file that documents cannot be read from; the message names it, and the line."""
+    """File that cannot be read as documents; the message names the file and the line."""
 
 
 def documents(files: Sequence[Path], advance: Callable[[int], object]) -> Iterator[str]:
-    """The documents of text files (one each) and of JSON lines (``text`` or else ``output`` of each record), without blank ones.
+    """Yield the non-blank documents of text files (one each) and of JSON lines (``text``, else ``output``).
 
     Args:
         files: names end in ``.txt``, ``.md`` or ``.jsonl``.
         advance: called with the number of bytes that were read.
 
     Raises:
-        DocumentFileError: a file cannot be read, is not UTF-8, or has a line that is no such record.
+        DocumentFileError: a file cannot be read, is not UTF-8, or holds a line that is no such record.
     """
     for file in files:
         try:
@@ -201,7 +198,7 @@ def documents(files: Sequence[Path], advance: Callable[[int], object]) -> Iterat
 
 
 def batches(texts: Iterable[str], limit: int) -> Iterator[bytes]:
-    """Bodies ``{"documents": [...]}`` of ``limit`` bytes at most, unless a single part of a document is longer."""
+    """Yield bodies ``{"documents": [...]}`` of at most ``limit`` bytes, unless a single part of a document is longer."""
     waiting: list[bytes] = []
     size = 0
     for text in texts:
@@ -221,7 +218,7 @@ def _body(items: list[bytes]) -> bytes:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """A text in order, in parts that end with a line where there is one."""
+    """Split a text at line ends if possible."""
     start = 0
     while len(text) - start > PART_CHARACTERS:
         end = text.rfind("\n", start, start + PART_CHARACTERS) + 1 or start + PART_CHARACTERS

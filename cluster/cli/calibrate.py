@@ -1,4 +1,4 @@
-"""``outrider doctor --calibrate``: how long steps take here, as a table and a figure, kept where servers look for it."""
+"""``outrider doctor --calibrate``: measure step times, print a table and a figure, and keep the result for servers."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from engine.measures.calibration import Calibration, CalibrationFile
     from engine.measures.latency import Case
 
-_SLACK = 1.2  # a step of the critical decoding length takes so many times as long as one of a single row
+_SLACK = 1.2  # the critical decoding length is the most rows whose step takes at most this many times as long as one row
 
 
 def calibrate(config: Path | None, overrides: list[str], out: Path, as_json: bool) -> None:
-    """Measures a model and tells about it. Ends the command in one line where that cannot be.
+    """Measure a model's step times and print them; end the command with one line on an error.
 
     Args:
-        config: a yaml file as of ``outrider serve``; the one that ``serve`` takes when absent.
-        overrides: ``key=value`` on top of it.
+        config: a yaml file as of ``outrider serve``; None for its default file.
+        overrides: ``key=value`` settings that win over the file.
         out: folder of the figure.
-        as_json: one JSON object on stdout instead of a table.
+        as_json: print one JSON object on stdout instead of a table.
     """
     from configs.schema import REPOSITORY, ConfigError, load_config
 
@@ -64,18 +64,16 @@ def calibrate(config: Path | None, overrides: list[str], out: Path, as_json: boo
 
 
 def server_threads(config: Config) -> int | None:
-    """Torch threads of a replica on a CPU; None where it uses what torch uses here.
-
-    Ray gives a replica as many as the CPUs that it reserves for it, unless the environment says otherwise.
-    """
+    """Return the torch threads of a replica on a CPU; None for torch's own default."""
     config = with_threads(config)
     if config.model.threads is not None or "OMP_NUM_THREADS" in os.environ:
         return config.model.threads
+    # Ray gives a replica as many threads as CPUs reserved for it, unless the environment sets another number.
     return max(1, int(config.server.cpus_per_replica))
 
 
 def summary(name: str, found: Calibration) -> dict[str, Any]:
-    """What ``--json`` prints: the setting, the critical decoding length, the curve, and each step beside what the curve says."""
+    """Return the output of ``--json``: setting, critical decoding length, curve, and each step beside the curve's prediction."""
     curve = found.curve
     steps = [
         {
@@ -95,7 +93,6 @@ def summary(name: str, found: Calibration) -> dict[str, Any]:
 
 
 def _expected(found: Calibration, case: Case) -> float:
-    """Seconds of a step by the curve."""
     import numpy as np
 
     from decoding.budget.latency import StepLoad
@@ -105,7 +102,7 @@ def _expected(found: Calibration, case: Case) -> float:
 
 
 def _load(config: Config) -> tuple[str, CalibrationFile]:
-    """The model as a server of this configuration has it: its name, and the file of its curve."""
+    """Load the model as a server of this configuration would; return its name and the file of its latency curve."""
     from decoding.jit import cache_folder
     from engine.engine import load_runner
     from engine.errors import ModelLoadError
@@ -121,7 +118,7 @@ def _load(config: Config) -> tuple[str, CalibrationFile]:
 
 
 def _draw(told: dict[str, Any], out: Path) -> Path | None:
-    """The figure, drawn by ``report.latency_figure`` in a process of its own; None, with a line, where that cannot be."""
+    """Draw the figure in a separate process (``report.latency_figure``); print a line and return None if that fails."""
     if find_spec("matplotlib") is None or find_spec("experiments") is None:
         typer.echo("no figure: it needs the repository and matplotlib, pip install -e '.[dev]'", err=True)
         return None
@@ -164,6 +161,6 @@ def _print(told: dict[str, Any]) -> None:
 
 
 def _group(step: dict[str, Any]) -> tuple[int, ...]:
-    """The order of the table: rows of one request, its contexts, several requests."""
+    """Return the sort key of the table: rows of one request, by context, then several requests."""
     several = step["sequences"] > 1
     return 2 if several else 0, step["sequences"], step["context"], step["rows"]

@@ -1,4 +1,4 @@
-"""``outrider chat``: a conversation in the terminal, with a running server or with a model in this process."""
+"""``outrider chat``: a conversation in the terminal with a running server or with a model in this process."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ _HELP = "Ctrl-C stops an answer, /docs FILE adds a document to the next question
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some of an answer."""
+    """Piece of an answer."""
 
     text: str
-    drafted: bool = False  # by something else than the model's own step; known only where it was asked for
-    tokens: int = 0  # of the answer, once it is known
-    thought: bool = False  # reasoning, which is no part of the message
+    drafted: bool = False  # drafted and accepted; known only if `report` was requested
+    tokens: int = 0  # tokens of the answer so far, 0 if unknown
+    thought: bool = False  # reasoning, which is not part of the message
 
 
 class Partner(Protocol):
-    """Who answers."""
+    """Source of answers: a server or a model in this process."""
 
     def answer(self, messages: list[Message]) -> Generator[Piece, None, None]:
-        """The pieces of one answer; closed before its end, it is stopped.
+        """Yield the pieces of one answer; closing the generator stops it.
 
         Raises:
-            RefusedError: there is no answer; the message says why.
-            httpx.HTTPError: nobody answers any more.
+            RefusedError: the request was refused; the message gives the reason.
+            httpx.HTTPError: the server does not answer.
         """
         ...
 
@@ -62,7 +62,7 @@ def chat(
     max_draft_tokens: Annotated[int | None, typer.Option(min=0, help="Most drafted rows in a step; 0: plain decoding.")] = None,
     show_drafts: Annotated[bool, typer.Option(help="Show in colour what was drafted and accepted.")] = False,
 ) -> None:
-    """Chat with a running server or, where none runs and no --url is given, with a model in this process.
+    """Chat with a running server, or with a model in this process if no server runs and no --url is given.
 
     Ctrl-C stops an answer, /docs FILE adds a document to the next question, /exit ends the chat.
     """
@@ -83,7 +83,7 @@ def chat(
         else:
             typer.echo(f"{model or served} at {address}; {_HELP}")
             options: dict[str, Any] = {"model": model or served, "max_tokens": max_tokens, "temperature": temperature}
-            if asked:  # else servers that do not know it can be talked to
+            if asked:  # otherwise left out: other servers do not know the field
                 options["speculation"] = asked
             _converse(ServerPartner(client, options), messages, show_drafts)
             return
@@ -93,7 +93,7 @@ def chat(
 
 
 def _converse(partner: Partner, messages: list[Message], show_drafts: bool) -> None:
-    with contextlib.suppress(ImportError):  # lines that are edited and come again by the arrow keys
+    with contextlib.suppress(ImportError):  # line editing and history by the arrow keys
         importlib.import_module("readline")
     documents: list[str] = []
     while True:
@@ -113,13 +113,13 @@ def _converse(partner: Partner, messages: list[Message], show_drafts: bool) -> N
         answer = _answer(partner, messages, MarkdownStream(show_drafts))
         if answer:
             documents.clear()
-            messages.append({"role": "assistant", "content": answer})  # a stopped answer too: it was read
+            messages.append({"role": "assistant", "content": answer})  # a stopped answer too, because the user has read it
         else:
-            messages.pop()  # nothing was said: the next question follows the last answer
+            messages.pop()  # no answer: drop the question, so that roles alternate
 
 
 def _document(name: str) -> list[str]:
-    """The text of a file, which goes before the next question; empty, with a line, where it cannot be read."""
+    """Return the text of a file for the next question; print a line and return nothing if it cannot be read."""
     from engine.text.file_text import UnreadableFileError, text_of_file
 
     try:
@@ -133,7 +133,7 @@ def _document(name: str) -> list[str]:
 
 
 def _answer(partner: Partner, messages: list[Message], shown: MarkdownStream) -> str:
-    """Prints an answer as it comes, and how fast it came, and returns what came of it."""
+    """Print an answer and its speed as it arrives, and return its text."""
     import httpx
 
     pieces: list[str] = []
@@ -141,7 +141,7 @@ def _answer(partner: Partner, messages: list[Message], shown: MarkdownStream) ->
 
     def interrupt(signum: int, frame: object) -> None:
         nonlocal interrupted
-        interrupted = True  # an exception is lost where it meets a finalizer: what was asked for is remembered
+        interrupted = True  # remembered, because an exception is lost if it is raised in a finalizer
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, interrupt)
@@ -158,7 +158,7 @@ def _answer(partner: Partner, messages: list[Message], shown: MarkdownStream) ->
                     raise KeyboardInterrupt
         if tokens:
             typer.secho(f"[{tokens} tokens, {tokens / (time.perf_counter() - began):.0f} a second]", dim=True, err=True)
-    except KeyboardInterrupt:  # closing the stream tells who answers to stop
+    except KeyboardInterrupt:  # closing the stream stops the generation
         typer.echo("[stopped]")
     except httpx.HTTPError as error:
         typer.echo(f"error: the server does not answer any more ({error or type(error).__name__})", err=True)
@@ -171,10 +171,10 @@ def _answer(partner: Partner, messages: list[Message], shown: MarkdownStream) ->
 
 @dataclass(frozen=True, slots=True)
 class ServerPartner:
-    """A server that speaks OpenAI's HTTP API."""
+    """Server that speaks OpenAI's HTTP API."""
 
     client: httpx.Client
-    options: dict[str, Any]  # of each request
+    options: dict[str, Any]  # fields of each request
 
     def answer(self, messages: list[Message]) -> Generator[Piece, None, None]:
         """See ``Partner``."""
@@ -194,7 +194,7 @@ class ServerPartner:
 
 
 def _pieces(choice: dict[str, Any]) -> list[Piece]:
-    """The text of a chunk, token by token where it tells who drafted them."""
+    """Split a chunk into pieces, token by token if it reports the tokens' sources."""
     steps = (choice.get("speculation") or {}).get("steps")
     if steps:
         return [Piece(token["text"], token["source"] != "model") for step in steps for token in step["tokens"]]
@@ -204,7 +204,7 @@ def _pieces(choice: dict[str, Any]) -> list[Piece]:
 
 @dataclass(frozen=True, slots=True)
 class LocalPartner:
-    """A model in this process."""
+    """Model in this process."""
 
     engine: OfflineEngine
     max_tokens: int
@@ -230,7 +230,7 @@ class LocalPartner:
 
 
 def _load(model: str | None, strategy: str | None) -> OfflineEngine:
-    """The model of ``configs/local.yaml``, or another one, in this process. Ends the command where it cannot be loaded."""
+    """Load the given model, or that of ``configs/local.yaml``; end the command if it cannot be loaded."""
     from configs.schema import REPOSITORY, ConfigError, load_config
 
     settings = [*([f"model.path={model}"] if model else []), *([f"speculation.strategy={strategy}"] if strategy else [])]

@@ -1,4 +1,4 @@
-"""A running server, as commands talk to it."""
+"""HTTP client of a running server for the commands."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     import httpx
 
 ADMIN_KEY, API_KEY = "OUTRIDER_ADMIN_KEY", "OUTRIDER_API_KEY"  # names of environment variables
-_TIMEOUT_S = 600.0  # a snapshot of many tokens takes a while to make, and so does plain decoding of a long answer
+_TIMEOUT_S = 600.0  # a large snapshot takes a while to make, and so does plain decoding of a long answer
 
 
 class RefusedError(Exception):
-    """The server refuses; the message is its own."""
+    """Refusal by the server, with the server's own message."""
 
 
 def checked(response: httpx.Response) -> httpx.Response:
-    """The answer. Raises ``RefusedError`` with the server's own words about why there is none."""
+    """Return the response. Raise ``RefusedError`` with the server's message unless its status is 200."""
     if response.status_code != 200:
         response.read()
         raise RefusedError(server_message(response))
@@ -29,7 +29,7 @@ def checked(response: httpx.Response) -> httpx.Response:
 
 
 def served_model(client: httpx.Client) -> str:
-    """The name of the first model of a server. Raises ``RefusedError`` where it lists none."""
+    """Return the name of a server's first model. Raise ``RefusedError`` if it lists none."""
     response = checked(client.get("/v1/models", timeout=10.0))
     try:
         name: str = response.json()["data"][0]["id"]
@@ -39,7 +39,7 @@ def served_model(client: httpx.Client) -> str:
 
 
 def server_message(response: httpx.Response) -> str:
-    """What a server says about an error; its status when it says nothing in OpenAI's shape."""
+    """Return the message of an error response, or its status if it has none in OpenAI's format."""
     try:
         message: str = response.json()["error"]["message"]
     except (ValueError, LookupError, TypeError):
@@ -49,13 +49,13 @@ def server_message(response: httpx.Response) -> str:
 
 @contextlib.contextmanager
 def connected(url: str, variable: str, key: str | None = None, below: str = "") -> Iterator[httpx.Client]:
-    """A client that sends a key, if there is one. What goes wrong with it ends the command in one line.
+    """Yield a client that sends the API key, if one is given; errors end the command with one line.
 
     Args:
-        url: where the server listens, with or without ``/v1``.
-        variable: of the environment, which holds the key: ``ADMIN_KEY``, without which nothing is asked, or ``API_KEY``.
-        key: in the place of the variable's.
-        below: the path of all routes that are asked.
+        url: address of the server, with or without ``/v1``.
+        variable: environment variable with the key: ``ADMIN_KEY`` requires one, ``API_KEY`` does not.
+        key: used instead of the variable's value.
+        below: common prefix of all paths.
     """
     import httpx
 

@@ -1,4 +1,4 @@
-"""``outrider doctor``: what this machine has, what is missing, and the command that installs it; and how fast it is."""
+"""``outrider doctor``: what this machine has, what is missing, the commands that install it, and how fast the machine is."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ Status = Literal["ok", "optional", "missing"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the table. ``optional``: not there and not needed; ``missing``: the server does not run without it."""
+    """One line of the table. ``optional``: absent and not required; ``missing``: the server does not run without it."""
 
     name: str
     status: Status
     found: str
-    remedy: str = ""  # the command, or what to do; empty when nothing is to be done
+    remedy: str = ""  # command or advice; empty if nothing needs to be done
 
 
 def doctor(
@@ -79,16 +79,16 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Tell what this machine has and what is missing. Exit code 1 when the server cannot run.
+    """Report what this machine has and what is missing. Exit code 1 if the server cannot run.
 
-    With --model: whether that model is served and fits into memory, without reading its weights; exit code 1 where not.
-    With --model and --gpu: whether it starts on that GPU, with what, and how fast by arithmetic, from config.json alone.
-    With --calibrate: how long a step of a model takes here, by rows, requests and context, as a table and a figure.
+    With --model: check that the model is supported and fits into memory, without reading its weights; exit code 1 if not.
+    With --model and --gpu: estimate memory, CUDA graphs and speed on that GPU from config.json alone.
+    With --calibrate: measure how long a step takes by rows, requests and context, as a table and a figure.
     """
     settings = {"model.path": model, "model.dtype": dtype, "model.device": device, "model.threads": threads}
     overrides = [f"{key}={value}" for key, value in settings.items() if value is not None]
     if calibrate:
-        from cluster.cli.calibrate import calibrate as measure  # with its imports it takes a moment
+        from cluster.cli.calibrate import calibrate as measure  # slow to import
 
         measure(config, overrides, out or Path(), as_json)
         return
@@ -112,21 +112,21 @@ def doctor(
 
 
 def _examine_model(config: Path | None, overrides: list[str], as_json: bool, gpu: str | None = None) -> int:
-    """Tells whether a model runs here, or on a GPU of a name, and what it takes; the exit code."""
+    """Check whether a model runs here, or on a named GPU, and what it needs; return the exit code."""
     from configs.schema import REPOSITORY, ConfigError, load_config
 
     try:
         settings = load_config(config or REPOSITORY / "configs" / "local.yaml", overrides)
     except ConfigError as error:
         fail_input(str(error))
-    from transformers.utils import logging  # with the next one it takes a moment
+    from transformers.utils import logging  # slow to import, as are the next modules
 
     from engine.errors import ModelLoadError
     from engine.loading.cards import find_card
     from engine.loading.footprint import footprint, shown_bytes
     from engine.loading.plan import plan
 
-    logging.set_verbosity_error()  # what a model's own code warns of is not asked for
+    logging.set_verbosity_error()  # hide warnings of the model's own code
     try:
         options = options_of_a_rank(settings.engine, settings.server.gpus_per_replica or 1.0)
         parallelism = settings.parallelism
@@ -176,7 +176,6 @@ def _examine_model(config: Path | None, overrides: list[str], as_json: bool, gpu
 
 
 def _planned(made: Plan) -> list[Finding]:
-    """The lines of a model on a GPU that is not here."""
     from engine.loading.footprint import shown_bytes
     from engine.loading.plan import ALLOWED
 
@@ -214,7 +213,7 @@ def _held(weights: str) -> str:
 
 
 def examine() -> list[Finding]:
-    """All findings, in the order in which they matter."""
+    """Return all findings, the most important first."""
     gpus = list_gpus()
     has_gpu = bool(gpus) or _has_driver()
     checks: list[Callable[[], Finding]] = [
@@ -243,11 +242,11 @@ def examine() -> list[Finding]:
 
 
 def lacks(device: str, mode: str) -> str:
-    """What an engine would be faster with, or tell more with, and has not, in one line; empty where nothing is missing.
+    """Return one line with missing optional parts that would make an engine faster or report more; empty if none are missing.
 
     Args:
-        device: that it computes on, by torch's name.
-        mode: of ``ParallelismOptions``.
+        device: torch device of the engine.
+        mode: ``ParallelismOptions.mode``.
     """
     has_gpu = device.startswith("cuda")
     found = [_compiled_code()]
@@ -261,7 +260,7 @@ def lacks(device: str, mode: str) -> str:
 
 
 def list_gpus() -> list[str]:
-    """Name, memory and driver of each NVIDIA GPU, as its driver reports them; empty without one."""
+    """Return name, memory and driver of each NVIDIA GPU as reported by the driver."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
@@ -269,7 +268,7 @@ def list_gpus() -> list[str]:
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
     except (subprocess.SubprocessError, OSError):
-        return []  # the tool is there, no working driver is
+        return []  # nvidia-smi is installed but the driver does not work
     return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
 
 
@@ -337,7 +336,7 @@ def _redis() -> Finding:
 
 
 def _flash_attention() -> Finding:
-    # Found by its module, too: builds under other distribution names exist.
+    # Looked up by module as well, because builds under other distribution names exist.
     if importlib.util.find_spec("flash_attn") is not None:
         return Finding("flash-attn", "ok", _version("flash-attn") or "installed")
     return Finding("flash-attn", "optional", "not installed", "pip install --no-build-isolation flash-attn")
@@ -372,7 +371,7 @@ def _graphs() -> Finding:
 
 
 def _exact(has_gpu: bool) -> Finding:
-    """How outputs are kept the same to the last bit; for each model that is checked when an engine starts."""
+    """Report how outputs are kept bit-identical; an engine checks this for its model at startup."""
     name = "exact outputs"
     if has_gpu:
         return Finding(name, "ok", "forwards of 64 rows; not tried on a GPU yet, checked for each model at its start")
@@ -382,7 +381,7 @@ def _exact(has_gpu: bool) -> Finding:
 
 
 def _compiled_code() -> Finding:
-    """Of loops over arrays: whether the first start has to compile it."""
+    """Report whether compiled loops exist or the first start has to compile them."""
     if jit.BROUGHT is not None:
         return Finding("compiled code", "ok", f"the image has it for this processor ({jit.BROUGHT.name})")
     if not jit.NATIVE:
@@ -398,7 +397,7 @@ def _compiled_code() -> Finding:
 
 
 def _tiles() -> Finding:
-    """Of a processor: what multiplies."""
+    """Report the processor and whether its AMX tiles may be used."""
     if jit.tiles_are_refused():
         remedy = "allow the system call arch_prctl; all replicas must have them, or none: their sums round otherwise"
         return Finding("processor", "optional", "it has AMX, and its tiles are refused to this process", remedy)

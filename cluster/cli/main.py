@@ -1,4 +1,4 @@
-"""The command ``outrider``. Heavy imports stay inside the commands, so that help and mistakes are answered at once."""
+"""The command ``outrider``. Heavy imports stay inside the commands, so that help and usage errors are fast."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ def serve(
     model: Annotated[str | None, typer.Option(help="The model, as in other commands.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Say what is done as JSON on stderr, a line each.")] = False,
 ) -> None:
-    """Serve a model behind OpenAI's HTTP API until Ctrl-C."""
+    """Serve a model behind OpenAI's HTTP API until Ctrl-C.
+
+    Without a model and --config, the model of configs/local.yaml is served, or the tiny demo model if that cannot be fetched.
+    """
     from difflib import get_close_matches
 
     from configs.schema import REPOSITORY, ConfigError, keys, load_config
@@ -72,7 +75,7 @@ def serve(
         check(loaded)
         if not as_json:
             typer.echo("outrider: starting", err=True)
-        from cluster.cli.launch.serve import serve_until_stopped  # imports Ray, which takes a moment
+        from cluster.cli.launch.serve import serve_until_stopped  # imports Ray, which is slow
 
         own_choice = config is not None or any(setting.startswith("model.path=") for setting in settings)
         serve_until_stopped(with_threads(loaded), None if own_choice else "demo_model", as_json)
@@ -82,7 +85,7 @@ def serve(
 
 @app.command()
 def new_key() -> None:
-    """Make a random API key. The configuration holds its hash only, so this is the one time that it is shown."""
+    """Make a random API key and print it with its hash. Only the hash goes into the configuration; the key is not shown again."""
     from cache_service.namespace import hash_key
 
     key = f"outrider-{secrets.token_urlsafe(32)}"
@@ -104,10 +107,10 @@ def version() -> None:
 
 
 def main() -> None:
-    """The console script."""
+    """Run the command line."""
     try:
         app()
-    except KeyboardInterrupt:  # before the command has begun
+    except KeyboardInterrupt:  # before a command has begun
         sys.exit(130)
 
 

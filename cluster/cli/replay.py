@@ -1,4 +1,4 @@
-"""``outrider replay``: what strategies would save on known outputs, without a model."""
+"""``outrider replay``: tokens per step of strategies on known outputs, without a model."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def replay(
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Drive known outputs through strategies: tokens per step on a workload, without a model.
+    """Replay known outputs through strategies and report tokens per step, without a model. Each file is a workload.
 
     A drafted token counts as accepted if it is the next token of the known output (LLMA, arXiv 2304.04487, section 3.2). Tokens
-    per step are (output tokens + 1 for the end) / steps over a workload; the prefill counts as a step. A file is a workload.
+    per step are (output tokens + 1 for the end) / steps over a workload; the prefill counts as a step.
     """
     try:
         choices = chosen_strategies(strategy)
@@ -56,7 +56,7 @@ def replay(
         print(f"{choice.label} is skipped: {_needs_logits(choice)}", file=sys.stderr)
     rows: list[dict[str, Any]] = []
     with progress() as bars:
-        for choice in replayable:  # once before, uncounted: code that compiles itself does so here
+        for choice in replayable:  # warm-up run, not counted, for compilation
             _replay(choice, workloads[0], texts[workloads[0]][:1], budget, world_size, cutter.vocab_size, keep_history, bars)
         for path in workloads:
             for choice in replayable:
@@ -76,7 +76,7 @@ def replay(
 
 
 def figures(counts: ReplayCounts) -> dict[str, Any]:
-    """A replay as JSON values; times are microseconds a call."""
+    """Return a replay as JSON values; times are microseconds per call."""
     return {
         "records": counts.records,
         "tokens": counts.tokens,
@@ -92,7 +92,7 @@ def figures(counts: ReplayCounts) -> dict[str, Any]:
 
 
 def _microseconds(seconds: list[float]) -> dict[str, float] | None:
-    """Median and 99th percentile; None without a call."""
+    """Return median and 99th percentile; None without calls."""
     import numpy as np
 
     if not seconds:
@@ -102,7 +102,7 @@ def _microseconds(seconds: list[float]) -> dict[str, float] | None:
 
 
 def _replayable(choices: list[StrategyChoice]) -> tuple[list[StrategyChoice], list[StrategyChoice]]:
-    """Those that known outputs can drive, and those that need logits; ends the command when none of the first are left."""
+    """Split strategies into those that can be replayed and those that need logits; end the command if none can."""
     skipped = [choice for choice in choices if choice.build().needs_logits]
     replayable = [choice for choice in choices if choice not in skipped]
     if not replayable:
@@ -135,7 +135,6 @@ def _replay(
 
 
 def _table(rows: list[dict[str, Any]], means: dict[str, float], with_means: bool) -> Table:
-    """A row a workload and strategy, then the mean over workloads of each strategy."""
     from rich.table import Column, Table
 
     def times(row: dict[str, Any], name: str) -> str:

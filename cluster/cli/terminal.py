@@ -1,4 +1,4 @@
-"""The terminal: errors of one line and no traceback, progress bars, tables, Markdown as it comes."""
+"""Terminal output: one-line errors, progress bars, tables, streamed Markdown."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _REDRAW_S = 0.1
 
 
 def fail(message: str) -> NoReturn:
-    """Ends the command with exit code 1: something outside the command's input is wrong."""
+    """End the command with exit code 1: something other than the command's input is wrong."""
     typer.echo(f"error: {message}", err=True)
     raise typer.Exit(1)
 
 
 def fail_input(message: str) -> NoReturn:
-    """Ends the command with exit code 2: an argument, a file or a configuration is wrong."""
+    """End the command with exit code 2: an argument, a file or a configuration is wrong."""
     typer.echo(f"error: {message}", err=True)
     raise typer.Exit(2)
 
 
 def progress(counts_bytes: bool = False) -> Progress:
-    """Bars on stderr, which are gone in the end."""
+    """Return progress bars on stderr that disappear at the end."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -42,14 +42,14 @@ def progress(counts_bytes: bool = False) -> Progress:
 
 
 def print_table(table: Table) -> None:
-    """Prints it on stdout; wide where that is no terminal."""
+    """Print a table on stdout, 160 columns wide if that is no terminal."""
     from rich.console import Console
 
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 def print_rows(rows: Sequence[Mapping[str, object]], columns: Sequence[str], left: Collection[str], digits: int = 1) -> None:
-    """A table, if it has rows. Cells of ``left`` columns begin at the left; fractions have so many digits."""
+    """Print a table if it has rows. Columns in ``left`` are left-aligned; floats have ``digits`` decimals."""
     from rich.markup import escape
     from rich.table import Column, Table
 
@@ -70,10 +70,10 @@ def print_rows(rows: Sequence[Mapping[str, object]], columns: Sequence[str], lef
 
 
 class MarkdownStream:
-    """An answer on stdout as it comes.
+    """Answer on stdout as it arrives.
 
-    On a terminal it is Markdown: the block that is being written is drawn again until it is whole. Elsewhere, where nothing can
-    be drawn again, and where drafted tokens are marked in colour, it is the text itself.
+    On a terminal it is rendered as Markdown, and the current block is redrawn until it is complete. Without a terminal, or if
+    drafted tokens are marked in colour, it is plain text.
     """
 
     def __init__(self, marks_drafts: bool) -> None:
@@ -93,7 +93,7 @@ class MarkdownStream:
             self._end_block()
 
     def write(self, text: str, drafted: bool = False, thought: bool = False) -> None:
-        """Some more of it; reasoning that comes before it is dim, and apart from it."""
+        """Write a piece of the answer; reasoning is dimmed and set apart from it."""
         if thought or self._thinks:
             typer.echo(typer.style(text, dim=True) if thought else "\n", nl=not thought)
             self._thinks = thought
@@ -115,7 +115,7 @@ class MarkdownStream:
         self._draw()
 
     def _draw(self, whole: bool = False) -> None:
-        """Draws the block; until it is whole, as much of its end as fits, and not more often than anybody sees."""
+        """Draw the block; while incomplete, only the end that fits, and at most every ``_REDRAW_S`` seconds."""
         now = time.monotonic()
         if not self._block.strip() or (not whole and now - self._drawn_s < _REDRAW_S):
             return
@@ -134,7 +134,7 @@ class MarkdownStream:
         self._drawn_s = now
 
     def _end_block(self) -> None:
-        """What was drawn stays, all of it, and an empty line below."""
+        """Draw the whole block and leave it on the screen."""
         self._draw(whole=True)
         if self._live is not None:
             self._live.stop()
@@ -142,7 +142,7 @@ class MarkdownStream:
 
 
 def _markdown(text: str) -> Markdown:
-    """Without HTML: what looks like a tag is shown as it was written."""
+    """Parse Markdown without HTML, so that text that looks like a tag is shown as written."""
     from markdown_it import MarkdownIt
     from rich.markdown import Markdown
 

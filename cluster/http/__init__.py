@@ -1,5 +1,5 @@
-"""The HTTP interface.
+"""HTTP API of the server.
 
 In: requests.
-Out: answers in OpenAI's shapes.
+Out: responses in OpenAI's format.
 """

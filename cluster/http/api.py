@@ -1,4 +1,4 @@
-"""The HTTP interface: OpenAI's routes on top of an ``EnginePort``. It knows nothing of Ray."""
+"""HTTP API: OpenAI's routes on top of an ``EnginePort``, independent of Ray."""
 
 from __future__ import annotations
 
@@ -52,50 +52,29 @@ if TYPE_CHECKING:
 
 
 class Service:
-    """What the routes do."""
+    """Handlers of the generating routes, and the services behind all other routes."""
 
     def __init__(
         self,
         engine: EnginePort,
         tokenizer: PreTrainedTokenizerFast,
-        tenancy: TenancyOptions | None = None,
-        cache: CacheAdminPort | None = None,
-        replicas: int = 1,
-        open_metrics: bool = False,
-        auditor: Auditor | None = None,
-        cache_options: CacheOptions | None = None,
-        guard: StreamGuard | None = None,
-        admission: AdmissionOptions | None = None,
-        baseline: Baseline | None = None,
-        shadow: Shadow | None = None,
-        listeners: Sequence[Listener] = (),
-        forget: Forget | None = None,
-        tells_engines: Callable[[], Awaitable[bool]] | None = None,
-        wake: Callable[[], None] | None = None,
-        device_failures: Callable[[], Mapping[str, int]] = dict,
-        stream_key: bytes = b"",
+        tenancy: TenancyOptions | None = None,  # tenants and their API keys; without it no requests share draft sources
+        cache: CacheAdminPort | None = None,  # shared cache, for the admin routes; None if the server has none
+        replicas: int = 1,  # configured number of engine replicas
+        open_metrics: bool = False,  # serve /metrics without an admin key
+        auditor: Auditor | None = None,  # records and replays served requests; None disables audits
+        cache_options: CacheOptions | None = None,  # section ``cache`` of the configuration, for /v1/cache
+        guard: StreamGuard | None = None,  # padding and cadence of streams; None sends events unchanged
+        admission: AdmissionOptions | None = None,  # required keys and limits; None rejects wrong keys only
+        baseline: Baseline | None = None,  # baseline deployment for /v1/compare; None if not deployed
+        shadow: Shadow | None = None,  # sends served requests to the baseline too; None if disabled
+        listeners: Sequence[Listener] = (),  # output hooks of all generations, besides those of the auditor and the shadow
+        forget: Forget | None = None,  # deletes audit records in all API replicas; None uses the local auditor's
+        tells_engines: Callable[[], Awaitable[bool]] | None = None,  # whether this API exports engine metrics; None: always
+        wake: Callable[[], None] | None = None,  # starts an engine (scale from zero); None if one is always running
+        device_failures: Callable[[], Mapping[str, int]] = dict,  # device failures of the replicas, by kind
+        stream_key: bytes = b"",  # signs the event ids of streams; empty disables event ids
     ) -> None:
-        """
-        Args:
-            engine: the replicas.
-            tokenizer: of the model.
-            tenancy: whose requests share drafts; nobody's when absent.
-            cache: the shared memory, for the admin routes; None where there is none.
-            replicas: how many there should be.
-            open_metrics: /metrics needs no key; otherwise it is the operator's.
-            auditor: hears what is served; None where nothing is audited.
-            cache_options: the slice ``cache`` of the configuration, for what tenants are told; its defaults when absent.
-            guard: of streams; None where they leave as they come.
-            admission: who may come in; whoever has no wrong key when absent.
-            baseline: deployed beside the engine, for comparisons; None where there is none.
-            shadow: has the baseline answer what is served; None where it does not.
-            listeners: who follow all generations, beside the auditor and the shadow.
-            forget: has all replicas of the API let go of answers; where there is one, its auditor does when absent.
-            tells_engines: whether /metrics tells of engines, which one of several APIs does; yes when absent.
-            wake: has an engine start; None where there always is one.
-            device_failures: of the replicas, by kind.
-            stream_key: signs the ids of a stream's events; empty: they have none.
-        """
         admission = admission or AdmissionOptions()
         heard = (*listeners, *(each.listen for each in (auditor, shadow) if each is not None))
         self._engine, self._tokenizer, self._token_bytes = engine, tokenizer, TokenBytes(tokenizer)
@@ -123,17 +102,17 @@ class Service:
         self._started = int(time.time())
 
     async def version(self) -> documents.Version:
-        """Of this server."""
+        """Return the version of this server."""
         return documents.Version(version=documents.version())
 
     async def models(self, authorization: Authorization = None) -> dict[str, Any]:
-        """The model, then its adapters. Clients ask for the list to see whether their key is good."""
-        self._tenancy.tenant_of(authorization)
+        """List the model and its adapters."""
+        self._tenancy.tenant_of(authorization)  # clients use this route to validate their key
         info = await self._answering.model()
         return {"object": "list", "data": [self._card(info, name) for name in info.names]}
 
     async def model(self, name: str, authorization: Authorization = None) -> dict[str, Any]:
-        """The model, or an adapter, by its name."""
+        """Return the model or an adapter by its name."""
         self._tenancy.tenant_of(authorization)
         return self._card(await self._answering.model(name), name)
 
@@ -145,7 +124,7 @@ class Service:
         accept: Accept = None,
         last_event_id: LastEventId = None,
     ) -> Response:
-        """The assistant's next message."""
+        """Generate the assistant's next message."""
         headers = StreamHeaders(accept, last_event_id)
         planner = await self._answering.planner("chatcmpl-", body, authorization, session_id, headers)
         form, admitted, generation = await self._chat(planner, body, body)
@@ -160,7 +139,7 @@ class Service:
         session_id: SessionId = None,
         last_event_id: NoEventId = None,
     ) -> Response:
-        """The items that follow the input: reasoning, a message, calls of functions."""
+        """Generate the items that follow the input: reasoning, a message and function calls."""
         no_resuming(last_event_id)
         planner = await self._answering.planner("resp_", body, authorization, session_id)
         with renamed_errors():
@@ -172,7 +151,7 @@ class Service:
     async def _chat(
         self, planner: Planner, chat: ChatCompletionRequest, body: ChatCompletionRequest | ResponsesRequest
     ) -> tuple[Form, AdmittedRequest, Generation]:
-        """How a chat, which the body is or asks for, is to be answered, and its generation, which is let in and not started."""
+        """Return the response form of a chat, its admitted jobs, and its generation, which is not started."""
         planned = await planner.chat(chat)
         (reasoning, calls), shape = planner.reads(chat, self._token_bytes), self._guard.shape(body)
         form = Form(
@@ -190,7 +169,7 @@ class Service:
         return form, admitted, self._answering.generation(self._engine, admitted, chat.n or 1)
 
     async def embeddings(self, authorization: Authorization = None) -> Response:
-        """Refused, with what to do instead. Raises ``ApiError`` (404, as vLLM)."""
+        """Raise ``ApiError`` (404, the same status as vLLM), since the model generates text."""
         self._tenancy.tenant_of(authorization)
         info = await self._answering.model()
         message = f"the model {info.served_name!r} generates text and does not support the Embeddings API"
@@ -204,7 +183,7 @@ class Service:
         accept: Accept = None,
         last_event_id: LastEventId = None,
     ) -> Response:
-        """The text that follows each prompt."""
+        """Generate the text that follows each prompt."""
         headers = StreamHeaders(accept, last_event_id)
         planner = await self._answering.planner("cmpl-", body, authorization, session_id, headers)
         planned, shape = await planner.completion(body), self._guard.shape(body)
@@ -230,11 +209,11 @@ class Service:
             "root": _without_folder(root),
             "parent": parent and _without_folder(parent),
             "max_model_len": info.max_model_len,
-            "weights": info.weights,  # formats of those that are quantized, else their type
-            "lossless": info.lossless,  # whatever is asked for
-            "reasoning": form.reasoning and list(form.reasoning),  # the tags around it, by the chat template
-            "tool_calls": form.calls,  # the form of calls, by vLLM's name of its parser
-            "exact": info.exact,  # lossless outputs are plain decoding's to the last bit
+            "weights": info.weights,  # quantization formats, otherwise the dtype
+            "lossless": info.lossless,  # true if every strategy that a request may choose is lossless
+            "reasoning": form.reasoning and list(form.reasoning),  # opening and closing tag, from the chat template
+            "tool_calls": form.calls,  # format of tool calls, by the name of vLLM's parser
+            "exact": info.exact,  # lossless outputs equal plain decoding bit for bit
             "strategies": info.choices,
             "lossless_strategies": info.lossless_choices,
         }
@@ -246,12 +225,11 @@ def create_api(
     has_operator_routes: bool = True,
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
 ) -> FastAPI:
-    """The application: routes, which are methods of the services, and what stands before them.
+    """Build the application: the routes and the middleware in front of them.
 
     Args:
-        service: does what they say.
-        has_operator_routes: /admin and /metrics are among them; false where they have a port of their own.
-        lifespan: what lives as long as the application.
+        has_operator_routes: include /admin and /metrics; false if they have a separate port.
+        lifespan: FastAPI's context manager for startup and shutdown.
     """
     app = FastAPI(title="Outrider", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.router.route_class = checking_route(service.text.threads)
@@ -285,7 +263,7 @@ def create_api(
 
 
 def add_operator_routes(app: FastAPI, service: Service) -> None:
-    """Gives an application what is the operator's: /admin and /metrics."""
+    """Add the operator's routes, /admin and /metrics, to an application."""
     add_admin_routes(app, service.admin)
     app.get("/admin/audit")(service.audit.counters)
     app.post("/admin/audit", response_model=None)(service.audit.run)
@@ -294,10 +272,10 @@ def add_operator_routes(app: FastAPI, service: Service) -> None:
 
 
 def _without_folder(name: str) -> str:
-    """Return the name of a model without the folder that it lies in, which is the operator's."""
+    # Clients must not see the operator's folders.
     return Path(name).name if Path(name).is_absolute() else name
 
 
 def _told(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """What a route answers, as the document tells it."""
+    """Return the OpenAPI ``responses`` of a route that returns ``model``."""
     return documents.ERRORS | {200: {"model": model}}

@@ -1,8 +1,8 @@
-"""Bodies are parsed and checked in threads, in turns by API key, so that the event loop goes on however large a body is.
+"""Parsing and validation of request bodies in threads, scheduled fairly by API key, so that no body blocks the event loop.
 
-Compiled code holds the interpreter while it parses and checks. Numbers and objects come back to Python one by one, where another
-thread may take over; of strings, lists and objects a body may hold as many as take some milliseconds, and of the names of an
-object as many as take that long to be refused one by one.
+Compiled parsers hold the GIL while they run. Numbers and objects are therefore passed through Python callbacks, where another
+thread can take over. The number of strings, lists and objects in a body is bounded to some milliseconds of parsing, and the
+number of names in one object to some milliseconds of error reports.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from fastapi.routing import APIRoute
 from cluster.http.errors import ApiError
 from cluster.http.text_threads import SHORT, TextThreads
 
-# Names and texts, objects and lists: more than a body within all other bounds has.
+# Strings (names and values), and objects plus lists. No body within all other bounds has as many.
 MAX_STRINGS, MAX_NESTED = 1 << 17, 1 << 15
-MAX_NAMES = 1 << 12  # of one object
-_PIECE_CHARS = 1 << 16  # that are counted at once
+MAX_NAMES = 1 << 12  # names in one object
+_PIECE_CHARS = 1 << 16  # characters scanned at once by _check_counts
 
 
 def checking_route(threads: TextThreads) -> type[APIRoute]:
-    """Return the class of routes whose bodies are checked in ``threads``, short ones at once."""
+    """Return a route class that validates bodies in ``threads``; bodies of at most ``SHORT`` bytes in the event loop."""
 
     class CheckingRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -43,7 +43,7 @@ def checking_route(threads: TextThreads) -> type[APIRoute]:
                         raise body.refusal from None
                     if not body.errors:
                         raise
-                    others = [found for found in error.errors() if found["loc"][0] != "body"]  # in headers
+                    others = [found for found in error.errors() if found["loc"][0] != "body"]  # errors in headers
                     raise RequestValidationError([*others, *body.errors], body=body.parsed) from None
 
             return checked
@@ -52,7 +52,7 @@ def checking_route(threads: TextThreads) -> type[APIRoute]:
 
 
 class _CheckedBody(Request):
-    """A request whose JSON is given as the object that the route takes; null where it is none, and ``errors`` say why."""
+    """Request whose ``json()`` is the validated object of the route; None if invalid, with the reasons in ``errors``."""
 
     def __init__(self, request: Request, field: Any, threads: TextThreads) -> None:
         super().__init__(request.scope, request.receive)
@@ -62,11 +62,11 @@ class _CheckedBody(Request):
         self.refusal: ApiError | None = None
 
     async def json(self) -> Any:
-        """Parse and check the body. Raises as ``json.loads``."""
+        """Parse and validate the body. Raises the errors of ``json.loads``."""
         body = await self.body()
         try:
             return self._check(body) if len(body) <= SHORT else await self._threads.run(self._check, body)
-        except ApiError as error:  # FastAPI would take it for a fault of its own
+        except ApiError as error:  # FastAPI would replace it by its own error for unreadable bodies
             self.refusal = error
             return None
 
@@ -79,7 +79,7 @@ class _CheckedBody(Request):
 
 
 def parse(body: bytes) -> Any:
-    """Return the value of JSON. Raises as ``json.loads``, and ``ApiError`` (400) where it holds too much."""
+    """Parse JSON. Raises the errors of ``json.loads``, and ``ApiError`` (400) if the body has too many strings or objects."""
     if len(body) <= SHORT:
         return json.loads(body)
     text = body.decode(json.detect_encoding(body), "surrogatepass")
@@ -88,7 +88,7 @@ def parse(body: bytes) -> Any:
 
 
 def _int(digits: str) -> int:
-    return int(digits)  # in Python: see above
+    return int(digits)  # a Python callback, so that other threads can run: see the module docstring
 
 
 def _float(digits: str) -> float:
@@ -96,9 +96,9 @@ def _float(digits: str) -> float:
 
 
 def _check_counts(text: str) -> None:
-    """Refuse JSON with too many parts, before it is parsed. Raises ``ApiError`` (400)."""
+    """Raise ``ApiError`` (400) if JSON text has too many strings, objects or lists, before it is parsed."""
     quotes = nested = 0
-    escape = ""  # a backslash at the end of a piece, whose character is in the next one
+    escape = ""  # backslash at the end of a piece; the character that it escapes is in the next piece
     for start in range(0, len(text), _PIECE_CHARS):
         piece = escape + text[start : start + _PIECE_CHARS]
         if "\\" in piece:
@@ -108,7 +108,7 @@ def _check_counts(text: str) -> None:
         else:
             escape = ""
         between = piece.split('"')
-        outside = between[quotes % 2 :: 2]
+        outside = between[quotes % 2 :: 2]  # the parts that are not inside strings
         nested += sum(each.count("{") + each.count("[") for each in outside)
         quotes += len(between) - 1
         if quotes // 2 > MAX_STRINGS:
@@ -118,8 +118,9 @@ def _check_counts(text: str) -> None:
 
 
 def check_names(value: Any) -> None:
-    """Refuse objects with too many names, each of which would be refused by itself. Raises ``ApiError`` (400)."""
-    waiting: list[tuple[Any, str | None]] = [(value, None)]  # with the field of the body that it is in
+    """Raise ``ApiError`` (400) if an object has too many names."""
+    # Without this check, pydantic reports an error for each unknown name.
+    waiting: list[tuple[Any, str | None]] = [(value, None)]  # value, top-level field that contains it
     while waiting:
         value, field = waiting.pop()
         if isinstance(value, dict):

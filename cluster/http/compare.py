@@ -1,4 +1,4 @@
-"""``POST /v1/compare``: one request answered twice, with drafts and without, and what that changed."""
+"""``POST /v1/compare``: run one request with and without speculative decoding and compare outputs and speed."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ logger = logging.getLogger(__name__)
 
 Against = Literal["baseline", "plain"]
 
-# Fields of the other routes whose effect the answer of a comparison has no place for.
+# Fields of the other routes that a comparison does not support, because its response has no field for their effect.
 _NO_PLACE = ("stream", "echo", "logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids")
 
 
 class _Compared(Strict):
-    """What a comparison takes beside the fields of a completion."""
+    """Fields of a comparison besides those of a completion."""
 
-    against: Against | None = None  # plain: the same engine without drafts; the baseline, where one is deployed, when absent
+    # "plain" is the same engine without speculation. Default: the baseline deployment if there is one, otherwise "plain".
+    against: Against | None = None
 
     @model_validator(mode="after")
     def _check_form(self) -> _Compared:
@@ -56,11 +57,11 @@ class _Compared(Strict):
 
 
 class CompareChatRequest(ChatCompletionRequest, _Compared):
-    """A chat to be answered twice."""
+    """Chat request to run twice."""
 
 
 class CompareCompletionRequest(CompletionRequest, _Compared):
-    """A prompt to be continued twice."""
+    """Completion request with one prompt, to run twice."""
 
     @model_validator(mode="after")
     def _check_one(self) -> CompareCompletionRequest:
@@ -70,7 +71,7 @@ class CompareCompletionRequest(CompletionRequest, _Compared):
 
 
 def _kind(body: Any) -> str | None:
-    """Which of the two a body is; None for what is no object. One that was checked already is an object of its class."""
+    """Return the union tag of a body, which may be validated already; None if it is not an object."""
     if isinstance(body, CompareChatRequest | CompareCompletionRequest):
         return "<chat>" if isinstance(body, CompareChatRequest) else "<text>"
     if isinstance(body, dict):
@@ -78,69 +79,69 @@ def _kind(body: Any) -> str | None:
     return None
 
 
-# The tags are in the paths of errors; in brackets, no field has their names (see cluster.http.errors).
+# Pydantic puts the tags into the paths of errors. The angle brackets keep them distinct from field names (cluster.http.errors).
 CompareRequest = Annotated[
     Annotated[CompareChatRequest, Tag("<chat>")] | Annotated[CompareCompletionRequest, Tag("<text>")], Discriminator(_kind)
 ]
 
 
 class Side(BaseModel):
-    """One of the two answers, with the times that the API's process saw; only ``strategy`` and ``error`` where it failed."""
+    """One of the two responses, with times measured in the API process. A failed side has an ``error`` and no results."""
 
-    strategy: str  # that drafted
-    kind: str | None = None  # of the other side: what it is; plain is plain decoding in an engine of this server's own
+    strategy: str  # drafting strategy
+    kind: str | None = None  # kind of the baseline; "plain" is plain decoding on an engine of this server
     text: str | None = None
     finish_reason: FinishReason | None = None  # stop or length
-    usage: Usage | None = None  # prompt_tokens_details says what of the prompt was not computed: compare ttft_s with it in mind
-    ttft_s: float | None = None  # to the first token
-    latency_s: float | None = None  # to the last token
-    tokens_per_s: float | None = None  # of the tokens after the first step; null where there is one step only
-    tokens_per_step: float | None = None  # emitted tokens over forwards of the model that emitted some
+    usage: Usage | None = None  # cached prompt tokens (prompt_tokens_details) make ttft_s shorter
+    ttft_s: float | None = None  # time to the first token
+    latency_s: float | None = None  # time to the last token
+    tokens_per_s: float | None = None  # rate of the tokens after the first step; null if there was only one step
+    tokens_per_step: float | None = None  # emitted tokens per target forward that emitted any
     error: ErrorDetails | None = None
 
 
 class FirstDifference(BaseModel):
-    """The first token that is not the same; null on a side that has ended before it."""
+    """First token that differs; null on a side that ended before it."""
 
-    index: int  # in the answer, from 0
-    accelerated: str | None  # what the token stands for
+    index: int  # position in the response, from 0
+    accelerated: str | None  # text of the token
     baseline: str | None
 
 
 class Comparison(BaseModel):
-    """Two answers to one request. What compares them is null where one of them failed."""
+    """Two responses to one request. The fields that compare them are null if either side failed."""
 
     id: str
     object: Literal["comparison"] = "comparison"
-    created: int  # seconds since 1970
+    created: int  # Unix time in seconds
     model: str
-    lossless: bool  # whether the accelerated answer has the distribution of plain decoding
+    lossless: bool  # whether the accelerated response has the distribution of plain decoding
     against: Against
-    ran: Literal["in turns", "at once"]  # in turns where both compute on the same devices, who begins alternates
+    ran: Literal["in turns", "at once"]  # "in turns" if both sides share devices; the first side alternates
     accelerated: Side
     baseline: Side
-    identical: bool | None  # token for token, and ended for the same reason
+    identical: bool | None  # same tokens and same finish reason
     first_difference: FirstDifference | None
-    speedup: float | None  # tokens_per_s of the accelerated answer over those of the baseline: the prompt's time is not in it
+    speedup: float | None  # ratio of tokens_per_s, accelerated over baseline; prefill time is not included
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What accelerated answers are compared with, beside plain decoding on their own engine."""
+    """Baseline deployment that accelerated responses are compared with."""
 
     engine: EnginePort
-    kind: str  # as configured
-    shares_devices: bool  # with the engine: then one waits for the other
+    kind: str  # baseline.kind of the configuration
+    shares_devices: bool  # whether it runs on the engine's devices, so that the two sides must run in turns
 
 
 @dataclass(slots=True)
 class _Run(TimedRun):
-    """What came of one side."""
+    """Result of one side."""
 
     usage: Usage | None = None
 
     def side(self, strategy: str, kind: str | None) -> Side:
-        """As it is answered."""
+        """Return the result in the response format."""
         return Side(
             strategy=strategy, kind=kind, text=self.text, finish_reason=self.reason, usage=self.usage,
             ttft_s=round(self.ttft_s, 6), latency_s=round(self.latency_s, 6),
@@ -150,10 +151,10 @@ class _Run(TimedRun):
 
 @dataclass(slots=True)
 class CompareService:
-    """Answers a request twice. The baseline's answer belongs to no tenant: it drafts from nothing and teaches nobody."""
+    """Service behind ``POST /v1/compare``."""
 
     engine: EnginePort
-    baseline: Baseline | None  # deployed beside it; None where there is none
+    baseline: Baseline | None  # None if no baseline is deployed
     answering: Answering
     token_bytes: TokenBytes
     _turns: Iterator[int] = field(default_factory=itertools.count, init=False)
@@ -161,15 +162,16 @@ class CompareService:
     async def compare(
         self, body: CompareRequest, authorization: Authorization = None, session_id: SessionId = None
     ) -> Comparison:
-        """Both answers.
+        """Run the request on both sides and compare the results.
 
         Raises:
-            ApiError: the request is refused, or both sides failed: then the error of the accelerated one.
+            ApiError: the request is refused, or both sides failed (the error of the accelerated side is raised).
         """
         planner = await self.answering.planner("cmp-", body, authorization, session_id)
         answer_id, info = planner.beginning.answer_id, planner.info
         against, other, apart = self._other(body.against)
         (job,) = await (planner.chat(body) if isinstance(body, CompareChatRequest) else planner.completion(body))
+        # The baseline's job has no tenant: it uses no draft sources and adds nothing to any tenant's history.
         plain = dataclasses.replace(
             job, request_id=f"{answer_id}/1", tenant=None, public=False, references=(), strategy=PLAIN, max_draft_tokens=0
         )
@@ -191,7 +193,7 @@ class CompareService:
         )  # fmt: skip
 
     def _other(self, against: Against | None) -> tuple[Against, EnginePort, bool]:
-        """What the request is compared with, its engine, and whether that computes on devices of its own."""
+        """Return the kind of the other side, its engine, and whether it runs on separate devices."""
         if against == "plain" or (against is None and self.baseline is None):
             return "plain", self.engine, False
         if self.baseline is None:
@@ -203,24 +205,23 @@ class CompareService:
     async def _both(
         self, sides: Sequence[tuple[EnginePort, AdmittedRequest]], apart: bool
     ) -> tuple[_Run | ApiError, _Run | ApiError]:
-        """Both runs, at once or in turns; the first to run is the second of the next comparison."""
+        """Run both sides, concurrently if they have separate devices."""
         if apart:
             first, second = await asyncio.gather(*(self._run(*side) for side in sides))
             return first, second
-        if next(self._turns) % 2:
+        if next(self._turns) % 2:  # the order alternates between comparisons
             second = await self._run(*sides[1])
             return await self._run(*sides[0]), second
         return await self._run(*sides[0]), await self._run(*sides[1])
 
     async def _run(self, engine: EnginePort, admitted: AdmittedRequest) -> _Run | ApiError:
-        """One side, or why it failed."""
         run, began_s = _Run(), time.perf_counter()
         try:
             async with self.answering.generation(engine, admitted) as generation:
                 async for _, output in generation.outputs():
                     run.hear(output, time.perf_counter() - began_s)
                 run.usage = usage_of(generation)
-        except Exception as error:  # the other side's answer is still given
+        except Exception as error:  # the other side's response is still returned
             told = errors.api_error(error)
             if told.status == 500:
                 logger.exception("a side of a comparison failed")
@@ -228,7 +229,7 @@ class CompareService:
         return run
 
     def _judged(self, accelerated: _Run, baseline: _Run) -> dict[str, Any]:
-        """What compares two answers."""
+        """Return the fields of ``Comparison`` that compare two results."""
         index, first = first_difference(accelerated.token_ids, baseline.token_ids), None
         if index is not None:
             left, right = self._spelled(accelerated.token_ids, index), self._spelled(baseline.token_ids, index)

@@ -1,4 +1,4 @@
-"""The OpenAPI document at ``/openapi.json``: what the routes take and answer, as FastAPI tells it, with what it cannot know."""
+"""OpenAPI document at ``/openapi.json``: response models, and additions to the document that FastAPI generates."""
 
 from __future__ import annotations
 
@@ -15,63 +15,63 @@ from cluster.http.answers.responses import ResponseObject
 from cluster.http.answers.resume import HEADER, MAX_EVENT_ID
 from cluster.http.types.strict import MAX_NAME
 
-Authorization = Annotated[str | None, Header(include_in_schema=False)]  # told as the scheme of the whole document
-SessionId = Annotated[str | None, Header(alias="X-Session-ID", max_length=MAX_NAME)]  # as the field prompt_cache_key
+Authorization = Annotated[str | None, Header(include_in_schema=False)]  # documented as a security scheme
+SessionId = Annotated[str | None, Header(alias="X-Session-ID", max_length=MAX_NAME)]  # same effect as prompt_cache_key
 Accept = Annotated[str | None, Header(include_in_schema=False)]
-LastEventId = Annotated[  # of a stream that was cut off: the same body gets the rest of it
+LastEventId = Annotated[  # with the same body, resumes an interrupted stream after this event
     str | None, Header(alias=HEADER, max_length=MAX_EVENT_ID, description="id of the last event of a stream to be gone on with")
 ]
-NoEventId = Annotated[str | None, Header(alias=HEADER, include_in_schema=False)]  # where it is always refused
-_PRIVATE = "/admin"  # the operator's routes are not the public's
+NoEventId = Annotated[str | None, Header(alias=HEADER, include_in_schema=False)]  # for routes that cannot resume streams
+_PRIVATE = "/admin"  # prefix of routes that are not documented
 
 
 class ErrorDetails(BaseModel):
-    """What went wrong, in OpenAI's words."""
+    """Error in OpenAI's format."""
 
     message: str
     type: str  # invalid_request_error, rate_limit_error or server_error
-    param: str | None  # the path of the field at fault, such as messages[0].content
+    param: str | None  # path of the field at fault, such as messages[0].content
     code: str | None
 
 
 class ErrorBody(BaseModel):
-    """Every answer that is no success."""
+    """Body of every error response."""
 
     error: ErrorDetails
 
 
 class State(BaseModel):
-    """How the server is; there are more fields than these."""
+    """State of the server. The response has more fields than those listed here."""
 
     status: str
 
 
 class Version(BaseModel):
-    """The version of this server."""
+    """Version of this server."""
 
     version: str
 
 
 class Model(BaseModel):
-    """A model that is served; there are more fields than these."""
+    """Served model or adapter. The response has more fields than those listed here."""
 
     id: str
     object: str
-    created: int  # seconds since 1970
+    created: int  # Unix time in seconds
     owned_by: str
-    root: str  # of an adapter its folder
-    parent: str | None  # of an adapter the model that it was trained on
-    max_model_len: int  # tokens of prompt and output together
-    lossless: bool  # whatever is asked for
+    root: str  # for an adapter, the name of its folder
+    parent: str | None  # for an adapter, its base model
+    max_model_len: int  # prompt and output tokens together
+    lossless: bool  # true if every strategy that a request may choose is lossless
     strategies: list[str]
     lossless_strategies: list[str]
     exact: bool
-    reasoning: list[str] | None  # the tags around it; null where the chat template has none that are known
-    tool_calls: str | None  # the form that the chat template has calls written in
+    reasoning: list[str] | None  # opening and closing tag; null if the chat template has no known tags
+    tool_calls: str | None  # format of tool calls in the chat template
 
 
 class Models(BaseModel):
-    """The list of models."""
+    """List of the served model and its adapters."""
 
     object: str
     data: list[Model]
@@ -102,7 +102,7 @@ STATES = ERRORS | {200: {"model": State}}
 
 
 def version() -> str:
-    """Of this server; ``unknown`` where it runs from a folder in which it was not installed."""
+    """Return the version of this server; ``unknown`` if the package is not installed."""
     try:
         return installed("outrider")
     except PackageNotFoundError:
@@ -110,20 +110,20 @@ def version() -> str:
 
 
 def install(app: FastAPI) -> None:
-    """Has the application describe its public routes, when it has all of them."""
+    """Replace the application's OpenAPI document by one of its public routes, built at the first request."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
             routes = [route for route in app.routes if not getattr(route, "path", "").startswith(_PRIVATE)]
             schema = get_openapi(title="Outrider", version=version(), summary=_SUMMARY, routes=routes)
             for operation in (operation for path in schema["paths"].values() for operation in path.values()):
-                operation.pop("description", None)  # a docstring is for who reads the code
+                operation.pop("description", None)  # docstrings of handlers are for developers
             schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-            schema["security"] = [{}, {"key": []}]  # an API key where the server asks for one
+            schema["security"] = [{}, {"key": []}]  # the API key is optional, unless the server requires one
             app.openapi_schema = schema
         return app.openapi_schema
 
-    app.openapi = document  # type: ignore[method-assign]  # FastAPI's documented way
+    app.openapi = document  # type: ignore[method-assign]  # the way documented by FastAPI
 
 
 _SUMMARY = "OpenAI's API on draft-free speculative decoding, which changes no answer"

@@ -1,4 +1,4 @@
-"""Every error that leaves the service, in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Error responses in OpenAI's format: ``{"error": {"message", "type", "param", "code"}}``."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from engine.errors import ContextLengthError, QueueFullError, RequestError, Stre
 
 logger = logging.getLogger(__name__)
 
-_LONGEST = 80  # characters of what a client sent that an error shows
-_SORTED = 1024  # names of an object, of which an error shows the first in their order
+_LONGEST = 80  # maximum characters of client input shown in an error
+_SORTED = 1024  # maximum names of an object that are sorted to show the first ones in an error
 
 
 class _Repr(reprlib.Repr):
-    """Shows the beginning alone: a value may be as large as a body."""
+    """Short representation of client input, which may be as large as a body."""
 
     def repr_dict(self, x: dict[Any, Any], level: int) -> str:
-        """Show the first names of a large object, which are not sorted."""
+        """Return the first names of an object; those of a large object are not sorted."""
         return super().repr_dict(x if len(x) <= _SORTED else dict(itertools.islice(x.items(), self.maxdict + 1)), level)
 
 
@@ -40,7 +40,7 @@ _REPR.maxlevel = 3
 
 
 class ApiError(Exception):
-    """An answer other than 200. ``param`` is the path of the field at fault, such as ``messages[0].content``."""
+    """Error response to an API request. ``param`` is the path of the field at fault, such as ``messages[0].content``."""
 
     def __init__(
         self,
@@ -56,21 +56,21 @@ class ApiError(Exception):
 
     @property
     def type(self) -> str:
-        """OpenAI's class of the error, which follows from the status."""
+        """Return OpenAI's error type for the status."""
         if self.status == 429:
             return "rate_limit_error"
         return "invalid_request_error" if self.status < 500 else "server_error"
 
     def body(self) -> dict[str, Any]:
-        """The JSON object of the answer."""
-        # What a client sent may hold half of a surrogate pair, which no encoder takes.
+        """Return the JSON object of the response."""
+        # Client input in the message may hold a lone surrogate, which cannot be encoded.
         message = self.message.encode("utf-8", "replace").decode()
         param = None if self.param is None else self.param.encode("utf-8", "replace").decode()
         return {"error": {"message": message, "type": self.type, "param": param, "code": self.code}}
 
 
 def api_error(error: Exception) -> ApiError:
-    """What a client is told about an exception; of one that is not expected, only that it is a 500."""
+    """Convert an exception to an error response; unexpected exceptions become a 500 without details."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
@@ -84,7 +84,7 @@ def api_error(error: Exception) -> ApiError:
 
 
 def told_error(error: Exception, event: str) -> ApiError:
-    """Return what a client is told about an exception that ends a stream, and log it: a client's fault in one line."""
+    """Convert an exception that ended a stream to an error response, and log it; client errors without a traceback."""
     told = api_error(error)
     if told.status < 500:
         logger.info("%s: %d %s", event, told.status, told.message)
@@ -94,7 +94,7 @@ def told_error(error: Exception, event: str) -> ApiError:
 
 
 def renamed(error: Exception) -> Exception:
-    """Return an error about the chat that a request of the Responses API became as one about the request's own fields."""
+    """Rename the field in an error from the chat request to the Responses API request that it was made from."""
     if isinstance(error, RequestError):
         return type(error)(own_name(error.field) or "input", error.message)
     if isinstance(error, ApiError):
@@ -104,7 +104,7 @@ def renamed(error: Exception) -> Exception:
 
 @contextlib.contextmanager
 def renamed_errors() -> Iterator[None]:
-    """Has errors about the chat that a request of the Responses API became name the request's own fields."""
+    """Apply ``renamed`` to the errors raised in the block."""
     try:
         yield
     except ApiError as error:
@@ -115,7 +115,7 @@ def renamed_errors() -> Iterator[None]:
 
 
 def install(app: FastAPI) -> None:
-    """Gives all errors of the application OpenAI's shape, those of its framework included."""
+    """Make the application return all errors in OpenAI's format, including those of FastAPI and Starlette."""
 
     async def on_error(request: Request, error: Exception) -> JSONResponse:
         if isinstance(error, RequestValidationError):
@@ -142,14 +142,14 @@ def _refused(error: HTTPException, request: Request) -> ApiError:
 
 
 def _invalid(findings: Sequence[Mapping[str, Any]], body: Any, url_path: str) -> ApiError:
-    """The 400 for what pydantic found: one finding, the one that reaches deepest into the body."""
+    """Return a 400 for one of pydantic's findings: the one that reaches deepest into the body."""
     paths = [_resolve(finding["loc"], body, finding["type"] == "missing") for finding in findings]
     best = max(range(len(findings)), key=lambda index: (len(paths[index]), -index))
     finding, path = findings[best], paths[best]
     kind, context = finding["type"], finding.get("ctx", {})
     if kind == "json_invalid":
         return ApiError(400, f"the body is not JSON: {context.get('error', finding['msg'])}", code="invalid_json")
-    if kind == "string_unicode" and finding["loc"] == ("body",):  # a name that is no text
+    if kind == "string_unicode" and finding["loc"] == ("body",):  # a name that is not valid Unicode
         name = finding["input"]
         return ApiError(400, f"unknown parameter {_shown(name)}; remove it", param=_short(name), code="unknown_parameter")
     if finding["loc"] == ("body",) and "param" not in context:
@@ -168,7 +168,7 @@ def _invalid(findings: Sequence[Mapping[str, Any]], body: Any, url_path: str) ->
 
 
 def _others(paths: Sequence[Sequence[int | str]], told: Sequence[int | str]) -> str:
-    """How many fields are wrong beside the one that is told of. What holds it is not another one."""
+    """Return a note on the number of other wrong fields; containers of wrong fields do not count."""
     found = {tuple(path) for path in paths}
     holding = {path[:length] for path in (*found, tuple(told)) for length in range(len(path))}
     count = len(found - holding - {tuple(told)})
@@ -176,8 +176,7 @@ def _others(paths: Sequence[Sequence[int | str]], told: Sequence[int | str]) -> 
 
 
 def _resolve(loc: Sequence[int | str], body: Any, is_missing: bool) -> list[int | str]:
-    """The path of a finding in the body: pydantic's names of union members are left out, that of a missing field is not. Of one
-    in a header it is the header's name."""
+    """Return the path of a finding in the body, or the name of a header, without pydantic's names of union members."""
     if loc[0] == "header":
         return list(loc[1:])
     path: list[int | str] = []

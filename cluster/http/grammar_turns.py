@@ -1,4 +1,4 @@
-"""Grammars of requests, built and checked beside the event loop, in turns by API key."""
+"""Construction and checks of request grammars in threads, scheduled fairly by API key."""
 
 from __future__ import annotations
 
@@ -14,22 +14,20 @@ from engine.text.grammar_check import NO_VOCABULARY, GrammarChecker
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-Fault = Callable[[str], str]  # what is wrong with a grammar for the model; empty: nothing
+Fault = Callable[[str], str]  # from a grammar to its error for the model; empty if it is valid
 
 
 class GrammarTurns:
-    """Threads of their own: who waits for a grammar that takes its time holds up no text of another key."""
+    """Threads for grammars, separate from those for texts, so that slow grammars do not delay texts of other keys."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer, self._turns = tokenizer, Turns("grammars")
         self._lock = threading.Lock()
-        self._known: tuple[int, tuple[int, ...]] | None = None  # logits and end tokens of the model that the checker is for
+        self._known: tuple[int, tuple[int, ...]] | None = None  # (vocab_size, eos_token_ids) that the checker is for
         self._checker = GrammarChecker()
 
     async def build(self, info: ModelInfo, build: Callable[[Fault], str]) -> str:
-        """Call a function that builds a grammar and refuses it where it has a fault, and return the grammar. Raises as
-        ``Turns.run``.
-        """
+        """Call ``build`` with a check for the model in a thread, and return its grammar. Raises the errors of ``Turns.run``."""
         return await self._turns.run(lambda: build(lambda grammar: self._fault(info, grammar)))
 
     def _fault(self, info: ModelInfo, grammar: str) -> str:

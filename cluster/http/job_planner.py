@@ -1,4 +1,4 @@
-"""From a checked API request to the engine jobs of its choices."""
+"""Conversion of validated API requests to the engine jobs of their choices."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from engine.text.chat import bracketed_tokens, knows_variable, render_chat
 from engine.text.chat_format import CALL_MARKS, HARMONY, HARMONY_ENDS, ChatFormat, added_tokens
 from engine.text.grammar import after_reasoning, behind_analysis, reason_of
 
-COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat gets what is left of the context
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; chats default to the rest of the context
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """The seed of one of ``n`` choices of a prompt: the request's own for the first, so that ``n`` does not change it.
+    """Return the seed of one of the ``n`` choices of a prompt.
 
-    For the others the first 63 bits of the BLAKE2b hash of ``SEED/CHOICE``: each choice can be asked for alone, and neighbouring
-    seeds do not share choices.
+    Choice 0 has the request's own seed, so that ``n`` does not change it. The others have 63 bits of the BLAKE2b hash of
+    ``SEED/CHOICE``: each choice can be requested alone, and neighbouring seeds do not share choices.
     """
     if choice == 0:
         return seed
@@ -49,15 +49,15 @@ def choice_seed(seed: int, choice: int) -> int:
 
 @dataclass(slots=True)
 class Answering:
-    """What the routes that generate have in common."""
+    """Shared parts of all routes that generate."""
 
-    threads: TextThreads  # with the tokenizer of the model
-    tenancy: Tenancy  # whose requests share drafts
-    admission: AdmissionController  # each choice counts
-    info: Callable[[], Awaitable[ModelInfo]]  # what is served; raises ApiError (503) while nobody answers
-    listeners: tuple[Listener, ...]  # who follow all generations
-    stream_key: bytes  # signs the ids of events; empty: they have none
-    chat_format: ChatFormat = dataclasses.field(init=False)  # of the model's template
+    threads: TextThreads
+    tenancy: Tenancy
+    admission: AdmissionController  # counts each choice
+    info: Callable[[], Awaitable[ModelInfo]]  # describes the served model; raises ApiError (503) while no engine answers
+    listeners: tuple[Listener, ...]  # output hooks of all generations
+    stream_key: bytes  # signs event ids; empty disables them
+    chat_format: ChatFormat = dataclasses.field(init=False)  # reasoning and tool call formats of the chat template
     grammars: GrammarTurns = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class Answering:
         self.grammars = GrammarTurns(self.threads.tokenizer)
 
     async def model(self, name: str | None = None) -> ModelInfo:
-        """What is served; raises ``ApiError`` (404) when the caller named neither it nor one of its adapters."""
+        """Return the served model. Raises ``ApiError`` (404) if ``name`` is neither the model nor one of its adapters."""
         info = await self.info()
         if name is not None and name not in info.names:
             message = f"the model {name!r} does not exist; this server has {', '.join(map(repr, info.names))}"
@@ -80,10 +80,14 @@ class Answering:
         session_id: str | None,
         headers: StreamHeaders | None = None,
     ) -> Planner:
-        """Who plans the jobs of a request. Its session is what the body says, else what the header says.
+        """Return the planner of a request's jobs.
+
+        Args:
+            prefix: prefix of the response id, such as ``cmpl-``.
+            session_id: session from the header, used if the body names none.
 
         Raises:
-            ApiError: a wrong key, another model, or a stream that cannot be gone on with.
+            ApiError: wrong key, unknown model, or a stream that cannot be resumed.
         """
         sharing, info = self.tenancy.sharing(authorization, body.cache), await self.model(body.model)
         session = body.prompt_cache_key or session_id or None
@@ -95,12 +99,12 @@ class Answering:
         return Planner(self.threads, self.grammars, self.chat_format, info, beginning, sharing, self.admission, session, adapter)
 
     def generation(self, engine: EnginePort, admitted: AdmittedRequest, n: int = 1, silent: bool = False) -> Generation:
-        """The generation of a request that is let in; see ``Generation``."""
+        """Return the generation of an admitted request; see ``Generation``."""
         return Generation(engine, admitted.jobs, n, silent, (*self.listeners, *admitted.listeners), admitted.deadline)
 
 
 class Planner:
-    """Tokenizes one request and settles what it leaves open. What all its choices share is computed once."""
+    """Builds the engine jobs of one request: tokenizes it and applies defaults. Work shared by all choices is done once."""
 
     def __init__(
         self,
@@ -121,10 +125,10 @@ class Planner:
         self._admission, self._limits = admission, admission.limits
 
     async def chat(self, body: ChatCompletionRequest) -> list[Job]:
-        """The jobs of a chat, one for each choice.
+        """Return the jobs of a chat, one per choice.
 
         Raises:
-            RequestError, ApiError: naming the field that cannot be served.
+            RequestError, ApiError: a field cannot be served; the error names it.
         """
         ids = await self._threads.run(self._render, body)
         if body.binds_calls is not None and self._format.calls is None:
@@ -134,16 +138,16 @@ class Planner:
         return await self._jobs(body, [(ids, self._most_tokens(body, ids, self.info.max_model_len))])
 
     async def completion(self, body: CompletionRequest) -> list[Job]:
-        """``n`` jobs for each prompt, in order. Raises as ``chat``."""
+        """Return ``n`` jobs per prompt, in order of the prompts. Raises the errors of ``chat``."""
         prompts: list[tuple[list[int], int]] = []
         for prompt in body.prompt:
             ids = await self._threads.encode(prompt) if isinstance(prompt, str) else prompt
             prompts.append((ids, self._most_tokens(body, ids, COMPLETION_MAX_TOKENS)))
-            await asyncio.sleep(0)  # all prompts together may be as large as a body
+            await asyncio.sleep(0)  # all prompts together may be as large as a body: do not block the event loop
         return await self._jobs(body, prompts)
 
     async def echoes(self, body: CompletionRequest) -> list[str]:
-        """What the text of each choice begins with: its prompt, as the client spelled it."""
+        """Return the prompt text that each choice begins with, as the client sent it; empty without ``echo``."""
         if not body.echo:
             return []
         texts: list[str] = []
@@ -154,7 +158,7 @@ class Planner:
         return texts
 
     def reads(self, body: ChatCompletionRequest, token_bytes: TokenBytes) -> tuple[ReadReasoning | None, ReadCalls | None]:
-        """How the answer to a chat that is planned is told apart: its reasoning, and its calls."""
+        """Return how to parse reasoning and tool calls from the response to a chat. Call it after ``chat``."""
         reasoning, calls, form = None, None, self._format
         if form.reasoning is not None:
             told = body.include_reasoning is not False
@@ -166,7 +170,7 @@ class Planner:
         return reasoning, calls
 
     def events(self, jobs: Sequence[Job], paced: bool) -> EventIds | None:
-        """The ids of the events of a stream that is planned; see ``Beginning.events``."""
+        """Return the generator of event ids for a planned stream; see ``Beginning.events``."""
         return self.beginning.events(jobs, self.info, paced)
 
     def _render(self, body: ChatCompletionRequest) -> list[int]:
@@ -174,7 +178,7 @@ class Planner:
         return render_chat(self._tokenizer, turns, body.shown_tools, variables=self._variables(body))
 
     def _variables(self, body: ChatCompletionRequest) -> dict[str, Any]:
-        """Of the chat template. Raises ``RequestError``: it does not know how much to reason."""
+        """Return the chat template's variables. Raises ``RequestError`` if it does not support ``reasoning_effort``."""
         asked, effort = body.chat_template_kwargs or {}, body.reasoning_effort
         if effort is None or "reasoning_effort" in asked:
             return asked
@@ -190,7 +194,7 @@ class Planner:
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
 
     async def _jobs(self, body: ChatCompletionRequest | CompletionRequest, prompts: Sequence[tuple[list[int], int]]) -> list[Job]:
-        """The jobs of all prompts, each with the most tokens of its answer."""
+        """Return the jobs of all prompts, each given as (token ids, maximum output tokens)."""
         self.info.check_strategy(body.drafting.strategy)
         self._check_ids("stop_token_ids", body.stop_token_ids or ())
         self._check_told(body, prompts)
@@ -207,9 +211,9 @@ class Planner:
         return jobs
 
     async def _references(self, body: ChatCompletionRequest | CompletionRequest) -> tuple[Int32Array, ...]:
-        """The tokens of all texts that the answer may repeat. Raises ``ApiError`` (400) as soon as they are too many."""
+        """Tokenize the reference texts. Raises ``ApiError`` (400) as soon as they have too many tokens."""
         found: list[Int32Array] = []
-        first = len(body.references) - len(body.reference_documents or ())  # document; a prediction comes before
+        first = len(body.references) - len(body.reference_documents or ())  # index of the first document, after a prediction
         for place, text in enumerate(body.references):
             found.append(np.asarray(await self._threads.encode(text, special_tokens=False), np.int32))
             field = "prediction" if place < first else f"reference_documents[{place - first}]"
@@ -221,7 +225,7 @@ class Planner:
         return tuple(found)
 
     def _checked_grammar(self, body: ChatCompletionRequest | CompletionRequest, fault: Fault) -> str:
-        """Return the grammar of an answer. Raises ``RequestError`` with the field where the model cannot follow it."""
+        """Return the grammar of the response. Raises ``RequestError`` naming the field if the model cannot follow it."""
         grammar = self._grammar(body)
         assert grammar is not None, body.bound_by
         if reason := fault(grammar):
@@ -247,7 +251,7 @@ class Planner:
         return after_reasoning(grammar, form.reasoning, tokens, self._begins_within)
 
     def _choices(self, job: Job, first: int, n: int) -> list[Job]:
-        """The jobs of a prompt's choices, of which ``first`` is the number of the first one."""
+        """Return the jobs of a prompt's ``n`` choices, numbered from ``first``."""
         seeds = [choice_seed(job.params.seed, choice) for choice in range(n)]
         return [
             dataclasses.replace(
@@ -260,7 +264,7 @@ class Planner:
         ]
 
     def _most_tokens(self, body: ChatCompletionRequest | CompletionRequest, ids: list[int], default: int) -> int:
-        """Of an answer: as many as are asked for, else ``default`` or what is left of the context."""
+        """Return the maximum output tokens: as requested, otherwise ``default`` or the rest of the context, if that is less."""
         prompt, (field, wanted) = body.PROMPT, body.most_tokens
         self._check_ids(prompt, ids)
         if not ids:
@@ -275,7 +279,7 @@ class Planner:
                 f"the context is {context} tokens, but the prompt's {len(ids)} and {wanted} more make {len(ids) + wanted}: "
                 f"at most {left} can be asked for",
             )
-        return min(default, left) if wanted is None else max(1, wanted)  # of 0 the one token is not told
+        return min(default, left) if wanted is None else max(1, wanted)  # for 0, one token is generated and not returned
 
     def _job(
         self,
@@ -285,7 +289,7 @@ class Planner:
         references: tuple[Int32Array, ...],
         embedding: Int32Array | None,
     ) -> Job:
-        """The job of a prompt, to which its choices give their numbers."""
+        """Return the job of a prompt, before ``_choices`` sets its request id and seed."""
         return Job(
             self.beginning.answer_id, np.asarray(ids, np.int32), params, references,
             self._sharing.tenant, self._sharing.public, self._adapter,
@@ -295,7 +299,7 @@ class Planner:
         )  # fmt: skip
 
     def _bounded(self, body: ChatCompletionRequest | CompletionRequest, job: Job) -> Job:
-        """The job within the limits on the lengths of prompts and answers (``limits.max_prompt_tokens``, ``max_output_tokens``).
+        """Apply ``limits.max_prompt_tokens`` and ``limits.max_output_tokens`` to a job.
 
         Example: with ``max_output_tokens=100`` a chat that names no number of tokens gets 100 at most, and one that asks for 101
         is refused.
@@ -312,7 +316,7 @@ class Planner:
         return dataclasses.replace(job, params=dataclasses.replace(job.params, max_tokens=most))
 
     def _params(self, body: ChatCompletionRequest | CompletionRequest, max_tokens: int, grammar: str | None) -> SamplingParams:
-        """The parameters with OpenAI's defaults. Raises ``RequestError`` for those that contradict each other."""
+        """Return the sampling parameters with OpenAI's defaults. Raises ``RequestError`` if they contradict each other."""
         logit_bias = tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items())
         self._check_ids("logit_bias", [token for token, _ in logit_bias])
         if grammar is not None and body.ignore_eos:
@@ -342,14 +346,14 @@ class Planner:
         )
 
     def _ends(self, body: ChatCompletionRequest | CompletionRequest) -> list[int]:
-        """Tokens that end the answer in the format of the model, whether or not its configuration names them."""
+        """Return the end tokens of the harmony format, which the model's configuration may not list."""
         if not isinstance(body, ChatCompletionRequest) or self._format.reasoning is not HARMONY or body.ignore_eos:
             return []
         tokens = added_tokens(self._tokenizer)
         return [tokens[mark] for mark in HARMONY_ENDS if mark in tokens]
 
     def _needs_special(self, body: ChatCompletionRequest | CompletionRequest) -> bool:
-        """Whether special tokens have to show as text, since some of them tell parts of the answer from others."""
+        """Return whether special tokens must be decoded, because reasoning or tool calls are delimited by them."""
         if not isinstance(body, ChatCompletionRequest):
             return False
         form = self._format
@@ -357,7 +361,7 @@ class Planner:
         return not form.hidden.isdisjoint((*(form.reasoning or ()), *calls))
 
     def _check_told(self, body: ChatCompletionRequest | CompletionRequest, prompts: Sequence[tuple[list[int], int]]) -> None:
-        """Refuse an answer with too many log-probabilities and reported tokens. Raises ``RequestError``."""
+        """Raise ``RequestError`` if the response could hold too many log-probabilities and reported tokens."""
         n, is_chat, limit = body.n or 1, isinstance(body, ChatCompletionRequest), self._limits.max_output_tokens
         emitted = n * sum(tokens if limit is None else min(tokens, limit) for _, tokens in prompts)
         scored = n * sum(len(ids) for ids, _ in prompts)
@@ -365,7 +369,7 @@ class Planner:
         if body.num_logprobs is not None:
             tokens = emitted + (scored if isinstance(body, CompletionRequest) and body.echo else 0)
             told["top_logprobs" if is_chat else "logprobs"] = tokens * (body.num_logprobs + 1)
-        if body.prompt_logprobs is not None:  # of a chat they are told once
+        if body.prompt_logprobs is not None:  # a chat returns them once for all choices
             told["prompt_logprobs"] = scored // (n if is_chat else 1) * (body.prompt_logprobs + 1)
         if (total := sum(told.values())) > MAX_TOLD:
             length = "max_completion_tokens" if is_chat else "max_tokens"

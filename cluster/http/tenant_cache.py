@@ -1,4 +1,4 @@
-"""``/v1/cache``: what is remembered of the caller's own tenant, for the caller to see and to delete."""
+"""``/v1/cache``: inspection and deletion of the caller's own texts in the shared cache."""
 
 from __future__ import annotations
 
@@ -25,19 +25,21 @@ _MIB = 2**20
 
 
 class TenantCache(BaseModel):
-    """What is kept of the caller's tenant, for the model and its adapters together. All null for nobody, and all but the name
-    where replicas share nothing."""
+    """Contents of the shared cache for the caller's tenant, the model and its adapters together.
+
+    Without a tenant all fields are null; without a shared cache all fields but ``tenant`` are null.
+    """
 
     tenant: str | None
     texts: int | None = None
     tokens: int | None = None
-    bytes: int | None = None  # of the tokens, as the quota counts them
-    quota_bytes: int | None = None  # beyond it what is old and rare is forgotten
-    ttl_s: float | None = None  # older texts are forgotten
+    bytes: int | None = None  # size of the tokens, as counted by the quota
+    quota_bytes: int | None = None  # above it, old and rarely used texts are evicted
+    ttl_s: float | None = None  # age at which texts expire
 
 
 class Deleted(BaseModel):
-    """Whose texts were deleted."""
+    """Confirmation that a tenant's texts were deleted."""
 
     tenant: str
     deleted: bool
@@ -45,27 +47,27 @@ class Deleted(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class TenantCacheService:
-    """What the routes do. The tenant is that of the key alone: there is no way to name another one."""
+    """Service behind ``/v1/cache``. The API key alone determines the tenant."""
 
-    tenancy: Tenancy  # knows the keys
-    port: CacheAdminPort | None  # the shared memory; None where there is none
-    model: Callable[[], Awaitable[ModelInfo]]  # what is served
+    tenancy: Tenancy
+    port: CacheAdminPort | None  # shared cache; None if the server has none
+    model: Callable[[], Awaitable[ModelInfo]]
     options: CacheOptions
-    forget: Forget = keeps_nothing  # of what is kept for audits
+    forget: Forget = keeps_nothing  # deletes the tenant's audit records
     _stats: dict[str, SharedAnswer[Sequence[TenantStats]]] = field(default_factory=dict)  # by tenant
 
     async def get(self, authorization: Authorization = None) -> TenantCache:
-        """Return how much is kept. Redis is asked once in half a second for a tenant.
+        """Return the cache contents of the caller's tenant. Redis is queried at most every 0.5 s per tenant.
 
         Raises:
-            ApiError: 401 for a wrong key, 503 where Redis does not answer.
+            ApiError: 401 for a wrong key, 503 if Redis does not answer.
         """
         caller = self.tenancy.caller_of(authorization)
         tenant, port, own = caller.tenant, self.port, caller.options.cache_mib
         if tenant is None or port is None:
             return TenantCache(tenant=tenant)
         width = token_width((await self.model()).vocab_size)
-        if tenant not in self._stats:  # vouched: it may have come with the file of keys, since the start
+        if tenant not in self._stats:  # vouched: the tenant may come from the keys file, after the start
             self._stats[tenant] = SharedAnswer(lambda: port.stats(tenant, vouched=True))
         with answered():
             stats = await self._stats[tenant]()
@@ -74,15 +76,15 @@ class TenantCacheService:
             texts=sum(each.texts for each in stats),
             tokens=sum(each.tokens for each in stats),
             bytes=sum(each.tokens for each in stats) * width,
-            quota_bytes=int((self.options.tenant_mib if own is None else own) * _MIB) * len(stats),  # of each adapter as well
+            quota_bytes=int((self.options.tenant_mib if own is None else own) * _MIB) * len(stats),  # one quota per adapter too
             ttl_s=self.options.ttl_s,
         )
 
     async def delete(self, authorization: Authorization = None) -> Deleted:
-        """Forgets all texts of the tenant, everywhere, and what is kept for audits, also where nothing is shared.
+        """Delete all texts of the tenant from the shared cache and all replicas, and its audit records.
 
         Raises:
-            ApiError: 400, the request is nobody's; 404, nothing is shared; 401 and 503 as ``get``.
+            ApiError: 400 without a tenant; 404 without a shared cache (audit records are deleted still); 401 and 503 as ``get``.
         """
         tenant = self.tenancy.tenant_of(authorization)
         if tenant is None:
@@ -100,6 +102,6 @@ class TenantCacheService:
 
 
 def add_tenant_cache_routes(app: FastAPI, service: TenantCacheService) -> None:
-    """Gives an application the routes."""
+    """Add the routes to an application."""
     app.get("/v1/cache", responses=ERRORS)(service.get)
     app.delete("/v1/cache", responses=ERRORS)(service.delete)

@@ -1,4 +1,4 @@
-"""Texts as tokens, tokens as text and files as text: ``/tokenize``, ``/detokenize`` and ``/v1/documents/text``."""
+"""Routes ``/tokenize``, ``/detokenize`` and ``/v1/documents/text``."""
 
 from __future__ import annotations
 
@@ -22,44 +22,45 @@ from engine.text.chat import render_chat
 from engine.text.file_text import FileReader, UnreadableFileError, needs_process
 from engine.text.tokenizer import token_ids
 
-_PIECE = 1 << 14  # tokens
-_MAX_TEXT_BYTES = 4 * MAX_TEXT  # of an answer, in the spelling of the vocabulary: what /tokenize takes fits
+_PIECE = 1 << 14  # tokens that are converted to JSON at once
+_MAX_TEXT_BYTES = 4 * MAX_TEXT  # bytes of detokenized text as the vocabulary spells it; any text for /tokenize fits
 
 
 class Tokens(BaseModel):
-    """The answer to ``/tokenize``."""
+    """Response to ``/tokenize``."""
 
     count: int
     max_model_len: int
-    tokens: list[int]  # at most MAX_TOKEN_IDS
+    tokens: list[int]  # at most MAX_TOKEN_IDS token ids
     token_strs: list[str] | None = None
 
 
 class Detokenized(BaseModel):
-    """The answer to ``/detokenize``. Special tokens are spelled, as all others are."""
+    """Response to ``/detokenize``. The text includes special tokens."""
 
     prompt: str
 
 
 class FileText(BaseModel):
-    """The answer to ``/v1/documents/text``."""
+    """Response to ``/v1/documents/text``."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class TextService:
-    """What the routes do."""
+    """Service behind the text routes."""
 
-    threads: TextThreads  # with the tokenizer of the model
-    tenancy: Tenancy  # knows the keys
-    model: Callable[[str | None], Awaitable[ModelInfo]]  # what is served; raises ApiError (404) for another name than its own
+    threads: TextThreads
+    tenancy: Tenancy
+    model: Callable[[str | None], Awaitable[ModelInfo]]  # describes the served model; raises ApiError (404) for another name
 
     async def tokenize(self, body: TokenizeRequest, authorization: Authorization = None) -> Response:
-        """The tokens that a completion or a chat with this input begins with, as ``Tokens``.
+        """Return the prompt tokens of a completion or a chat with this input, as ``Tokens``.
 
         Raises:
-            ApiError: 401, 404; RequestError: 400, the messages cannot be rendered, or the tokens are too many.
+            ApiError: 401 for a wrong key, 404 for an unknown model.
+            RequestError: the messages cannot be rendered, or have too many tokens.
         """
         self.tenancy.tenant_of(authorization)
         info = await self.model(body.model)
@@ -72,10 +73,11 @@ class TextService:
         return _json(await self.threads.run(self._detokenized, body.tokens, info.vocab_size))
 
     async def text_of_file(self, request: Request, authorization: Authorization = None) -> Response:
-        """The text of a document for ``reference_documents``, as ``FileText``: the body is a file of text, Markdown, HTML or PDF.
+        """Extract the text of a file (plain text, Markdown, HTML or PDF) for ``reference_documents``, as ``FileText``.
 
         Raises:
-            ApiError: 401; 429, too many files of the key wait; RequestError: 400, the file has no text that can be had.
+            ApiError: 401 for a wrong key, 429 if too many files of the key are waiting.
+            RequestError: the file has no readable text.
         """
         self.tenancy.tenant_of(authorization)
         content, reader = await request.body(), FileReader()
@@ -85,7 +87,7 @@ class TextService:
         except UnreadableFileError as error:
             raise RequestError("body", str(error)) from None
         finally:
-            reader.stop()  # where the client has left
+            reader.stop()  # ends the reading process if the client disconnected
 
     def _tokenized(self, body: TokenizeRequest, max_model_len: int) -> bytes:
         tokenizer = self.threads.tokenizer
@@ -110,7 +112,7 @@ class TextService:
         lengths = self.threads.token_lengths
         if sum(lengths.get(token, 0) for token in ids) > _MAX_TEXT_BYTES:
             raise RequestError("tokens", f"their text has more than {_MAX_TEXT_BYTES:,} bytes: send them in parts")
-        # Which lets go of the interpreter.
+        # decode_batch releases the GIL.
         (text,) = self.threads.tokenizer.backend_tokenizer.decode_batch([ids], skip_special_tokens=False)
         return Detokenized(prompt=text).model_dump_json().encode()
 
@@ -120,6 +122,6 @@ def _json(content: bytes) -> Response:
 
 
 def _json_list(ids: list[int], shown: Callable[[list[int]], list[Any]]) -> bytes:
-    """Return the JSON of a list made from ids, in pieces, since objects take many times the memory of their JSON."""
+    # Built in pieces, because Python objects take many times the memory of their JSON.
     pieces = (to_json(shown(ids[start : start + _PIECE]))[1:-1] for start in range(0, len(ids), _PIECE))
     return b"[%b]" % b",".join(pieces)

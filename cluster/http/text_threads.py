@@ -1,7 +1,7 @@
-"""Threads in which the API works on texts, a text at a time, so that the event loop goes on and API keys take turns.
+"""Threads for work on texts, such as tokenization, so that it does not block the event loop; scheduled fairly by API key.
 
-Tokenizers and the compiler of grammars let go of the interpreter while they work. A text is the piece by which work is cut: a
-request that is cancelled ends with the text that is being worked on.
+Tokenizers and the grammar compiler release the GIL. Work is scheduled one text at a time: a cancelled request stops after its
+current text.
 """
 
 from __future__ import annotations
@@ -17,45 +17,41 @@ from engine.text.tokenizer import token_ids
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# Bytes of bodies: work on larger ones does not hold up work on smaller ones.
+# Limits in bytes of the body. Each class has its own threads, so that larger bodies do not delay smaller ones.
 SHORT = 1 << 14
-_LONG_NICE = 10  # as processes that read files: a long text takes a core from nobody's tokens
-HUGE = 1 << 20  # one at a time: a tokenizer takes up to 200 bytes of memory for each
+_LONG_NICE = 10  # same as file-reading processes: long texts must not slow down decoding
+HUGE = 1 << 20  # above it, one body at a time: a tokenizer needs up to 200 bytes of memory per byte
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class TextThreads:
-    """Threads, and the tokenizer that they share."""
+    """Thread pools for texts, and the model's tokenizer that they share.
+
+    Args:
+        refuse: called with the error when too much work is waiting, to count it.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, refuse: Callable[[ApiError], ApiError] = lambda error: error) -> None:
-        """
-        Args:
-            tokenizer: of the model.
-            refuse: counts the error where too much waits.
-        """
         self.tokenizer: Any = tokenizer
-        tokenizer.encode("a")  # turns off a truncation that the tokenizer's file may ask for: nothing is set while threads use it
+        # Turns off truncation that the tokenizer's file may set, so that no thread changes the tokenizer later.
+        tokenizer.encode("a")
         self._short, self._long = Turns("short-texts", refuse=refuse), Turns("long-texts", refuse=refuse, nice=_LONG_NICE)
         self._huge = Turns("huge-texts", 1, refuse, _LONG_NICE)
-        self.readers = Turns("file-readers", refuse=refuse)  # each waits for a process that reads a file
+        self.readers = Turns("file-readers", refuse=refuse)  # threads that wait for file-reading processes
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function in a thread, in turns by API key, and return its result. Raises as ``Turns.run``.
-
-        Whether the work is long is told by the whole body of the request that is being answered (``SENDER``): each of its texts,
-        tools, arguments and variables is a part of that.
-        """
-        size = SENDER.get().size
+        """Call a function in a thread at the API key's turn, and return its result. Raises the errors of ``Turns.run``."""
+        size = SENDER.get().size  # the body of the current request bounds all its texts, tools, arguments and variables
         turns = self._short if size <= SHORT else self._long if size <= HUGE else self._huge
         return await turns.run(work, *args, **kwargs)
 
     async def encode(self, text: str, special_tokens: bool = True) -> list[int]:
-        """The tokens of a text; with those that the tokenizer begins and ends a text with, or without."""
+        """Return the tokens of a text, with or without the tokenizer's special tokens at its ends."""
         return await self.run(token_ids, self.tokenizer, text, special_tokens)
 
     @functools.cached_property
     def token_lengths(self) -> dict[int, int]:
-        """Return the lengths of all tokens, as the vocabulary spells them."""
+        """Return the length of each token's vocabulary entry, by token id."""
         return {token: len(text) for text, token in self.tokenizer.get_vocab().items()}

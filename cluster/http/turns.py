@@ -1,4 +1,4 @@
-"""Threads that API keys take in turns, so that many large bodies of one key keep no other key waiting."""
+"""Thread pool with fair scheduling by API key, so that many large bodies of one key do not delay other keys."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from typing import ParamSpec, TypeVar
 from cluster.admission.rate_limits import BUSY_S, too_many
 from cluster.http.errors import ApiError
 
-PLACES = 3  # threads of one kind
-LEAST_BYTES = 1 << 16  # that a request counts for while it waits, however short its body
-_MOST_WAITING_BYTES = 64 << 20  # of the bodies of one key that wait: eight of the default size
+PLACES = 3  # threads per pool
+LEAST_BYTES = 1 << 16  # minimum size that a waiting request counts for
+_MOST_WAITING_BYTES = 64 << 20  # waiting bodies of one key: eight of the default maximum size
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -27,11 +27,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """The sender of the request that is being answered, and the size of its body."""
+    """Sender of the current request, and the size of its body."""
 
     tenant: str | None = None
-    key: str = ""  # hash of the API key; empty for all senders without one
-    size: int = 0  # bytes of the body, which bound all texts in it
+    key: str = ""  # hash of the API key; empty without one
+    size: int = 0  # bytes of the body
 
 
 _NOBODY = Sender()
@@ -39,38 +39,37 @@ SENDER: ContextVar[Sender] = ContextVar("the sender of the request that is being
 
 
 def _give_way(nice: int) -> None:
-    """Lower the priority of this thread alone: on Linux each has its own."""
+    """Lower the priority of the current thread (Linux has one per thread)."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + nice)
 
 
 class Turns:
-    """A pool of threads. A key has one of them at a time, the keys of a tenant all but one where there are several.
+    """Thread pool with round-robin scheduling by tenant, then by API key. For use in one event loop.
 
-    Tenants take free threads in turns, and so do the keys of each tenant. A thread is taken until its work has ended, also where
-    nobody waits for the result any more. For one event loop.
+    A key holds at most one thread; the keys of a tenant at most all threads but one (at least one). A thread is held until its
+    work ends, even if the request was cancelled.
+
+    Args:
+        name: prefix of the thread names.
+        places: number of threads.
+        refuse: called with the error of a refused request, to count it.
+        nice: increment of the threads' nice value.
     """
 
     def __init__(
         self, name: str, places: int = PLACES, refuse: Callable[[ApiError], ApiError] = lambda error: error, nice: int = 0
     ) -> None:
-        """
-        Args:
-            name: of its threads.
-            places: how many there are.
-            refuse: counts the error.
-            nice: by so much they give way to other threads and processes.
-        """
         self._places, self._refuse = places, refuse
         self._threads = ThreadPoolExecutor(places, name, functools.partial(_give_way, nice))
         self._working: set[tuple[str | None, str]] = set()
-        self._waiting: dict[str | None, dict[str, deque[asyncio.Future[None]]]] = {}  # tenants, then keys, next ones first
+        self._waiting: dict[str | None, dict[str, deque[asyncio.Future[None]]]] = {}  # by tenant, then key, in order of turns
         self._waiting_bytes: Counter[tuple[str | None, str]] = Counter()
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function in a thread, when the request that is being answered has its turn, and return its result.
+        """Call a function in a thread when it is the current request's turn, and return its result.
 
         Raises:
-            ApiError: 429, too much of the key waits already; and what the function raises.
+            ApiError: 429 if too many bytes of the key are waiting. Errors of the function are raised too.
         """
         sender, loop = SENDER.get(), asyncio.get_running_loop()
         who = sender.tenant, sender.key
@@ -78,7 +77,7 @@ class Turns:
         future = self._threads.submit(work, *args, **kwargs)
 
         def ended(_: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop was closed, so nothing is waiting
                 loop.call_soon_threadsafe(self._leave, who)
 
         future.add_done_callback(ended)
@@ -99,7 +98,7 @@ class Turns:
             if turn.cancelled():
                 self._remove(who, turn)
             else:
-                self._leave(who)  # the turn had come
+                self._leave(who)  # the turn was granted already
             raise
         finally:
             self._waiting_bytes[who] -= size
@@ -111,7 +110,7 @@ class Turns:
         self._give()
 
     def _give(self) -> None:
-        """Give free threads to those whose turn it is. Who gets one is the last in the next round."""
+        """Assign free threads to the next keys in turn, and move those keys to the end."""
         while (who := self._next()) is not None:
             tenant, key = who
             keys = self._waiting.pop(tenant)
@@ -133,7 +132,7 @@ class Turns:
         return next((who for who in ready if who not in self._working), None)
 
     def _remove(self, who: tuple[str | None, str], turn: asyncio.Future[None]) -> None:
-        """Forget a turn whose request has left before it came."""
+        """Remove a waiting turn whose request was cancelled."""
         tenant, key = who
         keys = self._waiting.get(tenant, {})
         if turn in keys.get(key, ()):

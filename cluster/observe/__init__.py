@@ -1,4 +1,4 @@
-"""What operators see: metrics, traces, audits.
+"""Observability: metrics, traces, and audits of served outputs.
 
 In: counts and served answers.
 Out: pages and records.

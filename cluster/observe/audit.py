@@ -1,7 +1,7 @@
-"""The audit: what was served with drafts is computed again without them, and the two are compared token by token.
+"""The audit: served choices are computed again without drafts and compared token by token.
 
-A choice is a function of prompt, parameters and seed, all of which are in its ``Job``. So the same job without drafts has to emit
-the same tokens and end for the same reason, greedy or sampled, with a grammar, stop strings or penalties.
+A choice is a function of prompt, parameters and seed, all of which are in its ``Job``. The same job without drafts must therefore
+emit the same tokens and end for the same reason, greedy or sampled, with a grammar, stop strings or penalties.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from engine.loading.model_info import strategies_apart
 
 logger = logging.getLogger(__name__)
 
-LAST_DIFFERENCES = 16  # that are told
+LAST_DIFFERENCES = 16  # latest differences that are kept
 _LATEST = 2**31 - 1  # priority of a replay: the lowest that a request can have
-_BACKLOG = 8  # sampled choices that wait for the engine to be idle
-_PATIENCE_S = 60.0  # for that
-_LOOK_S = 0.5  # between two looks at how busy the engine is
+_BACKLOG = 8  # sampled choices that may wait for the engine to be idle
+_PATIENCE_S = 60.0  # seconds that a sampled choice waits for the engine to be idle
+_LOOK_S = 0.5  # seconds between two checks for idleness
 
 
-# Lets go of a tenant's answers, or of one of them, wherever they are kept; see ``Auditor.forget``.
+# Callback that deletes a tenant's kept answers, or one of them, on all API replicas; see ``Auditor.forget``.
 Forget = Callable[[str, str | None], Awaitable[None]]
 
 
 async def keeps_nothing(tenant: str, request_id: str | None) -> None:
-    """The ``Forget`` of a server that keeps nothing."""
+    """Do nothing: the ``Forget`` of a server that keeps no answers."""
 
 
 class Result(enum.StrEnum):
-    """What came of one audit."""
+    """Result of one audit."""
 
     IDENTICAL = "identical"
     DIFFERENT = "different"
-    SKIPPED = "skipped"  # plain decoding need not give the same tokens: the strategy is lossy, or draws on its own
-    FAILED = "failed"  # it could not be computed again
-    DROPPED = "dropped"  # the engine had no time for it
+    SKIPPED = "skipped"  # plain decoding may give other tokens: the strategy is lossy, or has its own random draws
+    FAILED = "failed"  # the choice could not be computed again
+    DROPPED = "dropped"  # the engine was not idle in time, or the queue of sampled choices was full
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A choice that was served to its end."""
+    """Choice that was served to its end."""
 
     job: Job
     token_ids: tuple[int, ...]  # [m]
@@ -65,20 +65,20 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where the tokens part. A token is None where that side had ended, for the reason that it gives."""
+    """First difference between the served and the replayed output. A token is None if that output had ended."""
 
-    position: int  # in the output, from 0
+    position: int  # index in the output, from 0
     served: int | None
     plain: int | None
-    served_logprob: float | None = None  # of the model, after what both have in common; None where it is not known
+    served_logprob: float | None = None  # model's log-probability after the common prefix; None if unknown
     plain_logprob: float | None = None
 
     @property
     def gap(self) -> float | None:
-        """How much likelier the model finds plain decoding's token than the one served, as a difference of log-probabilities.
+        """Return the log-probability of plain decoding's token minus that of the served token.
 
-        Where the model is not served exactly, near-ties may part: the gap is then within the rounding of the logits. A large one,
-        or any where it is, is a fault.
+        If the model is not served exactly, near-ties may differ by as much as the rounding of the logits. A larger gap, or any
+        gap with an exactly served model, is a bug.
         """
         if self.served_logprob is None or self.plain_logprob is None:
             return None
@@ -87,50 +87,43 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """One choice and what came of its audit."""
+    """Audit of one choice."""
 
     request_id: str
-    strategy: str | None  # that drafted; None: the server's own
-    tokens: int  # served
+    strategy: str | None  # drafting strategy; None for the server's default
+    tokens: int  # number of served tokens
     result: Result
     difference: Difference | None = None
-    detail: str | None = None  # why it was skipped or failed, or how the ends differ
+    detail: str | None = None  # reason for skipping or failing, or how the finish reasons differ
 
 
 class ReplayError(RuntimeError):
-    """A choice could not be computed again; the message says why."""
+    """A choice could not be computed again; the message gives the reason."""
 
 
 class Auditor:
-    """Keeps what was served last, computes it again when asked or now and then, and counts what came of it.
+    """Auditor that keeps the latest choices, replays them on request or as a random sample, and counts the results.
 
-    One choice is replayed at a time. A replay belongs to no tenant, drafts nothing, reuses nobody's KV and has the lowest
-    priority where there are any.
+    One choice is replayed at a time. A replay has no tenant, no drafts, no reuse of other requests' KV, and the lowest priority
+    if the engine has priorities.
     """
 
     def __init__(
         self, engine: EnginePort, options: AuditOptions, speculation: SpeculationOptions, scheduling: EngineOptions
     ) -> None:
-        """
-        Args:
-            engine: computes the replays; the one that served.
-            options: what is kept and sampled.
-            speculation: of the engine.
-            scheduling: of the engine.
-        """
         self._engine, self._options = engine, options
         self._apart = strategies_apart(speculation)
         self._priority = _LATEST if scheduling.scheduling_policy == "priority" else 0
         self._kept: deque[Served] = deque(maxlen=options.keep)
         self._sampled: deque[Served] = deque()
-        self._worker: asyncio.Task[None] | None = None  # while choices are sampled
+        self._worker: asyncio.Task[None] | None = None  # runs while sampled choices wait
         self._one_at_a_time = asyncio.Lock()
         self._counts = dict.fromkeys(Result, 0)
         self._differences: deque[tuple[Job, Audit]] = deque(maxlen=LAST_DIFFERENCES)
-        self._deletions: Counter[str | None] = Counter()  # by tenant
+        self._deletions: Counter[str | None] = Counter()  # number of deletions by tenant
 
     def listen(self, job: Job) -> Callable[[StepOutput], None] | None:
-        """A ``Listener`` that takes note of choices that are drafted for, and their tenant's or not private to nobody."""
+        """Return a listener that keeps a drafted choice; None for others, and without a tenant unless ``audit.private``."""
         drafted = job.max_draft_tokens != 0 and job.strategy != PLAIN
         some = self._options.keep > 0 or self._options.sample > 0
         if not (drafted and some and (self._options.private or job.tenant is not None)):
@@ -140,13 +133,13 @@ class Auditor:
         def hear(output: StepOutput) -> None:
             tokens.extend(output.token_ids)
             if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-                kept = dataclasses.replace(job, references=())  # they only ever draft
+                kept = dataclasses.replace(job, references=())  # references are only used for drafting
                 self.keep(Served(kept, tuple(tokens), output.finish_reason))
 
         return hear
 
     def keep(self, one: Served) -> None:
-        """Keeps a choice that was served to its end, and has some of them audited."""
+        """Keep a choice that was served to its end, and queue a random sample for an audit."""
         self._kept.append(one)
         if random.random() >= self._options.sample:
             return
@@ -158,43 +151,38 @@ class Auditor:
             self._worker = asyncio.create_task(self._replay_sampled())
 
     def last(self, number: int | None = None) -> list[Served]:
-        """The choices served last, the latest last; all that are kept when no number is given."""
+        """Return the latest choices, newest last; all that are kept if ``number`` is None."""
         kept = list(self._kept)
         return kept if number is None else kept[-number:] if number else []
 
     async def forget(self, tenant: str, request_id: str | None = None) -> None:
-        """Lets go of a tenant's choices and of what was found about them, or of those of one answer; counters stay.
-
-        Args:
-            tenant: whose.
-            request_id: ``id`` of the answer; None for all.
-        """
+        """Delete a tenant's choices and differences, or those of the answer with this ``id``; counters stay."""
 
         answer = None if request_id is None else request_id.partition("/")[0]
 
         def is_meant(job: Job) -> bool:
             return tenant in (job.tenant, job.memory) and answer in (None, job.request_id.partition("/")[0])
 
-        self._deletions[tenant] += 1  # what is being computed again is not noted either
+        self._deletions[tenant] += 1  # a replay that is running will not be recorded either
         self._kept = deque((one for one in self._kept if not is_meant(one.job)), self._kept.maxlen)
         self._sampled = deque(one for one in self._sampled if not is_meant(one.job))
         self._differences = deque((pair for pair in self._differences if not is_meant(pair[0])), LAST_DIFFERENCES)
 
     def counts(self) -> dict[str, int]:
-        """Audits since the start, by result."""
+        """Return the number of audits since the start, by result."""
         return {result.value: count for result, count in self._counts.items()}
 
     def differences(self) -> list[Audit]:
-        """The last audits that found one, the latest last."""
+        """Return the latest audits that found a difference, newest last."""
         return [found for _, found in self._differences]
 
     @property
     def num_kept(self) -> int:
-        """Choices that can be replayed."""
+        """Return the number of choices that can be replayed."""
         return len(self._kept)
 
     async def audit(self, served: Served) -> Audit:
-        """Computes a choice again, counts what came of it, and logs a difference."""
+        """Replay a choice, count the result, and log a difference."""
         job, deletions = served.job, self._deletions[served.job.tenant]
         tell = functools.partial(Audit, job.request_id, job.strategy, len(served.token_ids))
         try:
@@ -211,7 +199,7 @@ class Auditor:
         return found
 
     async def _why_not(self, job: Job) -> str | None:
-        """Why the choice need not have plain decoding's tokens; None where it must."""
+        """Return why plain decoding may give other tokens; None if it must give the same."""
         replicas = await self._engine.describe()
         if not replicas:
             raise ReplayError("no engine replica is answering")
@@ -224,7 +212,7 @@ class Auditor:
         return None
 
     async def _compare(self, served: Served, tell: Callable[..., Audit]) -> Audit:
-        """Plain decoding beside what was served, up to the first token that differs."""
+        """Replay a choice by plain decoding and find the first token that differs."""
         params = dataclasses.replace(served.job.params, logprobs=2)
         plain, reason = list[TokenLogprob](), None
         async with contextlib.aclosing(self._engine.generate(self._plain(served.job, params))[0]) as outputs:
@@ -243,21 +231,19 @@ class Auditor:
         return tell(Result.DIFFERENT, await self._differing(served, position, token, plain[position]))
 
     async def _differing(self, served: Served, position: int, token: int | None, plain: TokenLogprob) -> Difference:
-        """The difference with what the model thinks of both tokens."""
         found = dict(plain.top).get(token) if token is not None else None
         if found is None and token is not None:
             found = await logprob_of(self._engine, self._plain(served.job, served.job.params), served.token_ids[:position], token)
         return Difference(position, token, plain.token_id, found, plain.logprob)
 
     def _plain(self, job: Job, params: SamplingParams) -> Job:
-        """The job without drafts, of nobody, behind all others."""
+        """Return the same job without drafting, without a tenant, and with the lowest priority."""
         return Job(
             f"audit-{secrets.token_hex(12)}/0", job.prompt_ids, params,
             public=False, adapter=job.adapter, strategy=PLAIN, max_draft_tokens=0, priority=self._priority,
         )  # fmt: skip
 
     async def _replay_sampled(self) -> None:
-        """Audits what was sampled, until nothing is left."""
         while self._sampled:
             served = self._sampled.popleft()
             tenant = served.job.tenant
@@ -267,12 +253,12 @@ class Auditor:
                     await self.audit(served)
                 else:
                     self._counts[Result.DROPPED] += 1
-            except Exception:  # nobody waits for it: the next one has its turn
+            except Exception:  # no client waits for it: continue with the next one
                 logger.exception("a background audit failed")
                 self._counts[Result.FAILED] += 1
 
     async def _until_idle(self) -> bool:
-        """Whether a replay comes to take nothing from a request, in time: slots are free, and nobody waits for one."""
+        """Wait until a slot is free and no request waits; return False after ``_PATIENCE_S``."""
         deadline = time.monotonic() + _PATIENCE_S
         while True:
             counts = [replica.counts for replica in await self._engine.describe()]
@@ -284,17 +270,11 @@ class Auditor:
 
 
 async def logprob_of(engine: EnginePort, plain: Job, emitted: tuple[int, ...], token: int) -> float | None:
-    """The model's log-probability of a token after some: a bias makes it come, and does not count.
+    """Return the model's log-probability of ``token`` after the prompt and ``emitted``; None if it was not emitted.
 
-    Args:
-        engine: computes it.
-        plain: the job without drafts.
-        emitted: output tokens before it.
-        token: that is asked about.
-
-    Raises:
-        ReplayError: the engine broke off.
+    ``plain`` is the job without drafts. Raises ``ReplayError`` if the engine ends it.
     """
+    # The bias forces the token; reported log-probabilities exclude it.
     params = SamplingParams(max_tokens=len(emitted) + 1, logprobs=0, logit_bias=((token, MAX_LOGIT_BIAS),))
     name = f"{plain.request_id.partition('/')[0]}-{secrets.token_hex(4)}/0"
     job = dataclasses.replace(plain, request_id=name, params=params, emitted=emitted)
@@ -307,7 +287,7 @@ async def logprob_of(engine: EnginePort, plain: Job, emitted: tuple[int, ...], t
 
 
 def _ended(output: StepOutput) -> FinishReason | None:
-    """Why an output is the last one. Raises ``ReplayError`` where the engine broke off."""
+    """Return the finish reason of an output. Raise ``ReplayError`` if the engine failed or aborted the request."""
     if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
         raise ReplayError(output.error or "the engine ended the request")
     return output.finish_reason

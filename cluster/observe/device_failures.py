@@ -1,4 +1,4 @@
-"""Counts of devices that failed while they served: a replica that loses its device says so and ends, with its own counts."""
+"""Counter of device failures. A replica whose device fails reports that and ends, so the API keeps the counts."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from engine.errors import DEVICE_FAULTS
 
 logger = logging.getLogger(__name__)
 
-_MOST_ENGINES = 1000  # that are remembered, so that the requests of one engine count once
+_MOST_ENGINES = 1000  # engines remembered, so that a failure reported by several requests of an engine counts once
 
 
 class DeviceFailures:
-    """Counts of the device failures that replicas reported before they ended. For one event loop."""
+    """Number of device failures that replicas reported before they ended. For one event loop."""
 
     def __init__(self) -> None:
-        self._counts = dict.fromkeys(DEVICE_FAULTS, 0)  # all of them from the start: a rate begins at 0
+        self._counts = dict.fromkeys(DEVICE_FAULTS, 0)  # all kinds from the start, because a Prometheus rate needs an initial 0
         self._engines: OrderedDict[str, None] = OrderedDict()
 
     def add(self, lost: DeviceLostError) -> None:
-        """Count a failure, unless another request reported it before."""
+        """Count and log a failure, unless another request reported it before."""
         if lost.engine in self._engines:
             return
         self._engines[lost.engine] = None
@@ -31,5 +31,5 @@ class DeviceFailures:
         logger.error("device_failed: %s in engine %s: %s", lost.kind, lost.engine, lost.reason)
 
     def counts(self) -> dict[str, int]:
-        """Return the failures since the start, by one of ``DEVICE_FAULTS``."""
+        """Return the failures since the start for each of ``DEVICE_FAULTS``."""
         return dict(self._counts)

@@ -1,4 +1,4 @@
-"""Where two answers to one request part: of a comparison, of an audit, of the command that audits."""
+"""First difference of two answers to one request, for comparisons and audits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def first_difference(one: Sequence[object], other: Sequence[object]) -> int | None:
-    """Where two sequences part, the end of the shorter one included; None where they are the same."""
+    """Return the first index at which two sequences differ, or at which the shorter one ends; None if they are equal."""
     pairs = enumerate(zip(one, other, strict=False))
     shorter = None if len(one) == len(other) else min(len(one), len(other))
     return next((place for place, (left, right) in pairs if left != right), shorter)

@@ -1,7 +1,7 @@
-"""Every metric of an engine replica in ``/metrics``: name, help, labels, and where its value is in the replica's counts.
+"""Metrics of an engine replica in ``/metrics``: name, help, labels, and how to read the value from the replica's counts.
 
-Those of vLLM have its names, types and labels, so that dashboards and load tools made for it read them unchanged; ``outrider:``
-is for what it has no name for. Names of counters are without the ``_total`` that the text form adds.
+``vllm:`` metrics have vLLM's names, types and labels, so that its dashboards and load generators work; ``outrider:`` metrics have
+no counterpart there. Names of counters lack the ``_total`` that the text format adds.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from engine.measures.strategy_counts import StrategyCounts
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What one engine replica says of itself, with its counters."""
+    """Description and counters of one engine replica."""
 
     replica: Description
     metrics: MetricsCounts
 
 
-Value = float | None  # None where there is none
-Labelled = Mapping[tuple[str, ...], float]  # by the values of the family's labels
+Value = float | None  # None for no sample
+Labelled = Mapping[tuple[str, ...], float]  # values by the values of the family's labels
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,10 @@ class Family:
     name: str
     help: str
     value: Callable[[Told], Value | Labelled]
-    labels: tuple[str, ...] = ()  # beside ``model_name`` and ``engine``
+    labels: tuple[str, ...] = ()  # in addition to ``model_name`` and ``engine``
 
     def samples(self, told: Told) -> Labelled:
-        """The values of one replica, by those of the labels."""
+        """Return the values of one replica, by label values."""
         found = self.value(told)
         return found if isinstance(found, Mapping) else {} if found is None else {(): found}
 
@@ -50,13 +50,10 @@ counter, gauge = partial(Family, "counter"), partial(Family, "gauge")
 
 
 def _by(counts: Mapping[str, float]) -> Labelled:
-    """Counts of one label."""
     return {(label,): count for label, count in counts.items()}
 
 
 def _strategies(value: Callable[[StrategyCounts], Value]) -> Callable[[Told], Labelled]:
-    """A sample for each strategy."""
-
     def samples(told: Told) -> Labelled:
         found = {(one.strategy, "true" if one.lossless else "false"): value(one) for one in told.replica.strategies}
         return {labels: count for labels, count in found.items() if count is not None}
@@ -65,17 +62,15 @@ def _strategies(value: Callable[[StrategyCounts], Value]) -> Callable[[Told], La
 
 
 def _mirror(value: Callable[[MirrorCounts], float]) -> Callable[[Told], Value]:
-    """Of replicas that share what they generate."""
     return lambda told: None if told.replica.cache is None else value(told.replica.cache)
 
 
 def _budget(value: Callable[[BudgetCounts], float]) -> Callable[[Told], Value]:
-    """Of engines with a strategy that has a budget."""
     return lambda told: None if told.metrics.budget is None else value(told.metrics.budget)
 
 
 def _group(value: Callable[[GroupState], float], alone: Value = None) -> Callable[[Told], Value]:
-    """Of groups of ranks."""
+    """Return a function that reads the group of ranks, or ``alone`` for a replica without one."""
     return lambda told: alone if told.replica.group is None else value(told.replica.group)
 
 
@@ -247,7 +242,7 @@ MEMORY: tuple[Family, ...] = (
     ),
 )
 
-# An elastic group is made up of replicas, each of which is one rank: it has a width.
+# In an elastic group each replica is one rank; only elastic groups have a `width`.
 RANKS: tuple[Family, ...] = (
     gauge(
         "outrider:ranks_ready", "Ranks that share the steps.", _group(lambda one: len(one.ready) if one.width is None else 1, 1)

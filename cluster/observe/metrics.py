@@ -1,4 +1,4 @@
-"""``GET /metrics``: what the engine replicas have counted, in Prometheus' text form. They are asked when somebody looks."""
+"""``GET /metrics``: the counters of the engine replicas in Prometheus' text format, read from the replicas on each scrape."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from cluster.serving.shared_answer import SharedAnswer
 from engine.measures.metrics import Histogram, HistogramCounts, resident_bytes
 
 _LABELS = ("model_name", "engine")
-_ADMISSION = "door"  # stands for the engine in what only the API knows
+_ADMISSION = "door"  # value of the label `engine` for counts of the API itself
 _CHOICES = (1, 2, 5, 10, 20)  # vLLM's bounds of request_params_n
 
-# vLLM's, by name without prefix. Lengths and times are those of requests that were served to their end, times from the arrival at
-# the engine on.
+# vLLM's histograms, by name without prefix. Lengths and times are those of requests that were served to their end; times start
+# when a request arrives at the engine.
 HISTOGRAMS: dict[str, str] = {
     "time_to_first_token_seconds": "From the arrival of a request to its first token.",
     "inter_token_latency_seconds": "Between two steps that emitted tokens for a request.",
@@ -48,36 +48,31 @@ HISTOGRAMS: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class ApiCounts:
-    """What the API itself has counted; it belongs to no engine."""
+    """Counts of the API itself, which belong to no engine."""
 
-    choices: HistogramCounts | None = None  # of the requests that were let in
-    model: str | None = None  # the name that is served; None while it is not known
+    choices: HistogramCounts | None = None  # choices per admitted request
+    model: str | None = None  # served name; None while unknown
     audits: Mapping[str, int] = field(default_factory=dict)  # by result
-    admission: AdmissionCounts | None = None  # None where nothing limits it
-    standing: Standing | None = None  # beside the baseline; None where it answers nothing of what is served
-    device_failures: Mapping[str, int] = field(default_factory=dict)  # of engine replicas, by kind
+    admission: AdmissionCounts | None = None  # None if nothing is limited
+    standing: Standing | None = None  # None if no baseline answers served requests
+    device_failures: Mapping[str, int] = field(default_factory=dict)  # failures of engine replicas' devices, by kind
 
 
 class Metrics(Collector):
-    """The metrics of some replicas, and of the API, at one moment.
+    """Snapshot of the metrics of the engine replicas and of the API.
 
-    The label ``engine`` is a replica's own name for this life: where one is replaced its series end and new ones begin at 0, so
-    that no counter falls. Sums over engines are as Prometheus makes them of rates.
+    The label ``engine`` is new whenever a replica is replaced: the old series end and new ones start at 0, so that no counter
+    falls. To sum over engines, sum their rates in Prometheus.
     """
 
     def __init__(self, replicas: Sequence[Description] | None, configured: int, api: ApiCounts) -> None:
-        """
-        Args:
-            replicas: what those that answered say of themselves; None where another API tells of them.
-            configured: how many there should be.
-            api: what the API tells.
-        """
+        """Take descriptions of the replicas that answer; None if another API replica reports the engines."""
         self._answering, self._configured, self._api = None if replicas is None else len(replicas), configured, api
         told = [Told(replica, replica.metrics) for replica in replicas or () if replica.metrics is not None]
         self._told = [((one.replica.info.served_name, one.metrics.engine), one) for one in told]
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics; those of engines have no samples while none answers."""
+        """Yield all metrics; those of engines have no samples while no replica answers."""
         if self._answering is not None:
             yield GaugeMetricFamily("outrider:replicas", "Engine replicas that answer.", self._answering)
             yield GaugeMetricFamily("outrider:replicas_configured", "Engine replicas that should.", self._configured)
@@ -103,7 +98,6 @@ class Metrics(Collector):
 
 
 def _of_api(api: ApiCounts) -> Iterator[Metric]:
-    """All metrics of the API, some of them without samples."""
     asked = HistogramMetricFamily("vllm:request_params_n", "Choices that a request asks for.", labels=_LABELS)
     if api.choices is not None and api.model is not None:
         asked.add_metric((api.model, _ADMISSION), _buckets(api.choices), api.choices.total)
@@ -124,7 +118,6 @@ def _of_api(api: ApiCounts) -> Iterator[Metric]:
 
 
 def _of_standing(standing: Standing | None) -> Iterator[Metric]:
-    """How the engine stands beside the baseline; without samples where nothing is compared."""
     asked = CounterMetricFamily("outrider:baseline_requests", "Served requests for the baseline, too.", labels=("result",))
     texts = CounterMetricFamily("outrider:baseline_texts", "Pairs of answers, by how they go together.", labels=("texts",))
     medians = GaugeMetricFamily("outrider:baseline_median", "Of the latest pairs of answers.", labels=("figure", "side"))
@@ -145,45 +138,45 @@ def _of_standing(standing: Standing | None) -> Iterator[Metric]:
 
 
 def _buckets(counts: HistogramCounts) -> list[tuple[str, float]]:
-    """Cumulative counts by upper bound: bounds 1 and 5 with the counts 2, 1, 1 are 2 up to 1.0, 3 up to 5.0, 4 up to +Inf."""
+    """Return cumulative counts by upper bound: bounds 1 and 5 with counts 2, 1, 1 give 2 up to 1.0, 3 up to 5.0, 4 up to +Inf."""
     bounds = [*map(floatToGoString, counts.bounds), "+Inf"]
     return list(zip(bounds, itertools.accumulate(counts.counts), strict=True))
 
 
 def exposition(replicas: Sequence[Description] | None, configured: int, api: ApiCounts | None = None) -> bytes:
-    """The text that Prometheus scrapes. Arguments as for ``Metrics``."""
+    """Return the text that Prometheus scrapes. Arguments as for ``Metrics``."""
     return generate_latest(Metrics(replicas, configured, api or ApiCounts()))
 
 
 @dataclass(slots=True)
 class MetricsService:
-    """What the route does."""
+    """Implementation of the route ``/metrics``."""
 
-    tenancy: Tenancy  # knows the operator's keys
-    replicas: Callable[[], Awaitable[Sequence[Description]]]  # what those that answer say of themselves
-    configured: int  # replicas that there should be
-    is_open: bool  # nobody needs a key: only this machine reaches the server. Otherwise it is the operator's, as /admin
+    tenancy: Tenancy  # checks admin keys
+    replicas: Callable[[], Awaitable[Sequence[Description]]]  # returns the descriptions of the replicas that answer
+    configured: int  # number of replicas that should exist
+    is_open: bool  # no key is needed: only this machine, or the operator's port, reaches the route; else an admin key is
     admission: Callable[[], AdmissionCounts]
-    auditor: Auditor | None = None  # counts audits; None where nothing is audited
-    shadow: Shadow | None = None  # compares with the baseline; None where nothing is compared
-    tells_engines: Callable[[], Awaitable[bool]] | None = None  # of several APIs one tells of the engines
-    device_failures: Callable[[], Mapping[str, int]] = dict  # of engine replicas, by kind
+    auditor: Auditor | None = None  # None if nothing is audited
+    shadow: Shadow | None = None  # None if nothing is compared with a baseline
+    tells_engines: Callable[[], Awaitable[bool]] | None = None  # of several API replicas, one reports the engines
+    device_failures: Callable[[], Mapping[str, int]] = dict  # failures of engine replicas' devices, by kind
     _choices: Histogram = field(default_factory=lambda: Histogram(_CHOICES), init=False)
-    _model: str | None = field(default=None, init=False)  # its name, once somebody asked for it
-    _text: SharedAnswer[bytes] = field(init=False)  # for all who ask at about the same time
-    # Not in the default pool: it takes some milliseconds, in which other requests go on, and waits for no others.
+    _model: str | None = field(default=None, init=False)  # served name, once a request was counted
+    _text: SharedAnswer[bytes] = field(init=False)  # shared by simultaneous scrapes
+    # A separate thread: writing takes milliseconds and must neither block the event loop nor wait for the default pool.
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "metrics"), init=False)
 
     def __post_init__(self) -> None:
         self._text = SharedAnswer(self._written)
 
     def asked(self, choices: int, model: str) -> None:
-        """Counts a request for so many choices of each prompt."""
+        """Count an admitted request with this number of choices per prompt."""
         self._choices.observe(choices)
         self._model = model
 
     async def metrics(self, request: Request) -> Response:
-        """The metrics, also while no replica answers. Raises ``ApiError`` as ``Tenancy.check_admin``."""
+        """Return the metrics, even while no replica answers. Raise ``ApiError`` as ``Tenancy.check_admin`` does."""
         if not self.is_open:
             self.tenancy.check_admin(request.headers.get("authorization"))
         return Response(await self._text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)

@@ -1,7 +1,7 @@
-"""The shadow: the baseline answers a share of what was served as well, off the clients' path, and the two are compared.
+"""The shadow: a baseline also answers a share of the served requests, outside the clients' path, for a comparison.
 
-A baseline with parts of a model sums in another order than the engine, so that its texts may part at near-ties. Both sides get
-the same prompt, parameters and seed; the baseline belongs to no tenant, has no drafts and reuses nobody's KV.
+Both sides get the same prompt, parameters and seed; the baseline's request has no tenant, no drafts and no reused KV. A baseline
+that splits the model sums in another order than the engine, so the texts may differ at near-ties.
 """
 
 from __future__ import annotations
@@ -31,61 +31,61 @@ from engine.errors import QueueFullError, RequestError
 
 logger = logging.getLogger(__name__)
 
-NEAR_TIE = 0.25  # of log-probabilities: two steps of bfloat16 between 16 and 32, where the logits of likely tokens lie
-KEPT = 1000  # pairs that the figures are of, the latest
+NEAR_TIE = 0.25  # difference of log-probabilities: two bfloat16 steps between 16 and 32, the range of likely tokens' logits
+KEPT = 1000  # latest pairs from which the figures are computed
 _RESAMPLES = 1000
-_BOUNDS = (5, 95)  # per cent of the resamples' medians
+_BOUNDS = (5, 95)  # percentiles of the resampled medians
 _ENDED = (FinishReason.STOP, FinishReason.LENGTH)
-HIGHER_IS_BETTER = {  # by figure
+HIGHER_IS_BETTER = {  # figure: whether higher is better
     "tokens_per_s": True,  # after the first step
-    "ttft_s": False,  # to the first token, queue included
-    "tpot_s": False,  # of a token after the first step
-    "tokens_per_device_s": True,  # of the whole request: tokens over seconds and devices
-    "joules_per_token": False,  # where hardware counts them
+    "ttft_s": False,  # time to first token, including the queue
+    "tpot_s": False,  # time per output token after the first step
+    "tokens_per_device_s": True,  # whole request: tokens / (seconds * devices)
+    "joules_per_token": False,  # only if the hardware counts energy
 }
 
 
 class ShadowResult(enum.StrEnum):
-    """What became of a request that was to be answered twice."""
+    """Result of answering a request twice."""
 
     COMPARED = "compared"
     DROPPED = "dropped"  # the baseline had no room
-    FAILED = "failed"  # it gave no answer
+    FAILED = "failed"  # the baseline gave no answer
 
 
 class Texts(enum.StrEnum):
-    """How two answers to one request go together."""
+    """Relation of two answers to one request."""
 
     EQUAL = "equal"
-    NEAR_TIE = "near_tie"  # greedy ones part where the baseline finds both tokens alike, but for ``NEAR_TIE``
-    SAMPLED = "sampled"  # drawn ones part: at the draw's near-ties, which nobody sees any more
+    NEAR_TIE = "near_tie"  # greedy: the baseline's log-probabilities of the two tokens differ by at most ``NEAR_TIE``
+    SAMPLED = "sampled"  # sampled: the texts differ; whether at a near-tie of the draw is unknown
     OTHER = "other"
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Medians over the pairs in which both sides have a figure, and of the ratios of the pairs."""
+    """Medians over all pairs with this figure on both sides, and of the pairs' ratios."""
 
     pairs: int
     engine: float
     baseline: float
-    ratio: float  # engine over baseline
-    low: float  # of 90 % of resamples
+    ratio: float  # engine / baseline
+    low: float  # bounds of 90 % of the resamples
     high: float
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where the two stand."""
+    """Summary of engine against baseline."""
 
     results: Mapping[str, int]  # since the start
     texts: Mapping[str, int]  # since the start
-    figures: Mapping[str, Figure]  # of the latest pairs; a figure that no pair has is left out
+    figures: Mapping[str, Figure]  # over the latest pairs; figures without pairs are left out
     sentence: str
 
 
 class Shadow:
-    """Has the baseline answer some requests, one at a time, while it has room, and keeps the figures of both sides."""
+    """Comparison of the engine with a baseline that answers some requests, one at a time, while it has room."""
 
     def __init__(
         self,
@@ -97,15 +97,14 @@ class Shadow:
         shares_devices: bool,
         draw: Callable[[], float] = random.random,
     ) -> None:
-        """
+        """Initialize the comparison.
+
         Args:
-            engine: that serves.
-            baseline: that answers as well.
-            kind: of the baseline, for people.
-            share: of the requests, 0 to 1.
-            devices: that the engine computes a request with, and the baseline.
-            shares_devices: they compute on the same ones: then the engine has to be idle, too.
-            draw: a number between 0 and 1 for each request.
+            kind: name of the baseline in messages.
+            share: share of the requests, 0 to 1.
+            devices: number of devices per request, of the engine and of the baseline.
+            shares_devices: both compute on the same devices, so the engine must be idle, too.
+            draw: returns a random number in [0, 1) for each request.
         """
         self._engine, self._baseline, self._kind, self._share, self._devices = engine, baseline, kind, share, devices
         self._shares_devices, self._draw = shares_devices, draw
@@ -114,7 +113,7 @@ class Shadow:
         self._results, self._texts = dict.fromkeys(ShadowResult, 0), dict.fromkeys(Texts, 0)
 
     def listen(self, job: Job) -> Callable[[StepOutput], None] | None:
-        """A ``Listener`` of the requests that the baseline shall answer, too. What is private is computed once."""
+        """Return a listener for a request that the baseline shall also answer; None for others and those without a tenant."""
         drafted = job.max_draft_tokens != 0 and job.strategy != PLAIN
         whole = not job.emitted and job.prompt_logprobs is None
         if not (drafted and whole and job.tenant is not None) or self._draw() >= self._share:
@@ -135,7 +134,7 @@ class Shadow:
         self._running = asyncio.create_task(self._answer(job, run))
 
     async def settled(self) -> None:
-        """Waits for what the baseline is answering."""
+        """Wait for the request that the baseline is answering."""
         if self._running is not None:
             await asyncio.wait([self._running])
 
@@ -145,13 +144,13 @@ class Shadow:
         except (ApiError, QueueFullError, RequestError, ReplayError) as error:
             logger.warning("the baseline gave no answer to compare with: %s", error)
             result = ShadowResult.FAILED
-        except Exception:  # nobody waits for it
+        except Exception:  # no client waits for it
             logger.exception("two answers could not be compared")
             result = ShadowResult.FAILED
         self._results[result] += 1
 
     async def _has_room(self) -> bool:
-        """Whether the baseline takes one more request, and nothing of a client's."""
+        """Return whether the baseline can take a request without delaying a client's."""
         replicas = await self._baseline.describe()
         room = any(one.counts.free_slots for one in replicas) and not any(one.counts.waiting for one in replicas)
         if room and self._shares_devices:
@@ -175,7 +174,7 @@ class Shadow:
         return ShadowResult.COMPARED
 
     async def _texts_of(self, plain: Job, run: TimedRun, other: TimedRun) -> Texts:
-        """How they go together. The baseline says what it thinks of the tokens at which they part."""
+        """Compare two outputs; at the first difference, use the baseline's log-probabilities."""
         position = first_difference(run.token_ids, other.token_ids)
         if position is None:
             return Texts.EQUAL if run.reason is other.reason else Texts.OTHER
@@ -190,7 +189,7 @@ class Shadow:
         return Texts.NEAR_TIE if near else Texts.OTHER
 
     def standing(self) -> Standing:
-        """What was compared so far. It takes some milliseconds, in any thread."""
+        """Return the summary so far. Takes some milliseconds; may run in any thread."""
         pairs, generator = list(self._pairs), np.random.default_rng(0)
         figures = {name: figure for name in HIGHER_IS_BETTER if (figure := _figure(name, pairs, generator)) is not None}
         return Standing(_counts(self._results), _counts(self._texts), figures, self._sentence(figures))
@@ -211,7 +210,6 @@ class Shadow:
 
 
 def _figures(run: TimedRun, devices: int) -> dict[str, float]:
-    """Of one answer, those that it has."""
     count, found = len(run.token_ids), {"ttft_s": run.ttft_s}
     if run.tokens_per_s is not None:
         found |= {"tokens_per_s": run.tokens_per_s, "tpot_s": 1 / run.tokens_per_s}

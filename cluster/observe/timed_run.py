@@ -1,4 +1,4 @@
-"""What came of a request, with the times at which it came."""
+"""Outputs of a request with their times."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from decoding.request import FinishReason, StepOutput
 
 @dataclass(slots=True)
 class TimedRun:
-    """The outputs of one choice, as they were heard."""
+    """Outputs of one choice as they arrived."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     reason: FinishReason | None = None
-    error: str | None = None  # why it was broken off
+    error: str | None = None  # reason why the request was ended
     steps: int = 0
-    first: int = 0  # tokens that came at ttft_s: more than one where little of the prompt was to be computed
+    first: int = 0  # tokens at ttft_s: can be more than one if little of the prompt had to be computed
     ttft_s: float = 0.0
     latency_s: float = 0.0
-    energy_j: float | None = None  # as hardware counted it, where it did
+    energy_j: float | None = None  # None if the hardware does not count it
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Those after the first step, over the time since; None where there was one step only."""
+        """Return the speed after the first step; None if only one step emitted tokens."""
         took_s, rest = self.latency_s - self.ttft_s, len(self.token_ids) - self.first
         return rest / took_s if rest and took_s > 0 else None
 
     def hear(self, output: StepOutput, latency_s: float) -> None:
-        """Takes in an output that came so long after the choice began."""
+        """Add an output that arrived ``latency_s`` after the request."""
         self.latency_s = latency_s
         if output.token_ids:
             if not self.steps:

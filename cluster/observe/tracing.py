@@ -1,8 +1,8 @@
 """OpenTelemetry traces of generations, off unless ``server.otlp_endpoint`` is set. They hold no text, no key and no tenant.
 
-A request has a server span, below which each choice has ``queue``, ``prefill`` and ``decode``. Their times are the engine's own,
-which come with the last output of a choice; nothing is measured for them. Attributes follow the gen_ai conventions and the names
-that vLLM has beside them. A client's ``traceparent`` (W3C Trace Context) is the parent, and the answer names its own span.
+A request has a server span, whose children are ``queue``, ``prefill`` and ``decode`` of each choice. Their times are the
+engine's, from the last output of a choice. Attributes follow the gen_ai conventions and vLLM's additional names. A client's
+``traceparent`` (W3C Trace Context) is the parent, and the response names its own span.
 
 Example: an answer's last output comes 900 ms after it was asked for, with 200 ms of prefill and 600 ms of decoding in its
 counters. Its queue is 0-100 ms, its prefill 100-300 ms, its decoding 300-900 ms.
@@ -31,39 +31,33 @@ if TYPE_CHECKING:
 
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/responses": "chat", "/v1/completions": "text_completion"}
 _NS = 1_000_000_000
-_COUNTED = ("steps", "drafted", "accepted", "cached_tokens")  # of SpecStats
-_EXPORT_TIMEOUT_S = 5.0  # of one batch, and of what is left when the server ends
+_COUNTED = ("steps", "drafted", "accepted", "cached_tokens")  # summed fields of SpecStats
+_EXPORT_TIMEOUT_S = 5.0  # seconds to send one batch, and the rest when the server ends
 
 
 @dataclass(slots=True)
 class _Asked:
-    """The request that is being answered, as its choices find it."""
+    """Request in progress, shared by its choices."""
 
     span: Span
     began_ns: int
     choices: int = 0
-    prompts: list[Int32Array] = field(default_factory=list)  # each once, of however many choices
+    prompts: list[Int32Array] = field(default_factory=list)  # each prompt once, regardless of its number of choices
     completion_tokens: int = 0
-    counts: SpecStats = field(default_factory=SpecStats)  # of all choices
+    counts: SpecStats = field(default_factory=SpecStats)  # sums over all choices
     reasons: list[str] = field(default_factory=list)
 
 
 class Tracing:
-    """Makes spans and sends them in the background; a collector that is away costs requests nothing."""
+    """Span recorder that exports in the background; an unreachable collector does not slow requests down."""
 
     def __init__(self, provider: TracerProvider, model: str, strategy: str) -> None:
-        """
-        Args:
-            provider: where spans go.
-            model: its name.
-            strategy: of requests that name none.
-        """
         self._provider, self._tracer = provider, provider.get_tracer("outrider")
         self._model, self._strategy = model, strategy
         self._asked: ContextVar[_Asked | None] = ContextVar("asked", default=None)
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
-        """The application with a span around each generation."""
+        """Return the application with a span around each generation."""
 
         async def traced(scope: Scope, receive: Receive, send: Send) -> None:
             path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
@@ -76,7 +70,7 @@ class Tracing:
         return traced
 
     async def close(self) -> None:
-        """Sends what is left."""
+        """Export the remaining spans."""
         await asyncio.to_thread(self._provider.shutdown)
 
     async def _serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, operation: str) -> None:
@@ -103,7 +97,7 @@ class Tracing:
         try:
             await app(scope, receive, named)
         except asyncio.CancelledError:
-            span.set_attribute("error.type", "cancelled")  # the client has gone, or the server stops
+            span.set_attribute("error.type", "cancelled")  # the client has left, or the server stops
             raise
         finally:
             self._asked.reset(token)
@@ -111,7 +105,7 @@ class Tracing:
             span.end()
 
     def listen(self, job: Job) -> Callable[[StepOutput], None] | None:
-        """A ``Listener`` that tells the times of a choice to the span of its request; None where nobody asked over HTTP."""
+        """Return a listener that adds a choice's times to its request's span; None outside of a traced HTTP request."""
         asked = self._asked.get()
         if asked is None or not asked.span.is_recording():
             return None
@@ -125,7 +119,6 @@ class Tracing:
         return hear
 
     def _begin(self, asked: _Asked, job: Job) -> None:
-        """Tells the span of a request of one more choice."""
         asked.choices += 1
         params, answer_id = job.params, job.request_id.rpartition("/")[0]
         if not any(job.prompt_ids is prompt for prompt in asked.prompts):
@@ -144,17 +137,16 @@ class Tracing:
         )
 
     def _finish(self, asked: _Asked, job: Job, output: StepOutput) -> None:
-        """Tells it how a choice ended."""
         asked.reasons.append(str(output.finish_reason))
         if output.finish_reason is FinishReason.ERROR and output.fault_field is None:
             from opentelemetry.trace import Status, StatusCode
 
-            asked.span.set_status(Status(StatusCode.ERROR))  # without the message: it may hold what the client sent
+            asked.span.set_status(Status(StatusCode.ERROR))  # without the message, which may hold text of the client
         if output.stats is not None:
             self._write_times(asked, job, output.stats)
 
     def _write_times(self, asked: _Asked, job: Job, stats: SpecStats) -> None:
-        """Writes the children of a choice whose last output has just come."""
+        """Write the child spans of a choice whose last output has just arrived."""
         from opentelemetry.trace import set_span_in_context
 
         end_ns = time.time_ns()
@@ -165,7 +157,7 @@ class Tracing:
         bounds = (asked.began_ns, max(asked.began_ns, admitted_ns), max(asked.began_ns, first_ns), end_ns)
         for name, start, end in zip(("queue", "prefill", "decode"), bounds, bounds[1:], strict=False):
             self._tracer.start_span(name, parent, attributes=attributes, start_time=start).end(end)
-        if asked.choices == 1:  # of several the children tell each choice's own
+        if asked.choices == 1:  # of several choices, only the child spans have the times
             asked.span.set_attributes(
                 {
                     "gen_ai.latency.time_in_queue": (bounds[1] - bounds[0]) / _NS,
@@ -180,7 +172,7 @@ class Tracing:
 
 
 def _totals(asked: _Asked) -> dict[str, Any]:
-    """What is known when the answer is whole, or broken off."""
+    """Return the attributes that are known at the end of the answer."""
     if not asked.choices:
         return {}
     prompt, completion = sum(map(len, asked.prompts)), asked.completion_tokens
@@ -194,11 +186,7 @@ def _totals(asked: _Asked) -> dict[str, Any]:
 
 
 def open_tracing(config: Config) -> Tracing | None:
-    """Tracing to ``server.otlp_endpoint``; None where there is none.
-
-    Raises:
-        ConfigError: the libraries of the extra ``tracing`` are missing.
-    """
+    """Open tracing to ``server.otlp_endpoint``, if set. Raise ``ConfigError`` if the extra ``tracing`` is not installed."""
     endpoint = config.server.otlp_endpoint
     if endpoint is None:
         return None

@@ -1,7 +1,7 @@
-"""How many engines there are as the load comes and goes (``server.max_replicas``): a policy for Ray Serve's autoscaling.
+"""Autoscaling of engine replicas (``server.max_replicas``): a policy for Ray Serve.
 
-Serve starts and stops the engines, each replica says twice a second what it has to do, and the policy says how many are needed.
-Its class travels to Serve's controller by value, and imports nothing of ours.
+Each replica reports its load twice a second, the policy computes the number of replicas, and Serve starts and stops them. The
+class is sent to Serve's controller by value, so it imports nothing of Outrider.
 """
 
 from __future__ import annotations
@@ -13,44 +13,39 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
 
-REQUESTS, TOKENS = "requests", "tokens_per_s"  # what a replica says: choices that run or wait, and tokens emitted per second
-UP_S, DOWN_S = 5.0, 300.0  # for which more, or fewer, are needed before there are
-WINDOW_S = 15.0  # over which what replicas say is averaged
+REQUESTS, TOKENS = "requests", "tokens_per_s"  # reported metrics: choices that run or wait, and tokens emitted per second
+UP_S, DOWN_S = 5.0, 300.0  # seconds for which more, or fewer, replicas must be needed before Serve acts
+WINDOW_S = 15.0  # seconds over which reports are averaged
 
 
 class LoadPolicy:
-    """As many engines as have to be there so that none has more to do than it is meant to."""
+    """Autoscaling policy: as few replicas as keep each one's load at or below its target."""
 
     def __init__(self, requests: float, tokens_per_s: float | None) -> None:
-        """
-        Args:
-            requests: choices that an engine is meant to have, those that wait included.
-            tokens_per_s: that it is meant to emit; None where that does not count.
-        """
+        """Set the targets per replica: choices, waiting ones included, and emitted tokens per second, None for no target."""
         self._targets = {"requests": requests, "tokens_per_s": tokens_per_s}
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        """How many there should be, and nothing to be kept. Serve keeps it within bounds, and waits before it acts.
-
-        As many as are meant to be there while none has said anything: a model that loads is no engine without work.
+        """Return the number of replicas and no state. Serve applies bounds and delays.
 
         Example: 8 requests are meant, and two engines have 15 and 3: three are needed.
         """
         said = ctx.aggregated_metrics or {}
         if not said.get(REQUESTS):
+            # No report yet: the models are still loading, which does not mean that they are idle.
             return ctx.target_num_replicas, {}
         needed = [sum(said.get(name, {}).values()) / target for name, target in self._targets.items() if target is not None]
         return math.ceil(max(needed)), {}
 
 
 class Pace:
-    """Tokens per second of a count that grows."""
+    """Rate of a growing token count."""
 
     def __init__(self) -> None:
         self._before: tuple[float, int] | None = None
 
     def since(self, tokens: int) -> float:
-        """Of the time since it was asked last; 0 at first."""
+        """Return the tokens per second since the previous call; 0 at the first."""
         now, before = time.monotonic(), self._before
         self._before = now, tokens
         return 0.0 if before is None or now <= before[0] else (tokens - before[1]) / (now - before[0])

@@ -1,4 +1,4 @@
-"""The keeper of the shared memory as a Serve deployment, and the admin routes' way to it."""
+"""The cache keeper (shared cache service) as a Serve deployment, and its client for the admin routes."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _DESCRIBE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class CachePlace:
-    """What a deployment is told of the shared memory. Nothing of it is secret: Serve writes down what deployments are given."""
+    """Location and options of the shared cache, without secrets, because Serve writes down the arguments of deployments."""
 
     options: CacheOptions
-    url: str | None  # without passwords; None: the environment has it
+    url: str | None  # without passwords; None if the environment has it
     tenants: tuple[str, ...]
-    version: str  # of what is served: the keeper is that of its model
+    version: str  # version of the served model, see ``cluster.app.version_of``
 
     def access(self) -> CacheAccess:
-        """How this process reaches it. Raises ``ConfigError`` where the environment does not say."""
+        """Return how this process connects. Raise ``ConfigError`` if the environment lacks the secret or the address."""
         url, secret = redis_address(self.url), os.environ.get(SECRET_VARIABLE, "")
         if url is None or not secret:
             raise ConfigError(f"{SECRET_VARIABLE} is not set where this actor runs, {SECRET_ADVICE}")
@@ -48,21 +48,21 @@ class CachePlace:
 
 
 class CacheActor:
-    """A ``CacheKeeper`` as an actor. What it refuses is sent as a value, as an engine does it."""
+    """``CacheKeeper`` as an actor. It returns errors as values, like the engine replicas."""
 
     def __init__(self, engine: DeploymentHandle[Any], place: CachePlace, quotas: dict[str, int]) -> None:
         asked = for_threads(engine)
         self._keeper = CacheKeeper(place.access(), quotas, lambda: _identity(asked, place.version))
 
     async def call(self, verb: str, *arguments: object) -> object:
-        """What a method of ``CacheAdmin`` gives, or the exception that it raises."""
+        """Return the result of a method of ``CacheAdmin``, or the exception that it raises."""
         try:
             return await asyncio.to_thread(getattr(self._keeper.admin, verb), *arguments)
         except (CacheNotReadyError, UnknownTenantError, ValueError, redis.RedisError, OSError) as refusal:
             return refusal
 
     def check_health(self) -> None:
-        """Raises ``CacheNotReadyError`` when Serve has to replace this actor."""
+        """Raise ``CacheNotReadyError`` if Serve has to replace this actor."""
         self._keeper.check_health()
 
     def __del__(self) -> None:
@@ -71,7 +71,7 @@ class CacheActor:
 
 
 def _identity(engine: DeploymentHandle[Any], version: str) -> Identity | None:
-    """Of the model that an engine replica of the version has loaded; None while none answers."""
+    """Return the identity of the model that an engine replica of this version has loaded; None while none answers."""
     try:
         description: Description = engine.describe.remote().result(timeout_s=_DESCRIBE_TIMEOUT_S)
     except (RayError, RayServeException, TimeoutError):
@@ -80,7 +80,7 @@ def _identity(engine: DeploymentHandle[Any], version: str) -> Identity | None:
 
 
 class HandleCacheAdmin(CacheAdminPort):
-    """The memory over a deployment of ``CacheActor``."""
+    """Shared cache behind a deployment of ``CacheActor``."""
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._handle = handle

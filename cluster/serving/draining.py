@@ -1,4 +1,4 @@
-"""Draining: a server that stops takes nothing new, and lets running requests end in the time that it has."""
+"""Draining: a server that stops refuses new requests and lets running ones end within a time limit."""
 
 from __future__ import annotations
 
@@ -11,42 +11,41 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.http.errors import ApiError
 
-RETRY_S = 5  # by then another server, or this one started anew, may answer
-_CLOSE_S = 2.0  # for what was ended to let go of its slots
-_PUBLIC = ("/v1/", "/tokenize", "/detokenize", "/ready")  # what is refused; /health and the operator's routes go on
+RETRY_S = 5  # seconds until another server, or this one restarted, may answer
+_CLOSE_S = 2.0  # seconds for ended requests to free their slots
+_PUBLIC = ("/v1/", "/tokenize", "/detokenize", "/ready")  # refused paths; /health and the operator's routes stay available
 
 
 @dataclass(eq=False, slots=True)
 class _Exchange:
-    """A request that is being answered."""
+    """Request that is being answered."""
 
     task: asyncio.Task[object] | None
-    ended: bool = False  # by this server, before its answer was whole
-    began: bool = False  # to send an answer
+    ended: bool = False  # cancelled by this server before its answer was complete
+    began: bool = False  # the answer has started
     is_stream: bool = False
 
     def note(self, message: Message) -> None:
-        """Looks at what is sent."""
         if message["type"] == "http.response.start":
             self.began = True
             self.is_stream = dict(message["headers"]).get(b"content-type", b"").startswith(b"text/event-stream")
 
 
 class Draining:
-    """Knows the requests that are being answered. For one event loop."""
+    """Registry of the requests that are being answered. For one event loop."""
 
     def __init__(self) -> None:
         self._exchanges: set[_Exchange] = set()
         self._changed = asyncio.Event()
-        self.begun = False  # nothing new is taken
+        self.begun = False  # new requests are refused
 
     @property
     def running(self) -> int:
-        """Public requests whose answers are not whole yet."""
+        """Return the number of public requests without a complete answer."""
         return len(self._exchanges)
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
-        """The application behind the gate that ``stop`` closes."""
+        """Wrap the application: register public requests, and refuse them once ``stop`` was called."""
 
         async def entered(scope: Scope, receive: Receive, send: Send) -> None:
             path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
@@ -60,16 +59,16 @@ class Draining:
         return entered
 
     async def stop(self, timeout_s: float) -> int:
-        """Takes nothing new, waits for what runs, and ends what still runs after ``timeout_s``; returns how many that were.
+        """Refuse new requests, wait for running ones, and cancel the rest after ``timeout_s``; return the number cancelled.
 
-        What is ended so gets a 503 or, where it streams, an event with the error: its client can tell it from a whole answer.
+        A cancelled request gets a 503 or, if it streams, an event with the error, so that clients notice the incomplete answer.
         """
         self.begun = True
         await self._until_idle(timeout_s)
         late = [exchange for exchange in self._exchanges if exchange.task is not None]
         for exchange in late:
             exchange.ended = True
-            exchange.task.cancel()  # type: ignore[union-attr]  # looked at above
+            exchange.task.cancel()  # type: ignore[union-attr]  # not None, as checked above
         await self._until_idle(_CLOSE_S)
         return len(late)
 
@@ -92,7 +91,7 @@ class Draining:
             await app(scope, receive, noted)
         except asyncio.CancelledError:
             if not exchange.ended or exchange.task is None:
-                raise  # the client has gone
+                raise  # the client has left
             exchange.task.uncancel()
             await _break_off(exchange, send)
         finally:
@@ -106,7 +105,7 @@ def _shutting_down() -> ApiError:
 
 
 async def _break_off(exchange: _Exchange, send: Send) -> None:
-    """The end of an answer that is not whole. One that has begun and is no stream just stops short of its length."""
+    """End an incomplete answer with an error. One that has begun and is no stream ends before its declared length."""
     if not exchange.began:
         await _refuse(send)
     elif exchange.is_stream:

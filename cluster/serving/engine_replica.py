@@ -1,4 +1,4 @@
-"""An engine as a Serve deployment. Its module is imported wherever the application is known, what it computes with is not."""
+"""An engine as a Serve deployment. This module is imported with the application; torch is only imported in the actor."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LEAVE_S = 2.0  # for streams to end that were told that the device failed, at most; then this process ends
-FLUSH_S = 0.25  # from the end of the last stream until all of it has left the process
+LEAVE_S = 2.0  # most seconds for streams to report the device failure before this process ends
+FLUSH_S = 0.25  # seconds until the last stream's data has left the process
 
 
 class EngineReplica:
-    """A ``Replica`` as an actor. What the engine refuses is sent as a value: a refusal is no failure of the actor.
+    """``Replica`` as an actor. It sends the engine's refusals as values, because they are no failures of the actor.
 
-    Likewise that its device failed, before the process ends: who hears of it knows that no request is to blame.
+    Before the process ends for a device failure, it sends that as a value, too, so that no request is blamed.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class EngineReplica:
     ) -> None:
         self._version = version
         tell("importing torch and transformers")
-        # Here and not above: torch and the model library are this process's alone.
+        # Imported here, because only this process needs torch and the model library.
         from actors.heap import spare_collector
         from actors.lookahead.elastic import Elastic
         from actors.replica import Replica
@@ -69,21 +69,20 @@ class EngineReplica:
         access, meter = None if cache is None else cache.access(), open_meter if metered else None
         self._replica = Replica(model, engine, speculation, access, ranks, meter, self._leave)
         self._pace = Pace()
-        self._references: WeakValueDictionary[tuple[str, int], Int32Array] = WeakValueDictionary()  # by answer and place
+        self._references: WeakValueDictionary[tuple[str, int], Int32Array] = WeakValueDictionary()  # by answer and index
         missing = lacks(self._replica.describe().info.device, parallelism.mode)
         if missing:
             logger.warning("this environment lacks %s", missing)
         spare_collector()
         if membership is not None and elastic is not None:
-            # Who has slots of another length cannot follow: those do not meet.
+            # Replicas with another slot length cannot be ranks of one group, so they do not meet.
             alike = f"{version} {self._replica.describe().info.max_model_len}"
             self._membership_client = MembershipClient(membership.actor, alike, elastic.address, elastic.meet)
 
     async def generate(self, jobs: Sequence[Job]) -> AsyncIterator[list[tuple[int, Item]]]:
-        """The outputs of some jobs, each with the job's place, all at once that have come; nothing comes as a beat.
+        """Yield batches of outputs, each with its job's index; an empty batch is a heartbeat.
 
-        Instead of a job's outputs comes the one reason why it is not taken. Where the device fails, the last item
-        of each job is ``DeviceLostError``.
+        A job that is refused yields only the reason. If the device fails, the last item of each job is ``DeviceLostError``.
         """
         items: asyncio.Queue[tuple[int, Item | Exception]] = asyncio.Queue()
         readers = [asyncio.create_task(self._read(place, job, items)) for place, job in enumerate(jobs)]
@@ -101,7 +100,7 @@ class EngineReplica:
             await asyncio.gather(*readers, return_exceptions=True)
 
     async def _read(self, place: int, job: Job, items: asyncio.Queue[tuple[int, Item | Exception]]) -> None:
-        """Puts what comes of a job, or why nothing does, where the others' goes."""
+        """Put the outputs of a job, or the error, into the queue."""
         if job.version not in ("", self._version):
             items.put_nowait((place, OtherVersionError()))
             return
@@ -115,27 +114,27 @@ class EngineReplica:
             raise
 
     def _shared(self, job: Job) -> tuple[Int32Array, ...]:
-        """The texts that an answer may repeat, in one copy for all its choices that are here: each came with its own."""
+        """Return the job's reference texts, in one copy for all choices of an answer on this replica."""
         answer = job.request_id.rpartition("/")[0]
         return tuple(self._references.setdefault((answer, place), text) for place, text in enumerate(job.references))
 
     async def describe(self) -> Description:
-        """The model and the counts; raises ``ReplicaError`` when the engine does not serve."""
+        """Return the model and the counts. Raise ``ReplicaError`` if the engine does not serve."""
         return dataclasses.replace(self._replica.describe(), version=self._version)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What it has to do, by the names that ``LoadPolicy`` knows; Serve asks where there may be more or fewer replicas."""
+        """Return the load by the names of ``LoadPolicy``; Serve calls this if autoscaling is on."""
         description = self._replica.describe()
         counts, metrics = description.counts, description.metrics
         tokens = 0 if metrics is None else metrics.generation_tokens
         return {REQUESTS: float(counts.running + counts.waiting), TOKENS: self._pace.since(tokens)}
 
     def check_health(self) -> None:
-        """Raises ``ReplicaError`` when Serve has to replace this actor."""
+        """Raise ``ReplicaError`` if Serve has to replace this actor."""
         self._replica.check_health()
 
     def _leave(self) -> None:
-        """End this process, once all streams have reported that its device failed. Called in the engine's thread."""
+        """End this process once all streams have reported the device failure. Called in the engine's thread."""
         deadline_s = time.monotonic() + LEAVE_S
         while self._streams and time.monotonic() < deadline_s:
             time.sleep(0.01)
@@ -145,7 +144,7 @@ class EngineReplica:
     def __del__(self) -> None:
         if hasattr(self, "_membership_client"):
             self._membership_client.close()
-        if hasattr(self, "_replica"):  # else the model did not load
+        if hasattr(self, "_replica"):  # otherwise the model did not load
             self._replica.stop()
 
 
@@ -155,7 +154,7 @@ def end_process() -> None:
 
 
 async def _waiting(items: asyncio.Queue[tuple[int, Item | Exception]]) -> list[tuple[int, Item]]:
-    """All that waits; nothing, when nothing has come for ``BEAT_S``. Raises what is no ``Item``."""
+    """Return all waiting items, or none after ``BEAT_S``. Raise an exception that is no ``Item``."""
     try:
         async with asyncio.timeout(BEAT_S):
             found = [await items.get()]
@@ -178,7 +177,7 @@ def _ranks(
     parallelism: ParallelismOptions,
     start_timeout_s: float,
 ) -> Ranks | None:
-    """Who shares the steps of the replica in this actor; None where it computes alone."""
+    """Return the ranks that share this replica's steps; None if it computes alone."""
     from actors.lookahead.group import Group
     from actors.sharded.actors import actor_group
 

@@ -1,4 +1,4 @@
-"""Jobs for engine replicas, and their outputs as the choices of an answer."""
+"""Jobs for engine replicas, and the choices of an answer made from their outputs."""
 
 from __future__ import annotations
 
@@ -16,60 +16,59 @@ from decoding.request import FinishReason, Request, SamplingParams, StepOutput, 
 from decoding.tree import Int32Array
 from engine.errors import RequestError
 
-_FOR_ROUTING = ("announced", "session", "avoid_s", "resumed", "version")  # of a job: what its engine need not know
+_FOR_ROUTING = ("announced", "session", "avoid_s", "resumed", "version")  # fields of a job that the engine does not need
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a replica needs for one choice."""
+    """One choice as sent to a replica."""
 
     request_id: str  # ANSWER_ID/INDEX: the id that the client sees, and the number of the choice
     prompt_ids: Int32Array  # [n]
     params: SamplingParams
     references: tuple[Int32Array, ...] = ()
-    tenant: str | None = None  # whose texts it drafts from and adds to; None: nobody's
+    tenant: str | None = None  # drafts from this tenant's texts and adds its own; None for neither
     public: bool = True  # may draft from the public corpus
-    adapter: str | None = None  # whose output is asked for; None: the model's own
-    emitted: tuple[int, ...] = ()  # output tokens that another replica emitted before; their outputs do not come again
-    strategy: str | None = None  # who drafts for it; None: the engine's own
-    max_draft_tokens: int | None = None  # most drafted rows in a step; None: as many as the engine's own limit
-    priority: int = 0  # lower goes first
-    account: str = ""  # whose share of slots and rows it takes
-    weight: float = 1.0  # of the account
-    siblings: bool = False  # other jobs have the same prompt and the same ANSWER_ID: it is computed once
-    report: bool = False  # outputs say who drafted their tokens
-    prompt_logprobs: int | None = None  # alternatives told with each log-probability of the prompt; None: none are told
-    embedding: Int32Array | None = None  # of the client's, as ``decoding.sources.embeddings.signs_of`` gives it
-    quarantined: bool = False  # a replica ended, or a step failed, while it was computed: it is computed alone for a while
-    announced: bool = False  # a replica ended: outputs say when the next one computes it alone, and may end as well
-    session: str | None = None  # of the tenant: its requests go to one replica, where that can be
-    avoid_s: float = 0.0  # it was sent before, to a replica that said nothing for too long: nobody else goes there for so long
-    resumed: bool = False  # a client that was cut off goes on with it: it takes the place of the same request of its account
-    version: str = ""  # of what is served, see ``cluster.app``: only replicas of this one take it; empty: all do
+    adapter: str | None = None  # requested LoRA adapter; None for the model itself
+    emitted: tuple[int, ...] = ()  # output tokens already emitted by another replica; they are not emitted again
+    strategy: str | None = None  # drafting strategy; None for the engine's default
+    max_draft_tokens: int | None = None  # most drafted rows per step; None for the engine's limit
+    priority: int = 0  # lower is scheduled first
+    account: str = ""  # account whose share of slots and rows the job uses
+    weight: float = 1.0  # weight of the account
+    siblings: bool = False  # other jobs have the same prompt and ANSWER_ID: the prompt is computed once
+    report: bool = False  # outputs include the source of each token
+    prompt_logprobs: int | None = None  # alternatives per log-probability of the prompt; None for no log-probabilities
+    embedding: Int32Array | None = None  # the client's embedding, in the form of ``decoding.sources.embeddings.signs_of``
+    quarantined: bool = False  # a replica ended, or a step failed, while computing it: it is computed alone for a while
+    announced: bool = False  # a replica ended: outputs report when it is computed alone, as the next replica may end, too
+    session: str | None = None  # session of the tenant: its requests go to one replica if possible
+    avoid_s: float = 0.0  # seconds to avoid the job's previous replica, which was silent for too long; applies to all jobs
+    resumed: bool = False  # a client resumes a stream: the job replaces the same request of its account
+    version: str = ""  # model version, see ``cluster.app.version_of``: only replicas with it take the job; empty for any
 
     @property
     def memory(self) -> str | None:
-        """Whose outputs and KV it shares: see ``decoding.request.memory_name``."""
+        """Return the name of the history and KV that the job shares; see ``decoding.request.memory_name``."""
         return memory_name(self.tenant, self.adapter)
 
     def request(self, references: tuple[Int32Array, ...]) -> Request:
-        """As an engine takes it; ``references`` are the job's own, or copies that it shares with others."""
+        """Return the engine's request; ``references`` are the job's own, or copies shared with other jobs."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in _FOR_ROUTING}
         return Request(**fields | {"references": references})
 
 
 class OtherVersionError(Exception):
-    """A job is of another version than the replica that it came to: its tokens mean something else there."""
+    """A job has another model version than the replica: its token ids mean something else there."""
 
 
 class EnginePort(Protocol):
-    """The engine replicas as the API sees them."""
+    """Engine replicas as the API sees them."""
 
     def generate(self, *jobs: Job) -> Sequence[AsyncGenerator[StepOutput, None]]:
-        """The outputs of each of some jobs of an answer; the first is empty and says that an engine took it. ``aclose`` frees the
-        slot.
+        """Return one output stream per job of an answer. The first output is empty and confirms that an engine took the job.
 
-        The engine knows a job by ``request_id``, from which the names of its texts in the shared memory follow.
+        ``aclose`` frees the slot. The engine identifies a job by ``request_id``, which also names its texts in the shared cache.
 
         Raises:
             engine.errors.QueueFullError, engine.errors.RequestError: no engine takes it.
@@ -78,26 +77,26 @@ class EnginePort(Protocol):
         ...
 
     async def describe(self) -> list[Description]:
-        """One description for each replica that serves; empty when none does."""
+        """Return one description per replica that serves; empty if none does."""
         ...
 
 
-# Asked about each job when it begins: what it gives hears the outputs of that job, the first, empty one included.
+# Called with each job when it begins; returns a function that gets the job's outputs, including the empty first one, or None.
 Listener = Callable[[Job], Callable[[StepOutput], object] | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """Until when an answer has to be there."""
+    """Time limit of an answer."""
 
-    at_s: float  # of time.monotonic
-    error: Callable[[], ApiError]  # what is raised then
+    at_s: float  # time.monotonic() seconds
+    error: Callable[[], ApiError]  # makes the error to raise
 
 
 async def heard(
     stream: AsyncGenerator[StepOutput, None], job: Job, listeners: Sequence[Listener], deadline: Deadline | None = None
 ) -> AsyncGenerator[StepOutput, None]:
-    """A stream of ``EnginePort.generate``, listened to. Raises the deadline's error when it has passed."""
+    """Yield a job's outputs and pass them to the listeners. Raise the deadline's error when it has passed."""
     hearers = [hear for listener in listeners if (hear := listener(job)) is not None]
     async with contextlib.aclosing(stream) as outputs:
         while True:
@@ -118,12 +117,12 @@ async def _next(outputs: AsyncIterator[StepOutput], deadline: Deadline | None) -
             return await anext(outputs)
     except TimeoutError:
         if not limit.expired():
-            raise  # not ours
+            raise  # raised by the stream
     raise deadline.error()
 
 
 class Generation:
-    """The choices of one request while they are computed: ``async with`` starts them, leaving it frees their slots."""
+    """Choices of one request while they are computed: ``async with`` starts them, leaving it frees their slots."""
 
     def __init__(
         self,
@@ -134,26 +133,18 @@ class Generation:
         listeners: Sequence[Listener] = (),
         deadline: Deadline | None = None,
     ) -> None:
-        """
-        Args:
-            engine: computes them.
-            jobs: one for each choice, ``n`` of each prompt side by side.
-            n: choices of a prompt, which counts once in the usage.
-            silent: what the jobs emit is left out: only their prompts are scored.
-            listeners: who follows the jobs.
-            deadline: of the answer; None where there is none.
-        """
+        """Prepare one job per choice, ``n`` per prompt side by side; ``silent`` drops emitted tokens to score only prompts."""
         self._silent, self._n, self.num_choices = silent, n, len(jobs)
         self.prompt_tokens = sum(len(job.prompt_ids) for job in jobs[::n])
         self.completion_tokens = 0
-        self._cached: dict[int, int] = {}  # of the prompts, by choice; of choices that have ended
-        self.energy_j: float | None = 0.0  # of choices that have ended; None where one of them was not measured
+        self._cached: dict[int, int] = {}  # cached prompt tokens of ended choices, by choice
+        self.energy_j: float | None = 0.0  # sum over ended choices; None if one of them was not measured
         streams = zip(engine.generate(*jobs), jobs, strict=True)
         self._streams = [heard(stream, job, listeners, deadline) for stream, job in streams]
         self._open = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Generation:
-        """Returns when an engine has taken every job. Raises what ``EnginePort.generate`` does."""
+        """Return once an engine has taken every job. Raise as ``EnginePort.generate``."""
         try:
             for stream in self._streams:
                 await self._open.enter_async_context(contextlib.aclosing(stream))
@@ -163,7 +154,7 @@ class Generation:
         except ExceptionGroup as refusals:
             await self._open.aclose()
             raise refusals.exceptions[0] from None
-        except BaseException:  # a cancelled request, above all: nothing may keep running
+        except BaseException:  # above all for a cancelled request: nothing may keep running
             await self._open.aclose()
             raise
         return self
@@ -173,17 +164,17 @@ class Generation:
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompts whose KV was there already. What one choice computed and the others took over was not."""
-        fewest: dict[int, int] = {}  # by prompt
+        """Return the prompt tokens whose KV was cached, without those that one choice computed for the others."""
+        fewest: dict[int, int] = {}  # by prompt, which counts once in the usage
         for index, count in self._cached.items():
             fewest[index // self._n] = min(count, fewest.get(index // self._n, count))
         return sum(fewest.values())
 
     async def outputs(self) -> AsyncGenerator[tuple[int, StepOutput], None]:
-        """The outputs of all choices as they come, with the number of the choice.
+        """Yield the outputs of all choices as they arrive, with the choice's number.
 
         Raises:
-            engine.errors.RequestError: a choice cannot go on, by the request's own fault.
+            engine.errors.RequestError: a choice cannot continue because of the request itself.
             ApiError: a choice failed.
         """
         async for index, output in _merge(self._streams):
@@ -207,7 +198,7 @@ async def _accepted(stream: AsyncIterator[StepOutput]) -> None:
 
 
 async def _merge(streams: Sequence[AsyncIterator[StepOutput]]) -> AsyncIterator[tuple[int, StepOutput]]:
-    """What several streams give, in the order in which it comes; the first failure is raised."""
+    """Yield the items of several streams in order of arrival; raise the first failure."""
     if len(streams) == 1:
         async for output in streams[0]:
             yield 0, output
@@ -230,7 +221,7 @@ async def _merge(streams: Sequence[AsyncIterator[StepOutput]]) -> AsyncIterator[
                 yield index, item
             else:
                 live -= 1
-                await pumps[index]  # raises what the stream raised
+                await pumps[index]  # raises the stream's exception
     finally:
         for task in pumps:
             task.cancel()

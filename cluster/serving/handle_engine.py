@@ -1,4 +1,4 @@
-"""Failover: the engine replicas behind a Serve handle, and how a request goes on when its replica is lost."""
+"""Failover: the engine replicas behind a Serve handle, and how a request continues when its replica is lost."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from engine.errors import ContextLengthError, QueueFullError, RequestError
 logger = logging.getLogger(__name__)
 
 DESCRIBE_TIMEOUT_S = 5.0
-ACCEPT_TIMEOUT_S = 60.0  # a replica that died is replaced within that, or the request gets a 503
-TOGETHER = 8  # most jobs of one call, which go to one replica: each call, and each of its events, takes the API a while
-BEAT_S = 1.0  # a replica that has nothing new to say of a call says so that often
-SILENCE_S = 5.0  # after that a request is sent again: its replica is stopped or hangs, or there is none yet
-FIRST_WORD_S = 1.5  # likewise, where another replica may take what this one has not said a word of
-_PARTS = 20  # in which either time is counted: a loop that was held for longer than a part reads what came before the next one
-SILENT_S, EARLY_S = 30.0, 5.0  # a silent replica is avoided for so long after either; Serve replaces one that hangs meanwhile
-MAX_LOSSES = 4  # replicas that one request may lose in a row without a token: more likely it is what ends them
+ACCEPT_TIMEOUT_S = 60.0  # a dead replica is replaced within this time, or the request gets a 503
+TOGETHER = 8  # most jobs per call and replica: each call and each of its events costs the API time
+BEAT_S = 1.0  # heartbeat interval of a call without new outputs
+SILENCE_S = 5.0  # after this silence a request is sent again: its replica hangs or is stopped, or none has started
+FIRST_WORD_S = 1.5  # the same before the first item of a call, if there are other replicas
+_PARTS = 20  # silence is counted in parts, so that a blocked event loop can still read items that arrived in the meantime
+SILENT_S, EARLY_S = 30.0, 5.0  # seconds to avoid a silent replica, after either time; Serve replaces one that hangs meanwhile
+MAX_LOSSES = 4  # give up after more consecutive losses without a token: the request is probably causing them
 MAX_LOSSES_IN_ALL = 16
-_PAUSE_S = 0.1  # before a request is sent again; twice as long each time, up to _LONGEST_PAUSE_S
+_PAUSE_S = 0.1  # pause before a request is sent again, doubled each time up to _LONGEST_PAUSE_S
 _LONGEST_PAUSE_S = 1.0
 
-# Of a job: an output, why it is not taken, or that it has to go on elsewhere.
+# Item of a job's stream: an output, a refusal, or a reason to continue on another replica.
 Item = StepOutput | QueueFullError | RequestError | OtherVersionError | DeviceLostError
 
 
 def is_last(item: Item) -> bool:
-    """Whether nothing comes of a job after it."""
+    """Return whether the item is the last one of its job."""
     return isinstance(item, Exception) or item.finish_reason is not None
 
 
 class _LostError(Exception):
-    """The replica does not answer any more."""
+    """The replica no longer answers."""
 
     def __init__(self, error: BaseException) -> None:
         self.device = error if isinstance(error, DeviceLostError) else None
@@ -58,27 +58,22 @@ class _LostError(Exception):
 
 
 class _Call:
-    """One call of a replica for some jobs, which are read one by one. It begins with the first reader and ends with the last."""
+    """Call of a replica for some jobs, which are read separately. It starts with the first reader and ends with the last."""
 
     def __init__(self, handle: Callable[[], DeploymentHandle[Any]], jobs: Sequence[Job], patience_s: float = SILENCE_S) -> None:
-        """
-        Args:
-            handle: gives that of the deployment, in the loop of the readers.
-            jobs: of one answer.
-            patience_s: for the first word.
-        """
+        """Prepare a call for jobs of one answer; ``patience_s`` is the longest silence before its first item."""
         self._handle, self._jobs, self.patience_s = handle, tuple(jobs), patience_s
         self._items: list[asyncio.Queue[Item | _LostError]] = [asyncio.Queue() for _ in jobs]
         self._calling: asyncio.Task[None] | None = None
         self._readers = 0
-        self.heard_s: float | None = None  # when the replica said something last
-        self._quiet = 0  # parts of the time since then
-        self._timer: asyncio.TimerHandle | None = None  # of the next part
+        self.heard_s: float | None = None  # time of the latest item or heartbeat
+        self._quiet = 0  # parts of silence since then
+        self._timer: asyncio.TimerHandle | None = None  # timer of the next part
 
     async def items(self, place: int) -> AsyncGenerator[Item, None]:
-        """What comes of a job, to its last item. Raises ``_LostError``."""
+        """Yield the items of a job up to the last one. Raise ``_LostError``."""
         if self._calling is None:
-            # In a context of its own: else Serve takes all calls for an HTTP request for one, and cannot route them apart.
+            # In a separate context: otherwise Serve takes all calls of an HTTP request for one and cannot route them separately.
             self._calling = asyncio.create_task(self._call(), context=contextvars.Context())
         self._readers += 1
         try:
@@ -123,11 +118,8 @@ class _Call:
                 self._items[place].put_nowait(_LostError(end))
 
     def _count_part(self, limit: asyncio.Timeout) -> None:
-        """Count a part of the time in which the replica says nothing, and end the call after the last one.
-
-        The time of a timer would also pass while the event loop is held, and what came meanwhile would not be read. A part that
-        begins after that gives the loop a turn for it.
-        """
+        """Count one part of the silence; end the call after the last part."""
+        # A single timer would also run out while the event loop is blocked, before it can read what arrived meanwhile.
         loop = asyncio.get_running_loop()
         if self._quiet == _PARTS:
             limit.reschedule(loop.time())
@@ -138,41 +130,41 @@ class _Call:
 
 @dataclasses.dataclass(slots=True)
 class _Progress:
-    """How far a request has come, on all its replicas together."""
+    """Progress of a request over all its replicas."""
 
-    deadline_s: float  # for a replica to take it
-    spare: bool  # a replica that is full may be left for another, once
+    deadline_s: float  # time by which a replica has to take the request
+    spare: bool  # may be moved once from a full replica to another
     emitted: list[int] = dataclasses.field(default_factory=list)
-    taken: bool = False  # the consumer was told that a replica has it
+    taken: bool = False  # the consumer knows that a replica took it
     attempts: int = 0
-    avoid_s: float = 0.0  # for which nobody else goes to its last replica, which said nothing for too long
-    quarantined: bool = False  # it was computed when a replica ended or a step failed, and is not cleared
+    avoid_s: float = 0.0  # seconds for which other requests avoid its last replica, which was silent for too long
+    quarantined: bool = False  # a replica ended or a step failed while computing it, and it is not cleared yet
     ended: bool = False  # with quarantined: a replica ended
     losses: int = 0  # since its last token
     losses_in_all: int = 0
-    failed_engine: str | None = None  # whose device failed last, if no token came since
-    failed_at: int | None = None  # tokens that had been emitted when a step with it failed
+    failed_engine: str | None = None  # engine whose device failed last, if no token was emitted since
+    failed_at: int | None = None  # number of emitted tokens when a step last failed
     pause_s: float = _PAUSE_S
 
     @property
     def hopeless(self) -> bool:
-        """Whether it has lost so many replicas that it may be what ends them."""
+        """Return whether it lost too many replicas: it is probably the cause."""
         return self.losses > MAX_LOSSES or self.losses_in_all > MAX_LOSSES_IN_ALL
 
 
 class HandleEngine:
-    """The ``EnginePort`` over a deployment of ``EngineReplica``.
+    """``EnginePort`` over a deployment of ``EngineReplica``.
 
-    Outputs are a function of prompt, parameters and seed. So a request whose replica is lost goes on at another, or at the one
-    that takes its place, from the tokens that came: the consumer sees a pause, and no token is lost or comes twice.
+    Outputs are a function of prompt, parameters and seed. A request whose replica is lost therefore continues on another one from
+    the tokens that were emitted: the consumer sees a pause, and no token is lost or repeated.
 
-    A replica's end may be a request's fault. Who lost one is *quarantined*: the next replica computes it in steps of its own,
-    until it has emitted ``CLEARED_TOKENS`` more, and says before and after each. If that replica ends as well in such a step, the
-    request is refused; requests that waited there meanwhile are sent again and bear no blame. A replica takes one quarantined
-    request of an account: the next one waits here for its turn.
+    A request may be the cause of a replica's end. A request that lost one is *quarantined*: the next replica computes it alone in
+    its steps until it has emitted ``CLEARED_TOKENS`` more, and reports this before and after. If that replica ends in one of
+    these steps, the request is refused; requests that waited there are sent again without blame. A replica takes one quarantined
+    request per account; the next one waits here.
 
-    A device that fails is no request's fault, and the replica says so before it ends. Who loses two devices and no token came in
-    between is quarantined as well.
+    A device failure is no request's fault, and the replica reports it before it ends. A request that loses two devices without a
+    token in between is quarantined as well.
 
     Example: a replica ends after it has sent ``7`` and ``8 9``. The job is sent again with ``emitted=(7, 8, 9)``; another replica
     computes their KV with the prompt's, and its first new output is the fourth token.
@@ -188,16 +180,16 @@ class HandleEngine:
         version: str = "",
         failures: DeviceFailures | None = None,
     ) -> None:
-        """
+        """Initialize the engine.
+
         Args:
-            handle: of the deployment.
-            resume_timeout_s: a request that lost its replica gets that long until another one has taken it.
-            describe_timeout_s: a replica that does not describe itself within it counts as missing.
-            replicas: of the deployment. Where there are several, the jobs of an answer are in as many calls at least, and a job
-                that one refuses for a full queue or its shorter context is sent once more, to another one.
-            accept_timeout_s: a request that no replica has taken gets that long.
-            version: of what is served. In a redeploy there may be replicas of another one, which count as none; empty: all count.
-            failures: counts those of the replicas' devices; to nobody when absent.
+            resume_timeout_s: time for another replica to take a request that lost its own.
+            describe_timeout_s: a replica that does not answer within it counts as missing.
+            replicas: number of replicas. With several, the jobs of an answer are spread over at least as many calls, and a job
+                that one refuses (full queue, shorter context) is sent to another one once.
+            accept_timeout_s: time for a replica to take a new request.
+            version: model version; during a redeploy, replicas of other versions are ignored. Empty for any.
+            failures: counter of device failures.
         """
         self._handle, self._described = handle, for_threads(handle)
         self._stream: tuple[asyncio.AbstractEventLoop, DeploymentHandle[Any]] | None = None
@@ -207,15 +199,17 @@ class HandleEngine:
         self._waking: asyncio.Task[None] | None = None
 
     def _streaming(self) -> DeploymentHandle[Any]:
-        """The handle for jobs of the running loop."""
+        """Return the handle for jobs in the running event loop."""
         loop = asyncio.get_running_loop()
         if self._stream is None or self._stream[0] is not loop:
             self._stream = loop, for_this_loop(self._handle)
         return self._stream[1]
 
     def generate(self, *jobs: Job) -> list[AsyncGenerator[StepOutput, None]]:
-        """See ``EnginePort.generate``. The counters of a last output are those of the last replica; the energy is not told when
-        others used some, too."""
+        """Return one output stream per job; see ``EnginePort.generate``.
+
+        The counters in a last output are those of the last replica; energy is None if several replicas computed the job.
+        """
         jobs = tuple(dataclasses.replace(job, version=self._version) for job in jobs)
         size = min(TOGETHER, -(-len(jobs) // self._replicas))
         patience_s = FIRST_WORD_S if self._replicas > 1 else SILENCE_S
@@ -223,7 +217,7 @@ class HandleEngine:
         return [self._generate(job, calls[at // size], at % size) for at, job in enumerate(jobs)]
 
     async def _generate(self, job: Job, call: _Call | None, place: int) -> AsyncGenerator[StepOutput, None]:
-        """The outputs of a job: from its place in a call, and from calls of its own where that one does not bring them."""
+        """Yield the outputs of a job, from its shared call and then from calls for this job alone."""
         progress = _Progress(time.monotonic() + self._accept_timeout_s, spare=self._replicas > 1)
         while True:
             reason: Exception
@@ -231,7 +225,7 @@ class HandleEngine:
                 progress.attempts += 1
                 if call is None:
                     emitted = (*job.emitted, *progress.emitted)
-                    resumed = job.resumed and not progress.taken  # it has the place of the older stream by now
+                    resumed = job.resumed and not progress.taken  # it has already replaced the older stream
                     again = dataclasses.replace(
                         job, emitted=emitted, quarantined=progress.quarantined, announced=progress.ended, resumed=resumed,
                         avoid_s=progress.avoid_s,
@@ -256,7 +250,7 @@ class HandleEngine:
             except (QueueFullError, RequestError) as refusal:
                 if isinstance(refusal, QueueFullError | ContextLengthError) and progress.spare and not progress.taken:
                     progress.spare = False
-                    progress.attempts -= 1  # nothing was computed
+                    progress.attempts -= 1  # no replica computed anything
                     continue
                 if not (_passes(refusal, progress) or self._fits_others(refusal, progress)):
                     raise
@@ -265,24 +259,24 @@ class HandleEngine:
                 logger.error("request %s: given up after %d tokens: %s", job.request_id, len(progress.emitted), reason)
                 message = f"the engine replica failed or is not answering ({reason}); try again"
                 raise ApiError(503, message, code="engine_unavailable") from reason
-            level = logging.DEBUG if isinstance(reason, QueueFullError) else logging.WARNING  # it waits for its turn
+            level = logging.DEBUG if isinstance(reason, QueueFullError) else logging.WARNING  # a full queue only makes it wait
             logger.log(level, "request %s: sent again after %d tokens: %s", job.request_id, len(progress.emitted), reason)
             await asyncio.sleep(progress.pause_s)
             progress.pause_s = min(2 * progress.pause_s, _LONGEST_PAUSE_S)
 
     def _fits_others(self, refusal: QueueFullError | RequestError, progress: _Progress) -> bool:
-        """Return whether a running request was sent to a replica with a shorter context than the one it lost."""
+        """Return whether a running request was sent to a replica with a shorter context than that of its lost one."""
         return isinstance(refusal, ContextLengthError) and progress.taken and self._replicas > 1
 
     async def _attempt(self, job: Job, call: _Call, place: int, progress: _Progress) -> AsyncGenerator[StepOutput, None]:
-        """What is new of the outputs of one replica.
+        """Yield the new outputs of one replica.
 
-        A failed step ends all requests in it, whosever fault it was. So it ends without a finish reason then, to be made again,
-        alone, unless the last attempt failed as well and this one emitted nothing since. A request's own fault is final.
+        A failed step ends all its requests, whichever caused it. The request then returns without a finish reason to be computed
+        again alone, unless the previous attempt also failed at the same token. An error of the request itself is final.
 
         Raises:
-            _LostError: the replica does not answer any more. Beyond that what ``EnginePort.generate`` raises.
-            ApiError: nor did the last one, and this one computed the request alone.
+            _LostError: the replica does not answer any more. Also everything that ``EnginePort.generate`` raises.
+            ApiError: a previous replica also ended, and this one was computing only this request.
         """
         given, alone = len(progress.emitted), False
         try:
@@ -308,18 +302,18 @@ class HandleEngine:
                         yield item
         except _LostError as lost:
             heard = call.heard_s is not None
-            if lost.silent:  # one that had little time may only be slow
+            if lost.silent:  # after the short patience it may only be slow
                 progress.avoid_s = SILENT_S if heard or call.patience_s >= SILENCE_S else EARLY_S
             if lost.device is not None:
                 ended = self._lose_device(lost.device, progress)
             else:
-                if heard or not lost.silent:  # else it may be that none was there to hear it
+                if heard or not lost.silent:  # otherwise no replica may have existed
                     progress.losses += 1
                     progress.losses_in_all += 1
                 ended = heard and not lost.silent
             if alone and ended:
                 message = "an engine replica ended twice while it computed this request, the second time with no other one"
-                never = {"x-should-retry": "false"}  # which OpenAI's clients heed
+                never = {"x-should-retry": "false"}  # OpenAI's clients do not retry then
                 raise ApiError(500, f"{message}: it is not tried again", code="engine_crashed", headers=never) from lost
             progress.quarantined |= ended
             progress.ended |= ended
@@ -329,17 +323,17 @@ class HandleEngine:
                 progress.deadline_s = call.heard_s + self._resume_timeout_s
 
     def _lose_device(self, lost: DeviceLostError, progress: _Progress) -> bool:
-        """Count a failed device and avoid its replica. Return whether the request may be what makes devices fail."""
+        """Count a device failure and avoid its replica; return whether the request may cause device failures."""
         self._failures.add(lost)
         progress.avoid_s = EARLY_S
-        if lost.engine == progress.failed_engine:  # which has not ended yet
+        if lost.engine == progress.failed_engine:  # the same replica, which has not ended yet
             return False
         again, progress.failed_engine = progress.failed_engine is not None, lost.engine
         progress.losses_in_all += 1
         return again
 
     async def _check_version(self, job: Job, progress: _Progress) -> None:
-        """Returns where a replica can still take a job that one of another version refused. Raises ``ApiError`` (503)."""
+        """Return if a replica of this version can still take the job. Raise ``ApiError`` (503) otherwise."""
         if time.monotonic() < progress.deadline_s and await self.describe():
             return
         logger.warning("request %s: what it asks for was replaced, after %d tokens", job.request_id, len(progress.emitted))
@@ -350,7 +344,7 @@ class HandleEngine:
         raise ApiError(503, message, code="model_replaced", headers={"Retry-After": "1"})
 
     async def has_only_others(self) -> bool:
-        """Whether replicas of other versions answer, and none of this one."""
+        """Return whether only replicas of other versions answer."""
         versions = {answer.version for answer in await self._answering()}
         return bool(versions) and self._version not in versions
 
@@ -367,7 +361,7 @@ class HandleEngine:
         return [answer for answer in answers if isinstance(answer, Description)]
 
     def wake(self) -> None:
-        """Has Serve start a replica where there is none, as a request would."""
+        """Make Serve start a replica if there is none, as a request would."""
         if self._waking is None or self._waking.done():
             self._waking = asyncio.create_task(self._wake())
 
@@ -379,7 +373,7 @@ class HandleEngine:
 
 
 def _passes(refusal: QueueFullError | RequestError, progress: _Progress) -> bool:
-    """Whether a request that is under way only has to wait: for a place, or for a replica that has not let go of it yet."""
+    """Return whether a running request only has to wait: for a place, or until a replica frees its previous attempt."""
     if isinstance(refusal, RequestError) and refusal.field == "request_id":
         return progress.taken or progress.attempts > 1
     return (progress.taken or progress.quarantined) and isinstance(refusal, QueueFullError)

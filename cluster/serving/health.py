@@ -1,4 +1,4 @@
-"""``/health`` and ``/ready``: how the replicas, their ranks and the shared memory are."""
+"""``/health`` and ``/ready``: state of the replicas, their ranks and the shared cache."""
 
 from __future__ import annotations
 
@@ -24,32 +24,34 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class HealthService:
-    """What the routes do.
+    """Implementation of the routes.
 
-    To be ready, everything has to have been there once. What is lost later, and started anew, does not make the server unready:
-    it is enough then that one engine replica answers; where there may be none while nobody asks, not even that. However many
-    ask, engines and memory are asked once in half a second.
+    The server becomes ready once all parts have been available. Later losses do not make it unready as long as one engine replica
+    answers, or none is needed (scaled to zero). Engines and cache are asked at most once in half a second.
     """
 
-    describe: Callable[[], Awaitable[Sequence[Description]]]  # what the engine replicas that answer say of themselves
-    configured: int  # how many there should be
-    cache: CacheAdminPort | None = None  # the shared memory; None where there is none
+    describe: Callable[[], Awaitable[Sequence[Description]]]  # returns the descriptions of the engine replicas that answer
+    configured: int  # number of replicas that should exist
+    cache: CacheAdminPort | None = None  # None without a shared cache
     others: Callable[[], Awaitable[Sequence[Description]]] | None = None  # replicas of the baseline, of which one has to answer
-    wake: Callable[[], None] | None = None  # has an engine start, where there may be none (server.replicas=0)
-    tells_load: Callable[[str | None], bool] = lambda authorization: True  # to whom, by the header with the key
+    wake: Callable[[], None] | None = None  # starts an engine if there may be none (server.replicas=0)
+    tells_load: Callable[[str | None], bool] = lambda authorization: True  # whether the sender of this header may see the load
     clock: Callable[[], float] = time.monotonic
-    described: SharedAnswer[Sequence[Description]] = field(init=False)  # ``describe``, asked once for all
+    described: SharedAnswer[Sequence[Description]] = field(init=False)  # ``describe``, shared by simultaneous callers
     _gaps: SharedAnswer[list[str]] = field(init=False)
     _complete: bool = field(default=False, init=False)
-    _info: ModelInfo | None = field(default=None, init=False)  # see ``_agreed``
+    _info: ModelInfo | None = field(default=None, init=False)  # the served model, see ``_agreed``
 
     def __post_init__(self) -> None:
         self.described = SharedAnswer(self.describe, self.clock)
         self._gaps = SharedAnswer(self._missing_parts, self.clock)
 
     async def health(self, request: Request) -> Response:
-        """Return 200 with the state of all replicas, ``degraded`` where ranks or replicas are missing; 503 while none answers,
-        or ``idle`` where none has to. Their load is told to whom it may be."""
+        """Return 200 with the state of all replicas, or 503 if none answers and one should.
+
+        The status is ``ok``, ``degraded`` if ranks or replicas are missing, or ``idle`` if scaled to zero. Only some senders see
+        the load.
+        """
         replicas = await self._described()
         if not replicas and self.wake is not None and self._info is not None:
             state = {"status": "idle", "model": self._info.served_name, "replicas": 0}
@@ -60,15 +62,15 @@ class HealthService:
         return JSONResponse(state)
 
     async def ready(self) -> Response:
-        """200 once every replica has loaded its model and warmed up, and all else is there, as long as one answers; else 503."""
+        """Return 200 once every replica has warmed up and all other parts exist, as long as a replica answers; else 503."""
         return JSONResponse({"status": "ready", "replicas": await self.replicas(), "of": self.configured})
 
     async def info(self) -> ModelInfo:
-        """The model that is served, see ``_agreed``. Raises ``ApiError`` (503) while no replica has answered."""
+        """Return the served model, see ``_agreed``. Raise ``ApiError`` (503) while no replica has answered."""
         return self._info or self._agreed(_some(await self._described()))
 
     async def replicas(self) -> int:
-        """How many engine replicas answer. Raises ``ApiError`` (503 ``not_ready``) while something is missing."""
+        """Return the number of replicas that answer. Raise ``ApiError`` (503 ``not_ready``) while something is missing."""
         answering = len(await self._described())
         if not self._complete:
             missing = await self._missing(answering)
@@ -88,10 +90,8 @@ class HealthService:
         return replicas
 
     def _agreed(self, replicas: Sequence[Description]) -> ModelInfo:
-        """Return the model that replicas have, with the shortest context that any of them has had.
-
-        What one of them takes fits the others, to which it goes when that one is lost.
-        """
+        """Return the served model with the shortest context that any replica has had."""
+        # A request that one replica takes must fit the others, because it may move there.
         lengths = {replica.info.max_model_len for replica in replicas}
         before = max(lengths) if self._info is None else self._info.max_model_len
         shortest = min(before, *lengths)
@@ -101,7 +101,6 @@ class HealthService:
         return dataclasses.replace(replicas[0].info, max_model_len=shortest)
 
     async def _missing(self, answering: int) -> list[str]:
-        """What has not been there yet, in words."""
         been_there = answering >= max(1, self.configured) or (not self.configured and self._info is not None)
         return [*([] if been_there else [self._engines(answering)]), *await self._gaps()]
 
@@ -118,7 +117,7 @@ class HealthService:
 
 
 def _some(replicas: Sequence[Description]) -> Sequence[Description]:
-    """Return them where there is one at least. Raises ``ApiError`` (503)."""
+    """Return the replicas. Raise ``ApiError`` (503) if there are none."""
     if not replicas:
         raise ApiError(503, "no engine replica is answering; it may be starting", code="engine_unavailable")
     return replicas
@@ -129,19 +128,19 @@ def _not_ready(missing: str) -> ApiError:
 
 
 async def _serves(cache: CacheAdminPort) -> bool:
-    """Whether the service is there. While Redis is away it is, too: that makes drafts fewer and no request fail."""
+    """Return whether the cache service answers."""
     try:
         await cache.stats()
     except ApiError:
         return False
     except (redis.RedisError, OSError):
+        # Without Redis there are fewer drafts, but no request fails.
         return True
     return True
 
 
 def _state(replicas: Sequence[Description], configured: int) -> dict[str, Any]:
-    """Return the state of all replicas, at least one, of ``configured`` that should be; ``degraded`` where ranks or replicas
-    are missing."""
+    """Return the state of at least one replica of ``configured``; ``degraded`` if ranks or replicas are missing."""
     groups = [replica.group for replica in replicas if replica.group is not None]
     whole = len(replicas) >= configured and not any(group.degraded for group in groups)
     return {
@@ -163,7 +162,7 @@ def _load(replicas: Sequence[Description]) -> dict[str, int]:
 
 
 def _cache_state(replicas: Sequence[Description]) -> str:
-    """``off``, ``connected``, or ``degraded``: a replica drafts from what it has, and what it says waits."""
+    """Return ``off``, ``connected``, or ``degraded`` if a replica is disconnected and drafts from what it has."""
     mirrors = [replica.cache for replica in replicas if replica.cache is not None]
     if not mirrors:
         return "off"
@@ -171,9 +170,9 @@ def _cache_state(replicas: Sequence[Description]) -> str:
 
 
 def _ranks_state(groups: Sequence[GroupState], configured: int) -> dict[str, Any]:
-    """The ranks of all groups together. ``of`` counts those of groups that do not answer, too.
+    """Return the state of the ranks of all groups. ``of`` includes the ranks of groups that do not answer.
 
-    Elastic groups are made up of the replicas themselves: each replica is one rank. ``width`` is that of the widest group.
+    In elastic groups each replica is one rank. ``width`` is that of the widest group.
     """
     ready = [len(group.ready) if group.width is None else 1 for group in groups]
     of = [group.world_size if group.width is None else 1 for group in groups]

@@ -1,7 +1,6 @@
-"""Membership of a node's replicas: a deployment that numbers them and tells each who the others are.
+"""Membership of a node's replicas: an actor that assigns ranks and sends each replica the addresses of the others.
 
-Only addresses and numbers are kept, for as long as they are repeated: an actor that is started anew knows everything a second
-later, and everybody keeps the number that it had.
+State lasts only while replicas repeat it: a restarted actor knows everything a second later, and replicas keep their ranks.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from cluster.serving.handles import for_threads
 logger = logging.getLogger(__name__)
 
 JOIN_PERIOD_S = 1.0
-FORGET_S = 5.0  # who has said nothing for so long is gone
+FORGET_S = 5.0  # seconds of silence after which a replica is forgotten
 _JOIN_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class NodePlace:
-    """A replica's number among those of its node, and where the others are."""
+    """Rank of a replica on its node, and its peers' addresses."""
 
     rank: int
     peers: dict[int, Address]  # by rank
@@ -44,20 +43,20 @@ class _Member:
 
 @dataclass(slots=True)
 class NodeMembership:
-    """Who is there, by node. Numbers are small and stable: the lowest free one when somebody comes, kept while it stays."""
+    """Replicas by node. A new replica gets the lowest free rank and keeps it while it stays."""
 
     _nodes: dict[str, dict[Address, _Member]] = field(default_factory=dict)
 
     def join(self, node: str, address: Address, rank: int | None, now_s: float) -> NodePlace:
-        """Enters a replica, or says that it is still there.
+        """Add a replica, or renew its membership.
 
         Example: the first replica of a node is rank 0 without peers, the second rank 1 with ``{0: address of the first}``.
 
         Args:
-            node: where it runs, and with what; replicas of different nodes do not meet.
-            address: where it listens. A replica that is started anew has another one.
-            rank: the number that it had, which it keeps if nobody else has it (the actor may have forgotten).
-            now_s: of a clock that only goes forward.
+            node: node and model version; only replicas with the same value meet.
+            address: address for peers. A restarted replica has a new one.
+            rank: its previous rank, kept if free (the actor may have been restarted).
+            now_s: time of a monotonic clock.
         """
         self._forget(now_s)
         members = self._nodes.setdefault(node, {})
@@ -80,7 +79,7 @@ class NodeMembership:
 
 
 class MembershipActor:
-    """A ``NodeMembership`` as an actor."""
+    """``NodeMembership`` as an actor."""
 
     def __init__(self) -> None:
         self._membership = NodeMembership()
@@ -92,14 +91,14 @@ class MembershipActor:
 
 @dataclass(frozen=True, slots=True)
 class MembershipOptions:
-    """What a replica needs in order to meet the others of its node."""
+    """Options by which a replica finds the others of its node."""
 
-    actor: Any  # of ``MembershipActor``: as it is bound, and a handle when it arrives
-    world_size: int  # the most ranks of a group
+    actor: Any  # bound ``MembershipActor``, which arrives as a handle
+    world_size: int  # most ranks of a group
 
 
 class MembershipClient:
-    """Keeps a replica among the members and passes on who they are, in a thread of its own."""
+    """Thread that keeps a replica's membership alive and passes on its peers."""
 
     def __init__(
         self,
@@ -108,12 +107,9 @@ class MembershipClient:
         address: Address,
         meet: Callable[[int, dict[int, Address]], None],
     ) -> None:
-        """
-        Args:
-            membership: of ``MembershipActor``.
-            version: of what is served: replicas of different ones do not meet.
-            address: where this replica listens for its peers.
-            meet: is told the own rank and the peers' addresses, again and again.
+        """Start the thread. ``meet`` is called with the replica's rank and its peers' addresses after each renewal.
+
+        Replicas with different values of ``version`` do not meet.
         """
         self._membership, self._address, self._meet = for_threads(membership), address, meet
         self._node = f"{ray.get_runtime_context().get_node_id()} {version}"
@@ -122,7 +118,7 @@ class MembershipClient:
         self._thread.start()
 
     def close(self) -> None:
-        """Says nothing any more; the actor forgets the replica. Harmless when repeated."""
+        """Stop renewing; the actor then forgets the replica. May be called repeatedly."""
         self._over.set()
 
     def _run(self) -> None:
@@ -132,7 +128,7 @@ class MembershipClient:
             try:
                 place: NodePlace = self._membership.join.remote(self._node, self._address, rank).result(timeout_s=_JOIN_TIMEOUT_S)
             except (RayError, RayServeException, TimeoutError) as error:
-                if not missing:  # those who know each other go on meanwhile
+                if not missing:  # known peers stay in touch meanwhile
                     logger.warning("the actor of the membership does not answer (%s); asking again", type(error).__name__)
                 missing = True
                 continue

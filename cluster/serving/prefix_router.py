@@ -1,6 +1,6 @@
-"""Requests go where their prefix is: Serve's request router over ``ReplicaChooser`` (``server.routing: prefix``).
+"""Prefix-aware routing (``server.routing: prefix``): Serve's request router over ``ReplicaChooser``.
 
-It runs where a handle is used, so in the API's process, and keeps there what it knows; replicas are asked nothing.
+It runs where a handle is used, in the API's process, and keeps its state there; replicas are not queried.
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ from cluster.serving.replica_chooser import ReplicaChooser
 
 
 class PrefixRouter(RequestRouter):
-    """Routes calls with jobs as ``ReplicaChooser`` says, and all others to the replica with the fewest calls.
+    """Request router that sends calls with jobs as ``ReplicaChooser`` decides, and others to the replica with the fewest calls.
 
-    Serve takes the first replica of the order that is there and takes the call; where none does it asks again, later and later.
-
-    Calls are told apart by Serve's internal id of the request, so each call needs one of its own; see ``HandleEngine``.
+    Serve takes the first available replica that accepts the call; if none does, it asks again with increasing pauses. Calls are
+    identified by Serve's internal request id, so each call needs a separate one; see ``HandleEngine``.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """Takes the arguments of ``ReplicaChooser``, which the deployment's configuration holds."""
+        """Create the ``ReplicaChooser`` with the arguments from the deployment's configuration."""
         self._chooser = ReplicaChooser(**kwargs)
-        self._unsent: dict[str, weakref.ref[PendingRequest]] = {}  # for which a replica is chosen, and which none has taken
+        self._unsent: dict[str, weakref.ref[PendingRequest]] = {}  # calls with a chosen replica that none has taken yet
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The replicas in order, one by one; see ``RequestRouter``."""
+        """Return the replicas in order, one per group; see ``RequestRouter``."""
         if pending_request is None:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True
@@ -48,17 +47,17 @@ class PrefixRouter(RequestRouter):
         return [[replicas[name]] for name in self._chooser.choose(call, jobs, told)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """A replica has taken a call; see ``RequestRouter``."""
+        """Record which replica has taken a call; see ``RequestRouter``."""
         call = pending_request.metadata.internal_request_id
         self._unsent.pop(call, None)
         self._chooser.placed(call, replica_id.unique_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """A call has ended, failed, or been cancelled or refused; see ``RequestRouter``."""
+        """Record the end of a call, for any reason; see ``RequestRouter``."""
         self._chooser.release(internal_request_id, replica_id.unique_id)
 
 
 def _jobs_of(request: PendingRequest) -> Sequence[Job]:
-    """What a call is to compute; empty where it is no call of ``EngineReplica.generate``."""
+    """Return the jobs of a call; empty if it is no call of ``EngineReplica.generate``."""
     jobs = request.args[0] if request.args else None
     return jobs if isinstance(jobs, tuple) and all(isinstance(job, Job) for job in jobs) else ()

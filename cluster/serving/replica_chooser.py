@@ -1,6 +1,6 @@
-"""Which replica gets which jobs: the one that has the beginning of their prompt, while it has not too much else to do.
+"""Choice of a replica for jobs: the one that has computed the beginning of their prompt, unless its load is too high.
 
-Nothing here knows of Ray: ``cluster.serving.prefix_router`` asks, and tells what became of it.
+Nothing here depends on Ray: ``cluster.serving.prefix_router`` asks, and reports the outcome.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ import numpy as np
 from cluster.serving.generation import Job
 from decoding.tree import Int32Array
 
-BLOCK = 16  # tokens: prefixes are known to that grain
-LEAST_SHARE = 0.25  # of a prompt, that a prefix must be to count: less is what all prompts of an application begin with
-BEGINNING = 256  # tokens that say where a new prompt goes
-SLACK = 1.3  # times the mean: the most jobs of a replica, and one more
-JOB = 64  # tokens of a prompt: computing so many takes about as long as one more job under way delays a new one
-MOST_BLOCKS = 2**15  # of prompts that are remembered of a replica, for all tenants: half a million tokens
-MOST_PROMPT_BLOCKS = 2**12  # of one prompt: what follows its first 65,536 tokens is not looked at
+BLOCK = 16  # tokens: granularity of known prefixes
+LEAST_SHARE = 0.25  # least share of a prompt that must match: shorter matches are what all prompts of an application begin with
+BEGINNING = 256  # tokens of a new prompt that are hashed
+SLACK = 1.3  # a replica may have this multiple of the mean number of jobs, plus one
+JOB = 64  # prompt tokens that take about as long to compute as one more running job delays a new one
+MOST_BLOCKS = 2**15  # remembered blocks of prompts per replica, for all tenants: half a million tokens
+MOST_PROMPT_BLOCKS = 2**12  # per prompt: tokens after the first 65,536 are ignored
 MOST_SESSIONS = 2**14  # for all tenants
-MOST_REQUESTS = 2**13  # whose last replica is known, should they come again
-_FEWEST = 256  # blocks, and sessions, of a tenant, however many there are
+MOST_REQUESTS = 2**13  # requests whose last replica is remembered
+_FEWEST = 256  # least number of blocks, and of sessions, per tenant
 
-# A prefix is known by the sum of its tokens, each times a number of its place. Tenants have memories of their own, so that the
-# numbers need not be secret: who finds two prefixes of one sum misleads nobody else.
+# A prefix is identified by the sum of its token ids, each times a factor of its position. Tenants have separate memories, so the
+# factors need not be secret: a collision can only mislead the tenant itself.
 _FACTORS = np.frombuffer(hashlib.shake_128(b"factors").digest(8 * BLOCK * MOST_PROMPT_BLOCKS), np.uint64)
 
 
 @dataclass(slots=True)
 class _Prompts:
-    """The prompts that a replica got last, as far as it may have them still: what ``PrefixCache`` keeps, seen from outside."""
+    """Latest prompts of a replica: an estimate of its ``PrefixCache`` from outside."""
 
-    held: list[list[int]] = field(default_factory=list)  # the prefixes of each, the one that came last at the end
-    known: dict[int, int] = field(default_factory=dict)  # by prefix, how many of them begin with it
+    held: list[list[int]] = field(default_factory=list)  # prefixes of each prompt, latest prompt last
+    known: dict[int, int] = field(default_factory=dict)  # number of prompts by prefix
 
     def matched(self, prompt: Sequence[int]) -> int:
-        """Blocks of a prompt, from its beginning on, that are known."""
+        """Return the number of leading blocks of a prompt that are known."""
         return bisect_left(prompt, True, key=lambda prefix: prefix not in self.known)
 
     def add(self, prompt: list[int], most: int, most_blocks: int) -> None:
-        """Takes in one more. It takes the place of one that it goes on with, else of the oldest."""
+        """Add a prompt. It replaces a prompt that it continues; beyond the limits, the oldest is dropped."""
         common = [_common(one, prompt) for one in self.held]
         best = max(range(len(common)), key=common.__getitem__, default=0)
         shared = 0
@@ -61,7 +61,7 @@ class _Prompts:
             self._drop(0)
 
     def _drop(self, place: int, shared: int = 0) -> None:
-        """Lets go of a prompt, but for the first blocks that another one takes over."""
+        """Remove a prompt, except for leading blocks that another one takes over."""
         for prefix in self.held.pop(place)[shared:]:
             others = self.known.pop(prefix) - 1
             if others:
@@ -70,64 +70,65 @@ class _Prompts:
 
 @dataclass(slots=True)
 class _Tenant:
-    """Where the requests of a tenant, for the model or for one of its adapters, went of late."""
+    """Recent routing of a tenant's requests, separately for the model and each adapter."""
 
     prompts: dict[str, _Prompts] = field(default_factory=dict)  # by replica
-    sessions: OrderedDict[str, str] = field(default_factory=OrderedDict)  # the one that was asked for last at the end
+    sessions: OrderedDict[str, str] = field(default_factory=OrderedDict)  # replica by session, latest last
 
 
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
-    """A call that has not ended."""
+    """Call that has not ended."""
 
     replica: str
     jobs: Sequence[Job]
-    answer: str  # that the jobs are choices of
+    answer: str  # answer of which the jobs are choices
 
 
 class ReplicaChooser:
-    """Remembers which replica got what, and puts replicas in the order in which they should get some jobs.
+    """Replica chooser that remembers earlier choices and ranks the replicas for new jobs.
 
-    A call goes where its session went last. Without one it goes where it is done first: what went there lately of its prompts
-    need not be computed, and each job under way is waited for. Of equals rendezvous hashing of the tenant with the session, or
-    with the beginning of the prompt, takes one: every process that asks finds the same replica, and one that goes or comes moves
-    its own share alone.
+    A call goes where its session went last. Without a session it goes where it will be done first: prompt blocks sent there
+    recently need not be computed, but each running job delays it. Ties are broken by rendezvous hashing of the tenant with the
+    session or the beginning of the prompt: every process finds the same replica, and a replica that comes or goes moves only its
+    own share.
 
-    Before all of that comes load, counted in jobs under way: nobody who would have more than ``SLACK`` times the mean, and one,
-    gets a call while another one would not (consistent hashing with bounded loads, arXiv 1608.01350). The calls of one answer are
-    made to be apart, so all but the first go where the least is to be done. A job that comes again, because its replica was lost,
-    silent or full, goes elsewhere where it can. Where the replica was silent, so do all others, its sessions and prefixes too,
-    for as long as the job says: then it is tried again.
+    Load, counted in running jobs, comes first: no replica that would have more than ``SLACK`` times the mean, plus one, gets a
+    call while another would not (consistent hashing with bounded loads, arXiv 1608.01350). The calls of one answer are meant to
+    be spread, so all but the first go to the least loaded replica. A job that is sent again, because its replica was lost, silent
+    or full, goes elsewhere if possible. A silent replica is avoided by all jobs, including its sessions and prefixes, for the
+    time in ``avoid_s``.
 
-    What a tenant sent tells nothing about where another's requests go, but for the load. Of jobs of no tenant nothing is
-    remembered: their answer's name is hashed.
+    Except for the load, a tenant's requests do not affect where another tenant's go. Jobs without a tenant are not remembered:
+    the answer's id is hashed.
     """
 
     def __init__(self, slots: int, tenants: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """
+        """Initialize the memory.
+
         Args:
-            slots: of a replica: so many prompts are remembered of a tenant there, as more of them have left no KV.
-            tenants: among whom the memory is divided, each with a part of its own; one counts once for each adapter as well.
-            clock: seconds, by which silence is forgotten.
+            slots: KV slots of a replica, and so the most prompts remembered per tenant and replica.
+            tenants: number of tenants times (1 + adapters), among which the memory is divided.
+            clock: seconds.
         """
         self._clock = clock
-        self._silent: dict[str, float] = {}  # replicas that are avoided, and until when
+        self._silent: dict[str, float] = {}  # end of the avoidance, by replica
         self._slots = slots
         self._most_blocks = max(_FEWEST, MOST_BLOCKS // max(1, tenants))
         self._most_sessions = max(_FEWEST, MOST_SESSIONS // max(1, tenants))
         self._tenants: dict[str, _Tenant] = {}
-        self._replicas: set[str] = set()  # that were there when it was asked last
+        self._replicas: set[str] = set()  # replicas of the previous call
         self._under_way: dict[str, _UnderWay] = {}  # by call
-        self._jobs, self._calls = Counter[str](), Counter[str]()  # under way, by replica
-        self._last: OrderedDict[str, str] = OrderedDict()  # by request_id
+        self._jobs, self._calls = Counter[str](), Counter[str]()  # running, by replica
+        self._last: OrderedDict[str, str] = OrderedDict()  # replica by request_id
 
     def choose(self, call: str, jobs: Sequence[Job], told: Mapping[str, int]) -> list[str]:
-        """The replicas, the best first, which counts as the one that gets the call.
+        """Return the replicas, best first; the first one counts as the one that gets the call.
 
         Args:
-            call: a name for it; asking again for the same one takes back what was chosen before.
-            jobs: of one answer, at least one.
-            told: the replicas, at least one, with the calls under way there as they say themselves, whoever sent them.
+            call: name of the call; choosing again for it replaces the earlier choice.
+            jobs: at least one job, all of one answer.
+            told: calls in progress by replica, as reported by the replicas, whoever sent them; at least one replica.
         """
         self.release(call)
         self._forget_lost(told.keys())
@@ -137,7 +138,7 @@ class ReplicaChooser:
         tenant = None if first.memory is None else self._tenants.setdefault(first.memory, _Tenant())
         prompts = [] if tenant is None else self._prefixes(jobs)
         matched = dict.fromkeys(loads, 0) if tenant is None else {name: _matched(tenant, name, prompts) for name in loads}
-        common = max(matched.values())  # blocks with which the prompts begin as others did
+        common = max(matched.values())  # blocks of the longest match
         if common < LEAST_SHARE * sum(map(len, prompts)):
             matched = dict.fromkeys(loads, 0)
         else:
@@ -154,7 +155,7 @@ class ReplicaChooser:
 
         def rank(name: str) -> tuple[Any, ...]:
             load, is_over = loads[name], loads[name] + len(jobs) > most
-            waits = JOB * load - BLOCK * matched[name]  # tokens more than at an idle one that has nothing of the prompts
+            waits = JOB * load - BLOCK * matched[name]  # extra tokens compared with an idle replica without a match
             return (
                 name in tried,
                 name in self._silent,
@@ -172,7 +173,7 @@ class ReplicaChooser:
         return order
 
     def placed(self, call: str, replica: str) -> None:
-        """Says which replica took a call: maybe not the best one."""
+        """Record which replica took a call, if not the best one."""
         before = self._under_way.get(call)
         if before is None or before.replica == replica:
             return
@@ -183,7 +184,7 @@ class ReplicaChooser:
             self._remember(tenant, replica, self._prefixes(before.jobs), before.jobs[0].session)
 
     def release(self, call: str, replica: str | None = None) -> None:
-        """Says that a call has ended, however; where a replica is named, only if it is there."""
+        """Record the end of a call; if a replica is named, only if the call is there."""
         ended = self._under_way.get(call)
         if ended is not None and replica in (None, ended.replica):
             del self._under_way[call]
@@ -197,7 +198,7 @@ class ReplicaChooser:
         _touch(self._last, {job.request_id: placed.replica for job in placed.jobs}, MOST_REQUESTS)
 
     def _forget_lost(self, replicas: Collection[str]) -> None:
-        """Drops the prompts of replicas that are not there any more; what else names them means nothing."""
+        """Drop the prompts and zero counts of lost replicas."""
         if replicas != self._replicas:
             for tenant in self._tenants.values():
                 tenant.prompts = {name: kept for name, kept in tenant.prompts.items() if name in replicas}
@@ -207,8 +208,9 @@ class ReplicaChooser:
             self._replicas = set(replicas)
 
     def _prefixes(self, jobs: Sequence[Job]) -> list[list[int]]:
-        """The prefixes of each prompt, the shortest first; choices of one prompt have the same array."""
+        """Return the prefixes of each distinct prompt, shortest first."""
         most = min(self._most_blocks, MOST_PROMPT_BLOCKS)
+        # Choices of one prompt share the array.
         return [prefixes_of(ids, most) for ids in {id(job.prompt_ids): job.prompt_ids for job in jobs}.values()]
 
     def _remember(self, tenant: _Tenant, replica: str, prompts: Sequence[list[int]], session: str | None) -> None:
@@ -220,7 +222,7 @@ class ReplicaChooser:
 
 
 def prefixes_of(ids: Int32Array, most: int) -> list[int]:
-    """A number for each prefix of whole blocks, at most so many, the shortest first."""
+    """Return a number for each prefix of whole blocks, at most ``most``, shortest first."""
     length = min(len(ids) // BLOCK, most) * BLOCK
     summed = np.cumsum((ids[:length].astype(np.uint64) + np.uint64(1)) * _FACTORS[:length])
     numbers: list[int] = summed[BLOCK - 1 :: BLOCK].tolist()
@@ -228,19 +230,18 @@ def prefixes_of(ids: Int32Array, most: int) -> list[int]:
 
 
 def _matched(tenant: _Tenant, replica: str, prompts: Sequence[Sequence[int]]) -> int:
-    """Blocks of prompts that a replica got lately, of each prompt from its beginning on."""
+    """Return the total of leading blocks of the prompts that a replica got recently."""
     kept = tenant.prompts.get(replica)
     return 0 if kept is None else sum(map(kept.matched, prompts))
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Blocks that two prompts have in common at their beginning."""
+    """Return the number of leading blocks that two prompts share."""
     return bisect_left(range(min(len(one), len(other))), True, key=lambda at: one[at] != other[at])
 
 
 def _scores(job: Job, replicas: Collection[str], common: int) -> dict[str, bytes]:
-    """Of each replica for what is new (rendezvous hashing): the lowest one is the job's. ``common``: first tokens that do not
-    tell it from others."""
+    """Return each replica's rendezvous hash for the job; the lowest wins. ``common`` leading tokens are left out of the hash."""
     if job.memory is None:
         key = repr((None, _answer_of(job))).encode()
     else:
@@ -255,7 +256,7 @@ def _answer_of(job: Job) -> str:
 
 
 def _touch(kept: OrderedDict[str, str], new: Mapping[str, str], most: int) -> None:
-    """Puts entries at the end, and drops from the beginning what is too much."""
+    """Move entries to the end and drop the oldest above ``most``."""
     for key, value in new.items():
         kept[key] = value
         kept.move_to_end(key)

@@ -1,4 +1,4 @@
-"""Secrets that processes of a service share without being told: Ray Serve writes down what deployments are given."""
+"""Secrets that a service's processes derive on their own, because Ray Serve writes down the arguments of deployments."""
 
 from __future__ import annotations
 
@@ -15,16 +15,13 @@ from cluster.cli.launch.preflight import SECRET_VARIABLE
 
 
 def node_secret() -> bytes:
-    """Return the secret that the replicas of a node show each other, 32 bytes.
-
-    It is derived from Ray's token, which every process of Ray has. Where Ray asks for none, whoever reaches it can run code in
-    any of them.
-    """
+    """Return the 32-byte secret by which the replicas of a node authenticate each other, derived from Ray's token."""
+    # All processes of Ray have the token. If Ray requires none, anyone who reaches it can run code in them anyway.
     return _derived(_ray_token(), b"outrider: replicas of a node")
 
 
 def stream_key() -> bytes:
-    """Return the key by which API processes sign the ids of a stream's events, 32 bytes; empty where they share no secret.
+    """Return the 32-byte key that signs event ids of streams; empty if the API processes share no secret.
 
     It is derived from ``OUTRIDER_CACHE_SECRET``, which outlives a restart, else from Ray's token.
     """
@@ -33,10 +30,10 @@ def stream_key() -> bytes:
 
 
 def kept_secret(folder: Path) -> str:
-    """Return the secret of this user that is kept in a folder, 64 hexadecimal digits, so that streams go on after a restart.
+    """Return this user's secret kept in a folder, 64 hexadecimal digits, so that streams can be resumed after a restart.
 
-    A file that is missing, damaged, of another user or open to others is made anew. Where it cannot be kept, the secret lasts as
-    long as its server.
+    A file that is missing, damaged, of another user or open to others is replaced. If it cannot be written, the secret is lost
+    when the server ends.
     """
     path = folder / "secret"
     with contextlib.suppress(OSError, ValueError):

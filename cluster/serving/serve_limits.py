@@ -1,7 +1,7 @@
-"""Limits that Serve is given: those of HTTP/1.1 in its proxies, and of bodies that nobody has read yet, there and in the API.
+"""Limits that Ray Serve lacks: HTTP/1.1 limits in its proxies, and a limit on unread bodies in proxies and API replicas.
 
-A proxy calls what the environment's ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`` names before it makes its server. Private to
-Ray is that a proxy keeps a body in a ``MessageQueue``, and a replica in an ``ASGIReceiveProxy``: each looks it up in its module.
+A proxy calls the function named by ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`` before it creates its server. Private parts of
+Ray: a proxy keeps a body in a ``MessageQueue``, a replica in an ``ASGIReceiveProxy``; each is looked up in its module.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from uvicorn.config import HTTP_PROTOCOLS
 
 from cluster.admission.http_limits import HELD, LimitedProtocol
 
-AHEAD_BYTES = 256 * 1024  # of a body that nobody has read: then uvicorn's flow control stops the client
-_MESSAGE_BYTES = 512  # that a message takes beside its piece of the body
+AHEAD_BYTES = 256 * 1024  # unread bytes of a body at which uvicorn's flow control stops the client
+_MESSAGE_BYTES = 512  # memory of a message in addition to its piece of the body
 
 
 class BoundedQueue(MessageQueue):
-    """Serve's queue of what a client sends to a proxy, which waits while it holds ``AHEAD_BYTES`` that the API has not taken."""
+    """Serve's queue of a proxy for a client's messages, which waits while ``AHEAD_BYTES`` are unread by the API."""
 
     def __init__(self) -> None:
         super().__init__()
         self._bytes, self._taken = 0, asyncio.Event()
 
     async def __call__(self, message: Message) -> None:
-        """Put a message into the queue, once there is room."""
+        """Add a message once there is room."""
         while self._bytes >= AHEAD_BYTES:
             self._taken.clear()
             await self._taken.wait()
@@ -43,7 +43,7 @@ class BoundedQueue(MessageQueue):
         return list(super().get_messages_nowait())
 
     def close(self) -> None:
-        """Take no message any more: the client has left, or the request has ended."""
+        """Accept no more messages: the client has left, or the request has ended."""
         super().close()
         self._count(-self._bytes)
 
@@ -54,7 +54,7 @@ class BoundedQueue(MessageQueue):
 
 
 class BoundedReceive(ASGIReceiveProxy):
-    """Serve's ``receive`` of a replica, which fetches no more while it holds ``AHEAD_BYTES`` that nobody has read."""
+    """Serve's ``receive`` of a replica, which stops fetching while ``AHEAD_BYTES`` are unread."""
 
     def __init__(self, scope: Scope, metadata: Any, fetch: Callable[[Any], Awaitable[bytes]]) -> None:
         super().__init__(scope, metadata, self._fetch)
@@ -78,12 +78,12 @@ class BoundedReceive(ASGIReceiveProxy):
 
 
 def use_http_limits() -> list[Middleware]:
-    """Set the limits of the proxy that this process will start; Serve expects middlewares, and there are none."""
+    """Set the limits of this process's future proxy; return no middlewares, which Serve expects."""
     HTTP_PROTOCOLS["auto"] = f"{LimitedProtocol.__module__}:{LimitedProtocol.__name__}"
-    proxy.MessageQueue = BoundedQueue  # type: ignore[misc]  # a class in place of another
+    proxy.MessageQueue = BoundedQueue  # type: ignore[misc]  # replaces a class
     return []
 
 
 def use_bounded_receive() -> None:
-    """Set the limit of bodies that this replica has not read yet."""
-    replica.ASGIReceiveProxy = BoundedReceive  # type: ignore[misc,assignment]  # a class in place of another
+    """Set the limit of unread bodies in this replica."""
+    replica.ASGIReceiveProxy = BoundedReceive  # type: ignore[misc,assignment]  # replaces a class

@@ -1,4 +1,4 @@
-"""One answer for all who ask the same at about the same time."""
+"""One answer for simultaneous callers of the same question."""
 
 from __future__ import annotations
 
@@ -9,27 +9,22 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-FRESH_S = 0.5  # in which an answer is given again
+FRESH_S = 0.5  # seconds for which an answer is reused
 
 
 class SharedAnswer(Generic[T]):
-    """A question that is asked once at a time, and whose answer is given to all who ask meanwhile and shortly after.
+    """Asynchronous call whose result or exception is shared by all callers meanwhile and shortly after. For one event loop.
 
-    So probes of any number of clients cost the engines no more than those of one. For one event loop.
+    Probes of many clients therefore cost the engines no more than those of one.
     """
 
     def __init__(self, ask: Callable[[], Awaitable[T]], clock: Callable[[], float] = time.monotonic) -> None:
-        """
-        Args:
-            ask: the question; what it raises is given to all as well.
-            clock: in seconds.
-        """
         self._ask, self._clock = ask, clock
         self._asked: asyncio.Task[T] | None = None
         self._answered_s = 0.0
 
     async def __call__(self) -> T:
-        """Return the answer; a caller that leaves ends nobody's question."""
+        """Return the answer. A caller that is cancelled does not cancel the call."""
         asked = self._asked
         if asked is None or (asked.done() and self._clock() - self._answered_s >= FRESH_S):
             asked = self._asked = asyncio.create_task(self._answer())

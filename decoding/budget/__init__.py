@@ -1,5 +1,1 @@
-"""Which rows to draft and how many.
-
-In: candidates with chances, and the time that rows take.
-Out: a draft tree that pays.
-"""
+"""Draft budget: which rows to draft, and how many. In: candidates with chances, step times. Out: a draft tree that pays off."""

@@ -1,4 +1,4 @@
-"""Acceptance rates of drafted rows by their features: learned while serving, with a prior to start from."""
+"""Acceptance rates of drafted rows by their features, learned while serving from a prior."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ from decoding.tree import Int32Array
 
 Float32Array = npt.NDArray[np.float32]
 
-# Rounded from replays of retrieval, summary, code and chat texts. They only order the first steps: counts replace them.
+# Priors, rounded from replays of retrieval, summary, code and chat texts. Counts replace them after the first steps.
 _SHARE = np.array([0.015, 0.06, 0.15, 0.3, 0.5, 0.7, 0.85, 1.0])  # by share bucket
 _MATCH = np.array([0.5, 0.65, 0.8, 0.83, 0.85, 0.87, 0.88, 0.89, 0.9, 0.93, 0.97, 0.99])  # by match bucket
 _HISTORY_MATCH = np.array([0.1, 0.35, 0.5, 0.82, 0.85, 0.87, 0.88, 0.89, 0.9, 0.93, 0.95, 0.97])
-_SIMILAR_MATCH = np.array([0.0, 0.0, 0.1, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0])  # what goes on for long is a copy
+_SIMILAR_MATCH = np.array([0.0, 0.0, 0.1, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0])  # a long agreement is a copy
 _CONTEXT = np.array([1.0, 0.45, 0.22, 0.15, 0.12, 0.1, 0.08, 0.06])  # by context bucket, for ranked tokens
-_UNIGRAM = 0.04 / (1.0 + 0.5 * np.arange(MATCH_BUCKETS))  # by rank, two ranks a bucket
+_UNIGRAM = 0.04 / (1.0 + 0.5 * np.arange(MATCH_BUCKETS))  # by rank, two ranks per bucket
 _RECYCLING = np.array([0.97, 0.93, 0.85, 0.72, 0.57, 0.42, 0.17, 0.07, 0.03, 0.012, 0.01, 0.005])  # by likelihood bucket
-_DISTANCE = np.array([1.0, 1.0, 0.95, 0.82, 0.68, 0.42, 0.2, 0.0])  # by distance bucket, but for an unknown distance
-_UNKNOWN_DISTANCE = np.array([0.35, 0.55, 0.65])  # by tokens that the contexts have in common
-_RECYCLING_CONTEXT = np.array([0.65, 0.6, 0.5, 0.35, 0.25, 0.2, 0.15, 0.1])  # of what was ranked behind a token alone
-_UNRANKED = 0.5  # of the chance of an occurrence that the target did not rank
-_LIKELY, _HISTORY_LIKELY = 0.35, 0.15  # of what an occurrence that it found likely lacks of 1
+_DISTANCE = np.array([1.0, 1.0, 0.95, 0.82, 0.68, 0.42, 0.2, 0.0])  # by distance bucket; the last (unknown) is set below
+_UNKNOWN_DISTANCE = np.array([0.35, 0.55, 0.65])  # unknown distance, by number of common context tokens
+_RECYCLING_CONTEXT = np.array([0.65, 0.6, 0.5, 0.35, 0.25, 0.2, 0.15, 0.1])  # by context bucket: ranked after a token alone
+_UNRANKED = 0.5  # factor on the chance of an occurrence that the target did not rank
+_LIKELY, _HISTORY_LIKELY = 0.35, 0.15  # fraction of (1 - chance) added if the target finds it likely
 _BIGRAM = 0.25 / (1.0 + np.arange(MATCH_BUCKETS)) ** 1.3
-_PRIOR_WEIGHT = 4.0  # observations that the prior counts for
-_HALVE_AT = 4096.0  # observations of one feature after which the older ones count half
+_PRIOR_WEIGHT = 4.0  # weight of the prior in observations
+_HALVE_AT = 4096.0  # observations of one feature at which its counts are halved
 _MAX_TENANTS = 1024
 
-# A kind of feature is set aside when so many of its rows were to be accepted and less than that share of them was.
+# A kind is set aside if at least _TRIAL accepted rows were expected and less than the share _LEAST_SHARE of them was accepted.
 _TRIAL, _LEAST_SHARE = 16.0, 0.05
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 256, 8192  # steps
 
 
 def prior() -> Float64Array:
-    """[NUM_FEATURES] chance of a child given its parent, before anything was observed."""
+    """Return the prior: [NUM_FEATURES] chance of a child given that its parent is accepted."""
     table = np.empty((NUM_KINDS, MATCH_BUCKETS, SHARE_BUCKETS, LEVELS))
     table[[COPY, COPY_FRESH]] = _leveled(_MATCH[:, None] * _SHARE)
     table[[HISTORY, HISTORY_FRESH]] = _leveled(_HISTORY_MATCH[:, None] * _SHARE, _HISTORY_LIKELY)
@@ -72,12 +72,11 @@ def prior() -> Float64Array:
 
 @cache
 def _prior() -> Float64Array:
-    """The one that all tables read."""
     return prior()
 
 
 def _leveled(chances: Float64Array, likely: float = _LIKELY) -> Float64Array:
-    """[match, share, level] of occurrences, whose chances rise and fall with what the target ranked."""
+    """Return [match, share, level] chances of occurrences, adjusted by whether the target ranked the token."""
     leveled = np.repeat(chances[:, :, None], LEVELS, axis=2)
     leveled[:, :, UNRANKED] *= _UNRANKED
     leveled[:, :, LIKELY] += (1.0 - chances) * likely
@@ -89,17 +88,14 @@ def learn(
     parents: Int32Array, features: Int32Array, reached: Int32Array, prior: Float64Array, seen: Float32Array,
     accepted: Float32Array, chances: Float64Array, expected: Float64Array, hits: Float64Array,
 ) -> float:  # fmt: skip
-    """Counts the children of reached rows, of which those reached themselves were accepted.
+    """Count the children of reached rows as accepted or rejected, and return the highest entry of ``expected``.
+
+    Updates in place: [NUM_FEATURES] ``seen``, ``accepted`` and ``chances``; [NUM_KINDS] ``expected`` (accepted rows that the
+    prior expects) and ``hits`` (rows accepted).
 
     Args:
-        parents: [n] of each row of the tree.
-        features: [n] of each row; the root's is not read.
+        features: [n] feature of each row; the root's is not read.
         reached: [m] the root and the accepted rows, in order of depth.
-        prior: [NUM_FEATURES]; with it ``seen``, ``accepted`` and ``chances``, which change.
-        expected: [NUM_KINDS] how many rows the prior expects to be accepted; with it ``hits``, how many were.
-
-    Returns:
-        The most that is expected of a kind now.
     """
     for row in range(1, len(parents)):
         below = hit = False
@@ -121,12 +117,10 @@ def learn(
 
 
 class AcceptanceTable:
-    """Beta means of acceptance given the parent's, one for each feature of ``decoding.budget.features``, and kinds that are set
-    aside. It takes 55 KB.
+    """Beta means of acceptance given the parent's, per feature of ``decoding.budget.features``. It takes 55 KB.
 
-    A kind of feature whose rows keep failing (a poisoned history, texts that are of no use) is set aside: nothing is drafted
-    from it for a number of steps. Then it is tried again with the chances that it began with, and set aside for twice as long if
-    it fails again.
+    A kind of feature whose rows keep failing (for example a poisoned history) is set aside: nothing is drafted from it for a
+    number of steps. It then restarts from the prior, and is set aside for twice as long if it fails again.
 
     Example: a feature with prior 0.5 that was seen 6 times and accepted 5 times has chance (5 + 4 * 0.5) / (6 + 4) = 0.7. Rows of
     the history with an agreement of twelve tokens begin with a chance of 0.87. Of nineteen of them 16.5 were to be accepted; the
@@ -138,24 +132,18 @@ class AcceptanceTable:
         self._seen, self._accepted = np.zeros(NUM_FEATURES, np.float32), np.zeros(NUM_FEATURES, np.float32)
         self._chances = self._prior.copy()
         self._expected, self._hits = np.zeros(NUM_KINDS), np.zeros(NUM_KINDS)
-        self._backoffs = np.full(NUM_KINDS, _FIRST_BACKOFF)  # steps that the next one lasts, by kind
-        self._backed_off = np.zeros(NUM_KINDS, np.int64)  # steps that are left
-        self.set_aside: tuple[int, ...] = ()  # the kinds of features that are left out now
+        self._backoffs = np.full(NUM_KINDS, _FIRST_BACKOFF)  # steps of the next backoff, by kind
+        self._backed_off = np.zeros(NUM_KINDS, np.int64)  # remaining steps
+        self.set_aside: tuple[int, ...] = ()  # kinds that are not drafted from now
 
     def chances(self) -> Float64Array:
-        """[NUM_FEATURES] chance of a child given its parent; 0 for kinds that are set aside. Not to be kept over ``observe``."""
+        """Return [NUM_FEATURES] chances of a child given its parent; 0 for kinds set aside. Valid until the next ``observe``."""
         for kind in self.set_aside:
             self._chances[kind * KIND_FEATURES : (kind + 1) * KIND_FEATURES] = 0.0
         return self._chances
 
     def observe(self, parents: Int32Array, features: Int32Array, accepted_rows: tuple[int, ...]) -> None:
-        """Counts one verified tree.
-
-        Args:
-            parents: [n] of the tree.
-            features: [n] of its rows.
-            accepted_rows: in order of depth.
-        """
+        """Count a verified tree: [n] parent and feature of each row, and the accepted rows in order of depth."""
         if self.set_aside:
             self._pass_step()
         if len(parents) == 1:
@@ -168,7 +156,7 @@ class AcceptanceTable:
             self._verdict()
 
     def compile(self) -> None:
-        """Calls what is compiled at its first call; the table is of no use afterwards."""
+        """Run the compiled code once. Do not use the table afterwards."""
         self.observe(np.array([-1, 0], np.int32), np.zeros(2, np.int32), (1,))
 
     def _verdict(self) -> None:
@@ -182,7 +170,7 @@ class AcceptanceTable:
         self._look()
 
     def _pass_step(self) -> None:
-        """One step less; what a kind taught before it was set aside is forgotten when its time has come."""
+        """Advance the backoffs by one step, and reset kinds whose backoff ends to the prior."""
         over = self._backed_off == 1
         self._backed_off = np.maximum(self._backed_off - 1, 0)
         if over.any():
@@ -196,13 +184,13 @@ class AcceptanceTable:
 
 
 class AcceptanceTables:
-    """A table for each tenant, and one for each request without one: nobody's drafts follow what another's texts were worth."""
+    """One table per tenant, and one per request without a tenant, so that no tenant's drafts depend on another's texts."""
 
     def __init__(self) -> None:
         self._tenants: dict[str, AcceptanceTable] = {}
 
     def of(self, tenant: str | None) -> AcceptanceTable:
-        """The tenant's table; a new one for a request without a tenant. Those of the last ``_MAX_TENANTS`` tenants are kept."""
+        """Return the tenant's table, or a new one without a tenant. The tables of the last ``_MAX_TENANTS`` tenants are kept."""
         if tenant is None:
             return AcceptanceTable()
         table = self._tenants.pop(tenant, None) or AcceptanceTable()

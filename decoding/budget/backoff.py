@@ -1,20 +1,20 @@
-"""Backoff of drafting: a request whose drafts did not pay of late is asked for them less often."""
+"""Per-request backoff: requests whose drafts have not paid off are asked for drafts less often."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-_MOST_STEPS = 16  # that a request is left alone at a time
-_WORTH_GAIN = 0.25  # how fast the worth of asking a request follows what its drafts are expected to save
+_MOST_STEPS = 16  # longest pause, in steps
+_WORTH_GAIN = 0.25  # smoothing factor of a request's expected savings
 _EXPLORE_EVERY = 16  # proposals
-EXPLORED_ROWS = 2  # that a request drafts then, whatever they cost
+EXPLORED_ROWS = 2  # rows drafted by an explored request
 
 
 class Backoff:
-    """Of one request. Asking costs time as well: one whose drafts save less than that is asked less often.
+    """Exponential backoff of one request.
 
-    How long it is left alone grows, from its second such answer on, with the others of its steps, which pay for the asking
-    together: a request alone is always asked. When the load falls, all are asked at once.
+    Proposing costs time too. From the second fruitless answer in a row, the pause grows up to the number of other requests in the
+    step, because they share the cost of asking. A request alone is always asked.
 
     Example: eight requests decode. One of them drafts nothing in two steps in a row: it is left alone for one step, after the
     third such step for two, after the fourth for four, then for seven, the number of the others.
@@ -25,29 +25,21 @@ class Backoff:
     def __init__(self) -> None:
         self._fruitless = self._left = 0
         self._worth_s = 0.0
-        self.drafted_at = 0  # number of the proposal in which it drafted last
+        self.drafted_at = 0  # number of the last proposal in which it drafted
 
     def asked(self) -> bool:
-        """Whether it is asked in this step; one that is not has one step less to wait."""
+        """Return whether the request is asked in this step. A False counts down its pause."""
         if self._left > 0:
             self._left -= 1
             return False
         return True
 
     def end(self) -> None:
-        """It is asked in the next step, and what came before is forgotten."""
+        """End the pause and reset the backoff."""
         self._fruitless = self._left = 0
 
     def drafted(self, rows: int, requests: int, number: int, saved_s: float, asking_s: float) -> None:
-        """It was asked.
-
-        Args:
-            rows: that it drafts.
-            requests: of the proposal.
-            number: of the proposal.
-            saved_s: seconds that these rows are expected to save.
-            asking_s: seconds that asking took.
-        """
+        """Record the answer to proposal ``number``: rows drafted, seconds that they are expected to save, seconds of asking."""
         self._worth_s += (saved_s - self._worth_s) * _WORTH_GAIN
         if rows:
             self.drafted_at = number
@@ -60,22 +52,17 @@ class Backoff:
 
 
 class Explorer:
-    """Now and then lets a request draft a little that is not expected to pay: what is never drafted is never known to pay again.
+    """Occasional drafts that are not expected to pay off, to notice requests whose drafts would pay off again.
 
-    It is one proposal of ``_EXPLORE_EVERY`` in which some request had drafted nothing before, and of those the request that
-    drafted nothing for longest: a fraction of a row a step, and no matter of chance.
+    Once per ``_EXPLORE_EVERY`` proposals in which some request drafted nothing before, the request without a draft for longest is
+    chosen.
     """
 
     def __init__(self) -> None:
         self._without = 0
 
     def pick(self, backoffs: Sequence[Backoff], number: int) -> int | None:
-        """The request, by its place, that is to draft ``EXPLORED_ROWS`` rows all the same.
-
-        Args:
-            backoffs: of the requests of a proposal.
-            number: of the proposal.
-        """
+        """Return the index of the request that drafts ``EXPLORED_ROWS`` rows regardless of cost, or None."""
         if all(backoff.drafted_at >= number - 1 for backoff in backoffs):
             return None
         self._without += 1

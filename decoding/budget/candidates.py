@@ -1,4 +1,4 @@
-"""Candidates for the rows of a draft tree: a heap by key, and the children of a node by token."""
+"""Candidates for the rows of a draft tree: a max-heap by key, and a hash of a node's children by token."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from decoding.tree import Int32Array
 
 Float64Array = npt.NDArray[np.float64]
 
-HASH_SLOTS = 4096  # of the children of one node
-MAX_CHILDREN = HASH_SLOTS // 2  # of one node; a free slot must be left, where searches end
+HASH_SLOTS = 4096  # hash slots for the children of one node
+MAX_CHILDREN = HASH_SLOTS // 2  # children of one node; searches end at a free slot, so some must remain
 
 
 @compiled
 def push(heap: Int32Array, size: int, keys: Float64Array, candidate: int) -> int:
-    """Adds a candidate to a heap with the highest key on top; returns the new size."""
+    """Add a candidate to the max-heap and return the new size."""
     at = size
     while at > 0:
         above = (at - 1) // 2
@@ -30,7 +30,7 @@ def push(heap: Int32Array, size: int, keys: Float64Array, candidate: int) -> int
 
 @compiled
 def pop(heap: Int32Array, size: int, keys: Float64Array) -> int:
-    """Moves the best candidate behind the heap, to ``heap[size - 1]``; returns the new size."""
+    """Move the best candidate behind the heap, to ``heap[size - 1]``, and return the new size."""
     best, last, size = heap[0], heap[size - 1], size - 1
     at = 0
     while True:
@@ -51,7 +51,7 @@ def pop(heap: Int32Array, size: int, keys: Float64Array) -> int:
 
 @compiled
 def slot_of(token: int, slots: Int32Array, tokens: Int32Array) -> int:
-    """Where a token's candidate stands among a node's children, or the free slot where it may go."""
+    """Return the slot of a token among a node's children, or the free slot for it."""
     mask = len(slots) - 1
     at = (int(token) * 40503) & mask
     while slots[at] >= 0 and tokens[slots[at]] != token:
@@ -61,7 +61,7 @@ def slot_of(token: int, slots: Int32Array, tokens: Int32Array) -> int:
 
 @compiled
 def clear_slots(first: int, count: int, slots: Int32Array, tokens: Int32Array) -> None:
-    """Empties the hash of a node's children, which are the candidates from ``first`` to ``count``."""
+    """Clear the hash of a node's children, which are the candidates from ``first`` to ``count``."""
     if count - first > len(slots) // 8:
         slots[:] = -1
         return

@@ -1,9 +1,8 @@
-"""Best-first growth of a draft tree from everything that is known about how a text goes on.
+"""Best-first growth of a draft tree from all draft sources.
 
-Each node of the implied tree has children from three kinds of features: occurrences of the node's context elsewhere, weighed by
-how much of the context agrees; what the target ranks next after the node's token; and tokens that are frequent anyway. A child's
-chance given its parent is read from a table of measured acceptance rates (``decoding.budget.acceptance``), and the children with
-the highest product of chances along their path become rows.
+A node's children come from occurrences of its context elsewhere (weighted by the length of agreement), from tokens that the
+target ranked after its token, and from generally frequent tokens. Their chances given the parent are measured acceptance rates
+(``decoding.budget.acceptance``). The children with the highest product of chances along their path become rows.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ from decoding.sources.log.chains import BLOCK, Int64Array, Log, LogArrays, follo
 from decoding.sources.ranked.contexts import WORDS, Contexts, PlainContexts, most_alike
 from decoding.tree import Int32Array
 
-MAX_CANDIDATES = 8192  # nodes looked at for one tree
+MAX_CANDIDATES = 8192  # candidate nodes of one tree
 MAX_OCCURRENCES = 8192
-_NEAR = 5  # bucket of distance up to which a context tells what occurrences are worth
+_NEAR = 5  # last distance bucket in which a context's ranking adjusts the chances of occurrences
 
 
 class Pool(NamedTuple):
-    """Working memory of one expansion, kept between calls: candidates, and the occurrences below them as linked lists."""
+    """Working memory of one expansion, reused between calls: candidates, and linked lists of the occurrences below them."""
 
     tokens: Int32Array  # [candidates]
     parents: Int32Array  # [candidates] row of the parent
@@ -57,24 +56,24 @@ class Pool(NamedTuple):
     features: Int32Array  # [candidates]
     matches: Int32Array  # [candidates] longest agreement of an occurrence, at depth 0
     weights: Float64Array  # [candidates] sum over occurrences
-    similarities: Float64Array  # [candidates] how similar the request is of which the longest agreement is; 1 for other sources
+    similarities: Float64Array  # [candidates] similarity of the request with the longest agreement; 1 for other sources
     chances: Float64Array  # [candidates] product of chances along the path
     firsts: Int32Array  # [candidates] first occurrence, -1 for none
     heap: Int32Array  # [candidates + 1]
-    slots: Int32Array  # [HASH_SLOTS] candidates of the node at hand by token, -1 for none
-    positions: Int64Array  # [occurrences] where the token of a node occurs
-    lengths: Int32Array  # [occurrences] agreement there
-    sources: Int32Array  # [occurrences] place of the log among ``Logs``
-    factors: Float64Array  # [occurrences] what an occurrence weighs beside one in the request's own texts
-    starts: Int32Array  # [occurrences] depth of the node at which it was found
+    slots: Int32Array  # [HASH_SLOTS] children of the current node by token, -1 for none
+    positions: Int64Array  # [occurrences] position of the node's token in the log
+    lengths: Int32Array  # [occurrences] length of agreement
+    sources: Int32Array  # [occurrences] index of the log in ``Logs``
+    factors: Float64Array  # [occurrences] weight relative to an occurrence in the request's own texts
+    starts: Int32Array  # [occurrences] depth of the node at which the occurrence was found
     links: Int32Array  # [occurrences] next in the list of its node
-    above: Int64Array  # [WORDS] signs of the row before the one at hand
-    alike: Int32Array  # [rows] place of the computed row whose context is the most like that of a row of the tree, -1 for none
-    distances: Int32Array  # [rows] signs in which the contexts on the path to the row differ, -1 where that is not known
+    above: Int64Array  # [WORDS] sign hash of the hidden state before the current row
+    alike: Int32Array  # [rows] index of the computed row with the most similar context, -1 for none
+    distances: Int32Array  # [rows] number of differing signs of the contexts along the path, -1 if unknown
 
     @classmethod
     def empty(cls) -> Pool:
-        """Memory for one thread."""
+        """Allocate memory for one thread."""
         nodes, found = MAX_CANDIDATES, MAX_OCCURRENCES
         return cls(
             tokens=np.empty(nodes, np.int32),
@@ -102,70 +101,69 @@ class Pool(NamedTuple):
 
 
 class Ranked(NamedTuple):
-    """What comes next by rank rather than by occurrence."""
+    """Next-token candidates by rank instead of by occurrence."""
 
-    frequent: Int32Array  # [n] tokens that are frequent anyway, the most frequent first
-    # [vocab, k] what the target ranked after each token when it last saw it, above ``TOKEN_BITS`` the buckets of likelihoods;
-    # -1 for nothing, [0, 0] without.
+    frequent: Int32Array  # [n] most frequent tokens in general, the most frequent first
+    # [vocab, k] tokens that the target last ranked after each token, with likelihood buckets above ``TOKEN_BITS``; -1 for none.
+    # [0, 0] if not used.
     recycled: Int32Array
-    contexts: PlainContexts  # of rows that the target computed
-    above: Int64Array  # [WORDS] signs of the row before the root, see there
-    bigrams: Int32Array  # [vocab, k] what the target ranks after each token alone; [0, 0] without
+    contexts: PlainContexts  # contexts of rows that the target computed
+    above: Int64Array  # [WORDS] sign hash of the hidden state before the root
+    bigrams: Int32Array  # [vocab, k] tokens that the target ranks after each token alone; [0, 0] if not used
 
 
 class Rows:
-    """A grown tree."""
+    """Grown tree.
+
+    Args:
+        numbers: [5, n + 1] per row, the root first: token, row of the parent, kind of feature (``NUM_KINDS`` for the root),
+            feature (0 for the root), depth.
+        chances: [n] chances of the rows below the root, non-increasing.
+    """
 
     __slots__ = ("chances", "numbers")
 
     def __init__(self, numbers: Int32Array, chances: Float64Array) -> None:
-        """
-        Args:
-            numbers: [5, n + 1] of each row, the root first: token, row of the parent, kind of feature (``NUM_KINDS`` for the
-                root), feature (0 for the root) and depth.
-            chances: [n] of the rows below the root, non-increasing.
-        """
         self.numbers, self.chances = numbers, chances
 
     @classmethod
     def empty(cls, budget: int) -> Rows:
-        """Memory for trees of up to ``budget`` rows below the root."""
+        """Allocate memory for trees of up to ``budget`` rows below the root."""
         return cls(np.empty((5, budget + 1), np.int32), np.empty(budget))
 
     @property
     def depths(self) -> Int32Array:
-        """[n + 1]."""
+        """Return [n + 1] depths."""
         depths: Int32Array = self.numbers[4]
         return depths
 
     def first(self, count: int) -> Rows:
-        """The root and the first rows below it."""
+        """Return the root and the first ``count`` rows below it."""
         return Rows(self.numbers[:, : count + 1], self.chances[:count])
 
 
-# The same as plain tuples, which are passed to compiled code in a tenth of the time.
+# Plain tuples of the same arrays: passing them to compiled code takes a tenth of the time.
 PlainPool = tuple[
     Int32Array, Int32Array, Int32Array, Int32Array, Int32Array, Int32Array, Float64Array, Float64Array, Float64Array, Int32Array,
     Int32Array, Int32Array, Int64Array, Int32Array, Int32Array, Float64Array, Int32Array, Int32Array, Int64Array,
     Int32Array, Int32Array,
 ]  # fmt: skip
 PlainRanked = tuple[Int32Array, Int32Array, PlainContexts, Int64Array, Int32Array]
-# The request's own texts, those of requests that resemble it, the outputs of its tenant, and what every tenant drafts from.
+# Logs of: the request's own texts, texts of similar requests, outputs of its tenant, public texts.
 Logs = tuple[Log, Log, Log, Log]
-LogTokens = tuple[Int32Array, Int32Array, Int32Array, Int32Array]  # of those
-# The chance of a child given its parent, [NUM_FEATURES]; the weight of an occurrence by length of agreement, [w], where longer
-# ones weigh like the last; the factor on occurrences in the outputs of the tenant and in what every tenant drafts from; how
-# similar the requests are whose texts are in the second log, [texts]; the most occurrences to gather from each log by 1-, 2-,
-# 4-grams, and for each node below the root, [4].
+LogTokens = tuple[Int32Array, Int32Array, Int32Array, Int32Array]  # tokens of ``Logs``
+# [NUM_FEATURES] chance of a child given its parent; [w] weight of an occurrence by length of agreement (longer ones weigh like
+# the last); factor on occurrences in tenant and public texts; [texts] similarity of the requests in the second log; [4] maximum
+# occurrences to gather per log by 1-, 2- and 4-grams, and per node below the root.
 Measures = tuple[Float64Array, Float64Array, float, Float64Array, Int64Array]
-# The most rows below the root and edges from it, and [n] non-decreasing the least chance of a row behind so many others; further
-# behind it is the last one's.
+# Maximum rows below the root; maximum depth; [n] non-decreasing minimum chance of a row by the number of rows before it (the
+# last value applies beyond n).
 Limits = tuple[int, int, Float64Array]
 
 
 @compiled
 def factor_of(measures: Measures, source: int, log: LogArrays, position: int) -> float:
-    """What an occurrence weighs beside one in the request's own texts; in a similar request's, as much as that is similar."""
+    """Return the weight of an occurrence relative to one in the request's own texts."""
     if source == 0:
         return 1.0
     if source == SIMILAR:
@@ -177,11 +175,7 @@ def factor_of(measures: Measures, source: int, log: LogArrays, position: int) ->
 def fresh_occurrences(
     plain_log: Log, source: int, measures: Measures, token: int, parent_token: int, depth: int, first: int, used: int, pool: Pool
 ) -> tuple[int, int]:
-    """Adds the latest occurrences of a node's token that do not follow its parent's token (those came with the parent).
-
-    Returns:
-        The new head of the node's list of occurrences, and how many entries are used in all.
-    """
+    """Add a token's latest occurrences that do not follow its parent's token; return the list's new head and the used entries."""
     log, oldest, owner, cap = LogArrays(*plain_log[0]), plain_log[1], plain_log[2], measures[4][3]
     if oldest < 0:
         return first, used
@@ -191,6 +185,7 @@ def fresh_occurrences(
     looked = 0
     while p >= oldest and looked < cap and used < len(pool.positions):
         looked += 1
+        # Occurrences after the parent's token were added with the parent.
         new = tokens[(p + 1) & mask] != -1 and tokens[(p - 1) & mask] != parent_token
         if new and tokens[p & mask] == token and log.owners[(p & mask) // BLOCK] != owner:
             pool.positions[used], pool.sources[used], pool.lengths[used], pool.starts[used] = p, source, 1, depth
@@ -208,11 +203,7 @@ def fresh_occurrences(
 def branch(
     logs: LogTokens, measures: Measures, first: int, depth: int, row: int, count: int, pool: Pool
 ) -> tuple[int, float, int]:
-    """Makes the children that a node's occurrences give.
-
-    Returns:
-        Candidates in use, the weight of all occurrences, and the longest agreement at the node.
-    """
+    """Create the children after a node's occurrences; return the used candidates, total weight and longest agreement."""
     weights = measures[1]
     total, longest, begin = 0.0, 0, count
     at = first
@@ -250,11 +241,7 @@ def add_ranked(
     ranked: Int32Array, kind: int, context: int, level: int, row: int, depth: int, chance: float, table: Float64Array, begin: int,
     count: int, pool: Pool,
 ) -> int:  # fmt: skip
-    """Makes children of ranked tokens, or says of those that are there what is likelier; the node's begin at ``begin``.
-
-    Returns:
-        The candidates in use.
-    """
+    """Create children for ranked tokens, or raise the chance of existing ones from ``begin`` on; return the used candidates."""
     for rank in range(len(ranked)):
         token, bucket = ranked[rank] & TOKEN_MASK, ranked[rank] >> TOKEN_BITS
         if kind != RECYCLING:
@@ -278,7 +265,7 @@ def add_ranked(
 
 @compiled
 def list_occurrences(log: Log, source: int, measures: Measures, context: Int32Array, used: int, pool: Pool) -> int:
-    """Lists those in one log behind so many entries; how many entries are used then."""
+    """List the occurrences in one log after the first ``used`` entries, and return the number of used entries."""
     plain, oldest, owner = log
     if oldest < 0:
         return used
@@ -291,11 +278,7 @@ def list_occurrences(log: Log, source: int, measures: Measures, context: Int32Ar
 
 @compiled
 def open_root(logs: Logs, measures: Measures, context: Int32Array, pool: Pool) -> tuple[int, int]:
-    """Lists the occurrences of the end of ``context`` in the logs.
-
-    Returns:
-        The head of the list, -1 for none, and how many entries are used.
-    """
+    """List the occurrences of the end of ``context``; return the head of the list, -1 for none, and the used entries."""
     used = list_occurrences(logs[0], 0, measures, context, 0, pool)
     used = list_occurrences(logs[1], 1, measures, context, used, pool)
     used = list_occurrences(logs[2], 2, measures, context, used, pool)
@@ -310,7 +293,7 @@ def add_recycled(
     ranked: Ranked, three: tuple[int, int, int], ends: int, row: int, parent: int, depth: int, chance: float,
     table: Float64Array, begin: int, count: int, pool: Pool,
 ) -> int:  # fmt: skip
-    """Sets the levels of the children that occurrences gave, and makes those that the target ranked; see ``open_node``."""
+    """Set the levels of the children from occurrences and create the children that the target ranked; see ``open_node``."""
     two, one, token = three
     contexts = Contexts(*ranked.contexts)
     for word in range(len(ranked.above)):
@@ -345,17 +328,14 @@ def open_node(
     logs: LogTokens, ranked: Ranked, measures: Measures, first: int, three: tuple[int, int, int], depth: int, row: int,
     parent: int, chance: float, count: int, pool: Pool,
 ) -> int:  # fmt: skip
-    """Makes the children of a node with their chances: what its occurrences give, then what is ranked after its last tokens.
+    """Create the children of a node with their chances, and return the number of used candidates.
 
-    What the target ranked where it read a context like the node's comes first, then what it last ranked behind the token alone.
-    The first tells of occurrences, too, how likely they are: see ``UNKNOWN``.
+    Order: occurrences, tokens that the target ranked in a similar context (which also set the level of occurrences, see
+    ``UNKNOWN``), tokens that it last ranked after the token alone.
 
     Args:
-        three: the two tokens before the node's, -1 where there is none, and its own.
-        parent: row above the node's, -1 above the root.
-
-    Returns:
-        Candidates in use.
+        three: the two tokens before the node's, -1 for none, and its own.
+        parent: row of the node's parent, -1 for the root.
     """
     begin, table, token = count, measures[0], three[2]
     pool.alike[row] = -1
@@ -381,20 +361,9 @@ def grow(
     logs: Logs, context: Int32Array, plain_ranked: PlainRanked, measures: Measures, limits: Limits,
     plain_pool: PlainPool, numbers: Int32Array, row_chances: Float64Array,
 ) -> int:  # fmt: skip
-    """Grows a tree below the end of ``context``, the best chances first.
+    """Grow a tree below the last token of ``context``, best chances first, and return the number of rows below the root.
 
-    Args:
-        logs: see ``Logs``.
-        context: [c] the last committed tokens, the root is the last one.
-        plain_ranked: see ``Ranked``.
-        measures: see ``Measures``.
-        limits: see ``Limits``.
-        plain_pool: see ``Pool``.
-        numbers: out; see ``Rows``, which has room for as many rows as the limits allow.
-        row_chances: out; as ``numbers``.
-
-    Returns:
-        How many rows were grown below the root.
+    Fills ``numbers`` and ``row_chances`` (see ``Rows``), which must be large enough for the limits.
     """
     ranked, pool = Ranked(*plain_ranked), Pool(*plain_pool)
     tokens, parents, kinds, features, depths = numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]

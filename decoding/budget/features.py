@@ -1,31 +1,31 @@
-"""Features of a drafted row, in buckets: kind of source, length of agreement, share of occurrences, what the target ranked."""
+"""Features of a drafted row, in buckets: kind of source, length of agreement, share of occurrences, rank by the target."""
 
 from __future__ import annotations
 
 from decoding.jit import compiled
 
-# Kinds of features. The first six are occurrences: in the request's own texts, in those of requests that resemble it or in the
-# shared logs, of the whole path up to the root and beyond, or of an end of the path only.
+# Kinds of features. The first six are occurrences in the request's own texts, in those of similar requests or in the shared
+# logs: of the whole path up to the root and beyond, or (_FRESH) of an end of the path only.
 NUM_KINDS = 9
 COPY, SIMILAR, HISTORY, COPY_FRESH, SIMILAR_FRESH, HISTORY_FRESH, UNIGRAM, RECYCLING, BIGRAM = range(NUM_KINDS)
 MATCH_BUCKETS, SHARE_BUCKETS, LEVELS = 12, 8, 4
-KIND_FEATURES = MATCH_BUCKETS * SHARE_BUCKETS * LEVELS  # those of one kind lie side by side
+KIND_FEATURES = MATCH_BUCKETS * SHARE_BUCKETS * LEVELS  # features per kind, contiguous
 NUM_FEATURES = NUM_KINDS * KIND_FEATURES
 
-# Levels of an occurrence: what the target ranked in a context that is alike, see ``decoding.sources.ranked.contexts``. The level
-# of a ranked token is the number of tokens that the contexts have in common, up to 3; ``ALONE`` where the context is not known.
+# Levels of an occurrence: its rank by the target in a similar context, see ``decoding.sources.ranked.contexts``. The level of a
+# ranked token is the number of common context tokens, up to 3; ``ALONE`` if the context is unknown.
 UNKNOWN, UNRANKED, RANKED, LIKELY = range(LEVELS)
 ALONE = 0
 
-# A ranked token stands with the bucket of its likelihood in the bits above it.
+# A ranked token is stored with the bucket of its likelihood in the bits above the token id.
 TOKEN_BITS = 24
 TOKEN_MASK = (1 << TOKEN_BITS) - 1
-EVEN = 4  # the last bucket of what is more likely than not
+EVEN = 4  # last likelihood bucket with a share of at least 0.5
 
 
 @compiled
 def match_bucket(length: int) -> int:
-    """Lengths of agreement in twelve steps: 1 .. 6, 8, 12, 16, 24, 48 and more."""
+    """Return the bucket of a length of agreement, in twelve steps: 1 .. 6, 8, 12, 16, 24, 48 and more."""
     if length <= 6:
         return max(0, length - 1)
     if length <= 8:
@@ -41,7 +41,7 @@ def match_bucket(length: int) -> int:
 
 @compiled
 def share_bucket(share: float) -> int:
-    """A child's share of the weight of its node's occurrences in eight steps; the last one is all of it."""
+    """Return the bucket of a child's share of its node's occurrence weight, in eight steps; the last one is all of it."""
     if share >= 0.75:
         return 7 if share >= 0.999 else (6 if share >= 0.9 else 5)
     if share >= 0.25:
@@ -51,7 +51,7 @@ def share_bucket(share: float) -> int:
 
 @compiled
 def context_bucket(length: int) -> int:
-    """The longest agreement at a node in eight steps, for children that no occurrence backs; 0 for none."""
+    """Return the bucket of a node's longest agreement, in eight steps, for children without an occurrence; 0 for none."""
     if length <= 5:
         return max(0, length)
     return 6 if length <= 8 else 7
@@ -59,7 +59,7 @@ def context_bucket(length: int) -> int:
 
 @compiled
 def likelihood_bucket(share: float) -> int:
-    """A token's share of the likelihood of those that are ranked with it in ``MATCH_BUCKETS`` steps, the first one nearly all."""
+    """Return the bucket (``MATCH_BUCKETS`` steps, 0 is nearly all) of a token's share of the likelihood of the ranked tokens."""
     if share >= 0.5:
         return 0 if share >= 0.97 else (1 if share >= 0.9 else (2 if share >= 0.8 else (3 if share >= 0.65 else EVEN)))
     if share >= 0.1:
@@ -69,13 +69,13 @@ def likelihood_bucket(share: float) -> int:
 
 @compiled
 def feature(kind: int, match: int, share: int, level: int) -> int:
-    """The entry of the table for a kind of feature, two buckets and a level."""
+    """Return the index of a feature in the acceptance table."""
     return ((kind * MATCH_BUCKETS + match) * SHARE_BUCKETS + share) * LEVELS + level
 
 
 @compiled
 def distance_bucket(distance: int) -> int:
-    """In how many signs contexts differ (``decoding.sources.ranked.contexts``) in eight steps; the last one is not known, -1."""
+    """Return the bucket of the number of differing signs of two contexts; the last of eight buckets is unknown (-1)."""
     if distance < 0:
         return SHARE_BUCKETS - 1
     if distance <= 32:

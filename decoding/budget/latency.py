@@ -1,4 +1,4 @@
-"""Latency curve: the time of a step as a function of its rows, its sequences and their context."""
+"""Latency curve: the time of a step as a function of its rows, sequences and context."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-if TYPE_CHECKING:  # that file imports numba, and a curve is read without it
+if TYPE_CHECKING:  # imports numba, which a curve does not need
     from decoding.budget.candidates import Float64Array
     from decoding.request import Request
 
-    # Rows and the seconds of so many or more, [n] each, seconds a row beyond the last; of a load what it adds and what it adds to
-    # each row; the least that a step takes.
+    # [n] rows, [n] seconds with at least that many rows, seconds per row beyond the last; seconds that the load adds per step and
+    # per row; minimum seconds of a step.
     CurveParts = tuple[Float64Array, Float64Array, float, float, float, float]
 
-_FLOOR = 0.25  # of a step of one row: the least that any step is said to take, as the fit for contexts may go below
+_FLOOR = 0.25  # minimum step time as a fraction of a one-row step, since the fit for contexts may go below
 _FIELDS: dict[str, type] = {
     "rows": int, "rows_s": float, "context": int, "sequence_s": float, "entry_s": float, "row_entry_s": float,
 }  # fmt: skip
-# More than any machine has: of a file that says more nothing is believed.
+# Upper bounds, above any real machine; a file with a larger value is rejected.
 _MOST = dict.fromkeys(_FIELDS, 1e9) | {"rows": 1 << 20}
 
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """What a step computes besides drafted rows."""
+    """Work of a step besides drafted rows."""
 
     sequences: int  # requests with rows in the step
-    rows: int  # committed tokens that it computes: the root of each request that decodes, and the chunks of prefills
-    context: int  # KV entries that lie before those rows, added over the requests
-    prefill_rows: int = 0  # of ``rows``, those of prefills
-    propose_s: float | None = None  # seconds that it took to draft for the step before; None where nobody knows
+    rows: int  # committed tokens to compute: the root of each decoding request, and prefill chunks
+    context: int  # KV entries before those rows, summed over the requests
+    prefill_rows: int = 0  # rows of prefills, included in ``rows``
+    propose_s: float | None = None  # drafting time of the previous step in seconds, if measured
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> StepLoad:
-        """Of a step in which these requests decode, and no others."""
+        """Return the load of a step in which exactly these requests decode."""
         return cls(len(requests), len(requests), sum(request.num_tokens - 1 for request in requests))
 
 
@@ -45,33 +45,31 @@ class StepLoad:
 class LatencyCurve:
     """Seconds of one forward by rows, sequences and context.
 
-    The rows are those of one sequence under a tree mask: between what was timed the time is linear in them, beyond the last it
-    goes on with the last slope. It never falls: where more rows take less time, as may be in half precision on a CPU, their time
-    stands for fewer rows as well. Further sequences and KV entries add their part each, and so does each entry that a row looks
-    at, which on a CPU is most of what a long context costs a wide tree; behind less than what was timed rows cost no less, so
-    that none is ever said to save time.
+    Time is linear between the measured row counts of one sequence under a tree mask, and continues with the last slope beyond. It
+    never falls: if more rows measured faster (as in half precision on a CPU), their time applies to fewer rows too. Each further
+    sequence and KV entry adds its time, and so does each entry that a row attends to, which on a CPU is most of the cost of a
+    wide tree after a long context. Contexts below the measured one do not make rows cheaper.
 
     Example: 10 ms for one row, 12 ms for five, 22 ms for nine, behind 256 entries; 0.1 ms a sequence, 1 us an entry, 0.5 us for
     a row to look at one. A step of two requests with 300 entries each, a root each and one drafted row takes 11 ms for its three
     rows, 0.1 ms for the second sequence, 0.344 ms for the 344 entries more, and 3 * (300 - 256) * 0.5 us = 0.066 ms for looking.
 
     Raises:
-        ValueError: fewer than two measurements, rows out of order, a time that is not positive, or a part that is negative.
+        ValueError: fewer than two measurements, rows not ascending from 1, a time that is not positive, or a negative part.
     """
 
     rows: tuple[int, ...]  # ascending from 1, at least two
-    rows_s: tuple[float, ...]  # seconds of a step with each
-    context: int  # entries before the rows that were timed
+    rows_s: tuple[float, ...]  # seconds of a step with that many rows
+    context: int  # KV entries before the measured rows
     sequence_s: float  # seconds that each further sequence adds
-    entry_s: float  # seconds that each KV entry more adds
-    row_entry_s: float = 0.0  # seconds that each row adds for each entry more that it looks at
+    entry_s: float  # seconds that each further KV entry adds
+    row_entry_s: float = 0.0  # seconds that each row adds for each further entry that it attends to
     _at: Float64Array = field(init=False, repr=False, compare=False)  # [n] rows
-    _least: Float64Array = field(init=False, repr=False, compare=False)  # [n] seconds of so many rows or more
-    _slope: float = field(init=False, repr=False, compare=False)  # seconds a row beyond the last
-    _floor: float = field(init=False, repr=False, compare=False)  # seconds: the least
+    _least: Float64Array = field(init=False, repr=False, compare=False)  # [n] minimum seconds with at least that many rows
+    _slope: float = field(init=False, repr=False, compare=False)  # seconds per row beyond the last
+    _floor: float = field(init=False, repr=False, compare=False)  # minimum seconds of a step
 
     def __post_init__(self) -> None:
-        """Checks the fields."""
         rows, seconds = self.rows, self.rows_s
         if len(rows) < 2 or rows[0] != 1 or list(rows) != sorted(set(rows)):
             raise ValueError(f"rows must be at least two numbers that ascend from 1, got {list(rows)}")
@@ -90,55 +88,42 @@ class LatencyCurve:
 
     @property
     def one_row_s(self) -> float:
-        """Seconds of a step of one row."""
+        """Return the seconds of a step of one row."""
         return float(self._least[0])
 
     def seconds(self, rows: Float64Array, load: StepLoad) -> Float64Array:
-        """[n] seconds of steps.
-
-        Args:
-            rows: [n] of each step in all: ``load.rows`` and what is drafted.
-            load: of the step. A quarter of a step of one row is the least that it is said to take.
-        """
+        """Return [n] seconds of steps with [n] total rows (``load.rows`` plus drafted ones), at least 1/4 of a one-row step."""
         at, least, slope, other, row_s, floor = self.parts(load)
         total = np.interp(rows, at, least) + np.maximum(rows - at[-1], 0.0) * slope + rows * row_s + other
         floored: Float64Array = np.maximum(total, floor)
         return floored
 
     def parts(self, load: StepLoad) -> CurveParts:
-        """What the seconds of a step are made of, for compiled code."""
+        """Return the components of the step time for compiled code."""
         other = self.sequence_s * (load.sequences - 1) + self.entry_s * (load.context - self.context)
         farther = max(load.context / max(load.sequences, 1) - self.context, 0.0)
         return self._at, self._least, self._slope, float(other), float(self.row_entry_s * farther), self._floor
 
     def critical_rows(self, slack: float = 1.2) -> int:
-        """The critical decoding length: up to so many rows a step takes about as long as one of a single row.
+        """Return the most measured rows that take at most ``slack`` times as long as one: the critical decoding length.
 
-        Lookahead (arXiv 2312.12728) configures it for each device; here it is found. The most rows that take at most ``slack``
-        times as long as one, no more than were timed.
+        Lookahead (arXiv 2312.12728) configures it per device.
 
         Example: 10, 11 and 16 ms for 1, 8 and 16 rows: 12 ms are reached a fifth of the way from 8 to 16, so 9 rows.
-
-        Args:
-            slack: at least 1.
         """
         assert slack >= 1, slack
         counts = np.arange(1, self.rows[-1] + 1)
-        most = slack * self._least[0] * (1 + 1e-12)  # what is exactly on the line is within
+        most = slack * self._least[0] * (1 + 1e-12)  # exact equality is within the limit
         return int(np.count_nonzero(np.interp(counts, self._at, self._least) <= most))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers and lists; ``from_json`` reads them."""
+        """Return plain numbers and lists for ``from_json``."""
         values = {name: getattr(self, name) for name in _FIELDS}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @classmethod
     def from_json(cls, data: object) -> LatencyCurve:
-        """The curve that ``to_json`` wrote.
-
-        Raises:
-            ValueError: a field is missing, unknown, or not what it must be.
-        """
+        """Return the curve that ``to_json`` wrote. Raise ``ValueError`` if a field is missing, unknown or invalid."""
         if not isinstance(data, Mapping):
             raise ValueError(f"a latency curve must be an object with {', '.join(_FIELDS)}, got {type(data).__name__}")
         if missing := [name for name in _FIELDS if name not in data]:
@@ -158,8 +143,8 @@ class LatencyCurve:
 
 
 def _number(name: str, value: Any, kind: type) -> Any:
-    if type(value) not in (int, kind):  # not isinstance: True is an int to it
+    if type(value) not in (int, kind):  # not isinstance: True is an int
         raise ValueError(f"{name} must hold {'whole numbers' if kind is int else 'numbers'}, got {value!r}")
-    if not value <= _MOST[name]:  # NaN is not, either
+    if not value <= _MOST[name]:  # False for NaN too
         raise ValueError(f"{name} must hold at most {_MOST[name]:g}, got {value!r:.40}")
     return kind(value)

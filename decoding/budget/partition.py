@@ -12,18 +12,15 @@ Partition = tuple[Int32Array, Int32Array, Int32Array, Int32Array, Int32Array, In
 
 @compiled
 def lay_out(parents: Int32Array, places: Int32Array, ends: Int32Array, depths: Int32Array) -> None:
-    """The place of each row in depth-first order, children in order of their rows. (Heavy subtrees first cut no better.)
+    """Fill each row's place in depth-first order, children in order of their rows, and its depth.
 
-    Args:
-        parents: [n] of a tree.
-        places: [n] filled with places.
-        ends: [n] filled: the subtree of row r has the places from ``places[r]`` to ``ends[r] - 1``.
-        depths: [n] filled with the edges from the root.
+    The subtree of row r has the places from ``places[r]`` to ``ends[r] - 1``.
     """
     n = len(parents)
     sizes, free = np.ones(n, np.int32), np.empty(n, np.int32)  # free: the place of the next child
     for row in range(n - 1, 0, -1):
         sizes[parents[row]] += sizes[row]
+    # Ordering heavy subtrees first does not yield smaller parts.
     places[0], free[0], ends[0], depths[0] = 0, 1, n, 0
     for row in range(1, n):
         parent = parents[row]
@@ -33,19 +30,13 @@ def lay_out(parents: Int32Array, places: Int32Array, ends: Int32Array, depths: I
 
 @compiled
 def list_leaves(places: Int32Array, ends: Int32Array, depths: Int32Array, firsts: Int32Array, lasts: Int32Array) -> int:
-    """The leaves in depth-first order, as two numbers each: leaves i to j and their ancestors are ``lasts[j] - firsts[i]`` rows.
+    """List the leaves in depth-first order and return their number.
 
-    Those are the rows from the place of leaf i to that of leaf j, and the path to leaf i.
-
-    Args:
-        firsts: [n] filled with places less depths.
-        lasts: [n] filled with the places behind.
-
-    Returns:
-        Leaves, the entries in use.
+    Fills ``firsts`` with place minus depth, and ``lasts`` with place plus 1, so that leaves i to j and their ancestors are
+    ``lasts[j] - firsts[i]`` rows: the places from leaf i to leaf j, and the path to leaf i.
     """
     n = len(places)
-    depth_at = np.full(n, -1, np.int32)  # by place, -1 where no leaf is
+    depth_at = np.full(n, -1, np.int32)  # by place, -1 if not a leaf
     for row in range(n):
         if ends[row] == places[row] + 1:
             depth_at[places[row]] = depths[row]
@@ -59,12 +50,9 @@ def list_leaves(places: Int32Array, ends: Int32Array, depths: Int32Array, firsts
 
 @compiled
 def least_limit(firsts: Int32Array, lasts: Int32Array, ranks: int) -> int:
-    """The rows of the largest part where it is smallest.
-
-    A run with more leaves never has fewer rows: the fewest runs within a limit are those that each go on as long as they can, and
-    the limit is found by bisection.
-    """
-    low, high = (lasts[-1] - 2 + ranks) // ranks + 1, lasts[-1]  # a part has the root and its share of the others at the least
+    """Return the smallest possible number of rows of the largest part."""
+    # Bisection over the limit. Longer runs never have fewer rows, so for a given limit the greedy longest runs are the fewest.
+    low, high = (lasts[-1] - 2 + ranks) // ranks + 1, lasts[-1]  # low: the root and an equal share
     for leaf in range(len(lasts)):
         low = max(low, lasts[leaf] - firsts[leaf])
     while low < high:
@@ -82,14 +70,10 @@ def least_limit(firsts: Int32Array, lasts: Int32Array, ranks: int) -> int:
 
 @compiled
 def cut(firsts: Int32Array, lasts: Int32Array, starts: Int32Array, stops: Int32Array) -> int:
-    """Gives each rank its run of leaves.
+    """Assign each rank its run of leaves, and return the total rows of all parts, including ranks without a run.
 
-    Args:
-        starts: [ranks] filled with the place of the first leaf of each run; as ``stops`` left alone behind the last run.
-        stops: [ranks] filled with the place behind its last leaf.
-
-    Returns:
-        Rows of all parts, those of ranks without a run included.
+    Fills [ranks] ``starts`` and ``stops``: place of a run's first leaf, and the place after its last. Ranks without a run are
+    unchanged.
     """
     ranks = len(starts)
     limit = least_limit(firsts, lasts, ranks)
@@ -106,15 +90,11 @@ def cut(firsts: Int32Array, lasts: Int32Array, starts: Int32Array, stops: Int32A
 
 @compiled
 def partition(tokens: Int32Array, parents: Int32Array, sources: Int8Array, num_candidates: int, ranks: int) -> Partition:
-    """The parts of a tree (see ``DraftTree.partition``), one behind the other.
-
-    Args:
-        tokens: [n] of the tree, as the other arrays.
-        ranks: at least 1.
+    """Return the parts of a tree (see ``DraftTree.partition``), concatenated.
 
     Returns:
-        ``bounds`` [ranks + 1], where each part begins in the last four; ``candidates`` [ranks] of each part; and then the rows of
-        the parts in the tree, their tokens, their parents in their part and their sources.
+        ``bounds`` [ranks + 1], the start of each part in the last four arrays; ``candidates`` [ranks] of each part; then per row
+        of the parts: its row in the tree, its token, its parent within the part, and its source.
     """
     n = len(parents)
     places, ends, depths = np.empty(n, np.int32), np.empty(n, np.int32), np.empty(n, np.int32)
@@ -129,7 +109,7 @@ def partition(tokens: Int32Array, parents: Int32Array, sources: Int8Array, num_c
     at = 0
     for rank in range(ranks):
         for row in range(n):
-            if row == 0 or (places[row] < stops[rank] and ends[row] > starts[rank]):  # a leaf of the run is in its subtree
+            if row == 0 or (places[row] < stops[rank] and ends[row] > starts[rank]):  # the subtree holds a leaf of the run
                 renumbered[row] = at - bounds[rank]
                 rows[at], part_tokens[at], part_sources[at] = row, tokens[row], sources[row]
                 part_parents[at] = renumbered[parents[row]] if row else -1
@@ -140,5 +120,5 @@ def partition(tokens: Int32Array, parents: Int32Array, sources: Int8Array, num_c
 
 
 def compile_partition() -> None:
-    """Calls what is compiled at its first call, so that no request waits for it."""
+    """Compile ahead of time, so that no request waits for it."""
     DraftTree.chain(0, (1,)).partition(2)

@@ -1,4 +1,4 @@
-"""One selection of drafted rows over all requests of a step."""
+"""Joint selection of drafted rows over all requests of a step."""
 
 from __future__ import annotations
 
@@ -13,45 +13,39 @@ from decoding.budget.latency import LatencyCurve, StepLoad
 from decoding.budget.row_budget import Pricing
 from decoding.step_output import BudgetCounts
 
-_NEAR = 0.9  # of the least chance that pays: rows of less are not looked at
-_ASKING_GAIN = 0.05  # how fast the seconds of asking follow the latest
-_EASED = 0.75  # the load has fallen when no more than that share of the requests is left
+_NEAR = 0.9  # rows below this fraction of the least paying chance are not grown
+_ASKING_GAIN = 0.05  # smoothing factor of the seconds per asked request
+_EASED = 0.75  # the load has fallen if at most this share of the requests is left
 
-# Grows the rows of a request, by its place, that have at least the chance of their place among them: [n], see
-# ``Pricing.least_chances``.
+# Grows the rows of a request, given its index and [n] the minimum chance of each row (see ``Pricing.least_chances``).
 Grow = Callable[[int, Float64Array], Rows]
 _NO_ROWS, ANY_CHANCE = Rows.empty(0), np.zeros(1)
 
 
 class Selection:
-    """Which rows of which requests a step drafts: those that pay by their chances and the device's latency curve.
+    """Selection of the rows that pay off in a step, by their chances and the device's latency curve.
 
-    Three things keep it cheap and able to learn under load: rows that cannot pay are not grown (``Pricing.least_chances``),
-    requests whose rows save less than asking costs are asked less often (``Backoff``), and now and then one drafts without a
-    prospect (``Explorer``). When the number of requests falls by a quarter, all are asked again at once.
+    Rows that cannot pay off are not grown (``Pricing.least_chances``). Requests whose rows save less than asking costs are asked
+    less often (``Backoff``), and occasionally one drafts regardless (``Explorer``). When the number of requests falls by a
+    quarter, all are asked again at once.
     """
 
     def __init__(self, latency: Callable[[], LatencyCurve]) -> None:
-        """The curve is asked for before each step: a better one may have been measured."""
         self._latency = latency
         self._pricing, self._explorer = Pricing(latency()), Explorer()
         self._number, self._busiest, self._asked = 0, 1, 0
-        self._asking_s = 0.0  # seconds of asking one request
+        self._asking_s = 0.0  # seconds to ask one request
         self._requests_asked = self._offered = self._granted = 0  # since the start, see ``BudgetCounts``
         self._least_chance = 0.0
 
     def rows(
         self, load: StepLoad, ranks: int, backoffs: Sequence[Backoff], everyone: Sequence[Backoff], accepted: int, grow: Grow
     ) -> list[Rows]:
-        """The rows of each request, none where none pays.
+        """Return the rows of each request, empty if none pays off.
 
         Args:
-            load: of the step.
-            ranks: that share it.
-            backoffs: of the requests that may draft, at least one.
-            everyone: backoffs of all live requests.
+            backoffs, everyone: backoffs of the requests that may draft, at least one, and of all live requests.
             accepted: tokens that the last step of all of them accepted.
-            grow: see ``Grow``.
         """
         count = len(backoffs)
         self._number += 1
@@ -60,12 +54,12 @@ class Selection:
             self._busiest = count
             for backoff in everyone:
                 backoff.end()
-        self._pricing.curve = self._latency()
+        self._pricing.curve = self._latency()  # a better curve may have been measured
         self._pricing.plan(load, ranks)
         explored = self._explorer.pick(backoffs, self._number)
         asked = [at for at, backoff in enumerate(backoffs) if backoff.asked() or at == explored]
         rows = [_NO_ROWS] * count
-        self._asked = len(asked) if 2 * len(asked) >= count else 0  # of few, most of the time is not for asking
+        self._asked = len(asked) if 2 * len(asked) >= count else 0  # with few asked, most of the time is overhead
         if not asked:
             return rows
         least = self._pricing.least_chances()
@@ -85,15 +79,15 @@ class Selection:
         return rows
 
     def counts(self) -> BudgetCounts:
-        """What was decided so far; from any thread."""
+        """Return the decisions so far. Callable from any thread."""
         return BudgetCounts(self._requests_asked, self._offered, self._granted, self._least_chance)
 
     def timed(self, seconds: float) -> None:
-        """Counts how long the proposal before took."""
+        """Count the seconds that the previous proposal took."""
         if self._asked:
             self._asking_s += (seconds / self._asked - self._asking_s) * _ASKING_GAIN
             self._asked = 0
 
     def emitted(self, tokens: int) -> None:
-        """Counts what a request got of the step."""
+        """Count the tokens that a request got from the step."""
         self._pricing.emitted(tokens)

@@ -1,4 +1,4 @@
-"""What a step costs and which rows pay in it, as compiled loops over single numbers: see ``decoding.budget.row_budget``."""
+"""Cost of a step and rows that pay off in it, as compiled loops: see ``decoding.budget.row_budget``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Int64Array = npt.NDArray[np.int64]
 
 @compiled
 def seconds_of(rows: float, curve: CurveParts) -> float:
-    """Seconds of a step of so many rows: to the last bit what ``LatencyCurve.seconds`` says."""
+    """Return the seconds of a step of ``rows`` rows, bit-identical to ``LatencyCurve.seconds``."""
     at, least, slope, other, row_s, floor = curve
     last = len(at) - 1
     if rows >= at[last]:
@@ -38,22 +38,20 @@ def seconds_of(rows: float, curve: CurveParts) -> float:
 
 @compiled
 def price_rows(curve: CurveParts, base: int, ranks: int, prices: Float64Array) -> float:
-    """Seconds of a step that drafts nothing; fills in what further rows cost at least.
+    """Fill in the minimum price of further rows, and return the seconds of a step that drafts nothing (``base`` rows).
 
-    Args:
-        base: rows that the step computes anyway.
-        ranks: that share the drafted rows. What a later row costs then depends on the tree, and the first one's price stands.
-        prices: [n] out, non-decreasing: the least seconds that a row adds before which that many or more are drafted, on average
-            with any number of rows behind it.
+    [n] ``prices`` is non-decreasing: minimum seconds that a row adds with at least that many drafted rows before it, averaged
+    with any number of rows after it.
     """
     at, _, slope, _, row_s, _ = curve
     seconds = np.empty(len(at))
     for knot in range(len(at)):
         seconds[knot] = seconds_of(at[knot], curve)
+    # With several ranks the cost of a later row depends on the tree, so that the first row's price applies to all.
     least = (slope + row_s) / ranks
     for drafted in range(0 if ranks > 1 else len(prices) - 1, -1, -1):
         here = seconds_of(float(drafted + base), curve)
-        for knot in range(len(at) - 1, -1, -1):  # between these the time is linear in the rows
+        for knot in range(len(at) - 1, -1, -1):  # time is linear in the rows between knots
             further = (at[knot] - base) * ranks - drafted
             if further <= 0:
                 break
@@ -66,20 +64,20 @@ def price_rows(curve: CurveParts, base: int, ranks: int, prices: Float64Array) -
 
 @compiled
 def largest_part(drafted: float, deepest: float, ranks: int, spine: int) -> float:
-    """Rows, besides the roots, which all ranks compute, of the rank that computes the most: so long the step takes.
+    """Return the drafted rows of the rank that computes the most, which determines the time of the step.
 
     Trees are partitioned as runs of leaves with their ancestors (``DraftTree.partition``): no part is smaller than the longest
-    path, and the first rows of a run repeat a path that begins at the root. Of a path of the tree's depth half is assumed to be
-    repeated, on each rank but one.
+    path, and the first rows of a run repeat a path from the root. Half of a path of the tree's depth is assumed to be repeated,
+    on each rank but one.
 
     Example: 60 drafted rows of depth 8 are 60 rows of one rank, 15 + 8 * 3/4 / 2 = 18 rows of each of four. A chain of 60 is 60
     rows of one of them.
 
     Args:
-        drafted: rows of all trees, roots not counted.
-        deepest: depths of all trees, added.
-        ranks: that hold the model each and share the step.
-        spine: tokens of all requests that the step before accepted, computed again where that was elsewhere.
+        drafted: rows of all trees, without roots.
+        deepest: sum of the depths of all trees.
+        ranks: ranks that share the step, each with a copy of the model.
+        spine: tokens of all requests that the previous step accepted, computed again on ranks that did not compute them.
     """
     if ranks == 1:
         return drafted
@@ -91,19 +89,17 @@ def fill_counts(
     curve: CurveParts, base: int, chances: Float64Array, depths: Int32Array, token_s: float, ranks: int, spine: int,
     ends: Int64Array, counts: Int64Array,
 ) -> float:  # fmt: skip
-    """How many rows of each request pay (see ``decoding.budget.row_budget.rows_to_draft``), and how long the step then takes.
+    """Fill in how many rows of each request pay off (see ``rows_to_draft``), and return the seconds of the step.
 
     Args:
-        chances: of the rows of all requests, those of a request side by side and non-increasing.
-        depths: of the same rows; not read where one rank computes the step.
-        ranks: see ``largest_part``; also ``spine``.
-        ends: [requests] where the rows of each request end.
-        counts: [requests] filled.
+        chances: chances of the rows of all requests, contiguous and non-increasing per request.
+        depths: depths of the same rows; not read with one rank.
+        ends, counts: [requests] end of the rows of each request; filled with its paying rows.
     """
     heads, deep = np.empty(len(ends), np.int64), np.zeros(len(ends), np.int64)
     for one in range(len(ends)):
         heads[one] = ends[one - 1] if one else 0
-    taken = np.empty(len(chances), np.int64)  # the request of each row, the likeliest row first
+    taken = np.empty(len(chances), np.int64)  # request of each row, likeliest row first
     best = 0
     expected = deepest = 0.0
     best_s = seconds_of(largest_part(0.0, 0.0, ranks, spine) + base, curve)

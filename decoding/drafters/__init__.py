@@ -1,4 +1,4 @@
-"""Drafters by name: the names that requests and configurations use become drafters here, and nowhere else."""
+"""Registry of drafters by the strategy names that requests and configurations use."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = [
     "check_drafters",
 ]
 
-# Each names its class, which is imported where it drafts: who only needs the names imports nothing. A class will do, too.
+# Import path of a drafter class, imported when it is built; or the class itself.
 Maker = str | Callable[..., "Drafter"]
-# Those that draft without a model of their own: they work with any target.
+# Strategies without a draft model: they work with any target.
 STRATEGIES: dict[str, Maker] = {
     PLAIN: "decoding.drafters.autoregressive:AutoregressiveDrafter",
     "prompt_lookup": "decoding.drafters.prompt_lookup:PromptLookupDrafter",
@@ -41,28 +41,24 @@ STRATEGIES: dict[str, Maker] = {
     "trie": "decoding.drafters.trie:TrieDrafter",
     "auto": "decoding.drafters.auto:AutoDrafter",
 }
-# Those that draft with a second, smaller model, which they are given (``Drafter.draft_model``).
+# Strategies with a second, smaller model (``Drafter.draft_model``).
 WITH_DRAFT_MODEL: dict[str, Maker] = {
     "speculative": "decoding.drafters.with_model.speculative:SpeculativeDrafter",
     "spectr": "decoding.drafters.with_model.spectr:SpectrDrafter",
     "bild": "decoding.drafters.with_model.bild:BildDrafter",
     "mjsd": "decoding.drafters.with_model.mjsd:MjsdDrafter",
 }
-_OWN_BUDGET = (PLAIN, "auto", *WITH_DRAFT_MODEL)  # that decide themselves how many rows they draft
-# Those that preserve the target's distribution. Of these only spectr, and speculative with sampling=rejection, are not verified
-# by ``verify_exact``, so that the text is another one than the seed's of plain decoding.
+_OWN_BUDGET = (PLAIN, "auto", *WITH_DRAFT_MODEL)  # strategies that decide their number of rows themselves
+# Strategies that preserve the target's distribution. Only spectr, and speculative with sampling=rejection, do not use
+# ``verify_exact``: with the same seed their text differs from plain decoding.
 LOSSLESS = frozenset((*STRATEGIES, "speculative", "spectr"))
 
 
 def build_drafter(strategy: str, options: Mapping[str, Any]) -> Drafter:
-    """The drafter of a strategy.
-
-    Args:
-        strategy: a key of ``STRATEGIES`` or ``WITH_DRAFT_MODEL``.
-        options: arguments of the drafter.
+    """Build the drafter of a strategy with constructor options.
 
     Raises:
-        ValueError: an unknown strategy or option (the message names the nearest known one), or a value outside its range.
+        ValueError: an unknown strategy or option (the message suggests the nearest known one), or a value outside its range.
     """
     makers = {**STRATEGIES, **WITH_DRAFT_MODEL}
     if strategy not in makers:
@@ -85,20 +81,16 @@ def build_drafter(strategy: str, options: Mapping[str, Any]) -> Drafter:
 
 
 def build_drafters(strategy: str, options: Mapping[str, Any], others: Sequence[str], most_rows: int | None = None) -> Drafter:
-    """The drafter of an engine whose requests may choose among several strategies.
-
-    Plain decoding takes no drafter (``Request.plain``): with no strategy beside it and ``strategy``, this is ``build_drafter``.
+    """Build the drafter of an engine whose requests may choose among several strategies.
 
     Args:
-        strategy: of requests that ask for none.
-        options: arguments of its drafter.
-        others: further strategies that requests may ask for, each ``NAME`` or ``NAME:option=value,...`` (``parse_strategy``).
-            The names of ``strategy`` and of plain decoding may be among them.
-        most_rows: each drafts as many rows as pay on the device, and no more than these for a request and rank; as many as it
-            may where it is None.
+        strategy, options: default strategy, and constructor options of its drafter.
+        others: further strategies, each ``NAME`` or ``NAME:option=value,...`` (``parse_strategy``). May include the names of
+            ``strategy`` and of plain decoding, which needs no drafter.
+        most_rows: if set, each strategy drafts as many rows as pay off on the device, at most this many per request and rank.
 
     Raises:
-        ValueError: as ``build_drafter``; one of the others is there twice, or is ``strategy`` with options.
+        ValueError: see ``build_drafter``; or a strategy occurs twice, or ``strategy`` occurs among the others with options.
 
     Example: ``build_drafters("auto", {}, ["llma:copy_length=9", "trie"])`` drafts with any of the three, by request.
     """
@@ -123,12 +115,10 @@ def build_drafters(strategy: str, options: Mapping[str, Any], others: Sequence[s
 
 
 def check_drafters(drafter: Drafter, strategies: Sequence[str], draft_model: str | None, exact: bool, shared: bool) -> None:
-    """Raises ``ValueError`` where an engine may not or cannot have a drafter; the message says which setting allows it.
+    """Raise ``ValueError`` if an engine must not or cannot use a drafter; the message names the setting that allows it.
 
     Args:
-        drafter: of ``build_drafters``.
-        strategies: the names of all strategies in it.
-        draft_model: where the draft model is; None without one.
+        draft_model: folder or hub name of the draft model.
         exact: only strategies in ``LOSSLESS`` may be used.
         shared: several ranks share a step's tree.
     """

@@ -1,4 +1,4 @@
-"""Auto: every source in one tree, the rows that are most likely to be accepted first."""
+"""Strategy ``auto``: all draft sources in one tree, the rows that are most likely to be accepted first."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ from decoding.sources.ranked.successors import LearningSteps, SuccessorTables
 from decoding.step_output import BudgetCounts
 from decoding.tree import SOURCES, DraftTree, Int32Array
 
-_SOURCE_OF_KIND = np.zeros(NUM_KINDS + 1, np.int8)  # the last one is the root's
+_SOURCE_OF_KIND = np.zeros(NUM_KINDS + 1, np.int8)  # the last entry is the root's
 _SOURCE_OF_KIND[[COPY, COPY_FRESH]] = SOURCES.index("copy")
 _SOURCE_OF_KIND[[SIMILAR, SIMILAR_FRESH]] = SOURCES.index("similar")
 _SOURCE_OF_KIND[[HISTORY, HISTORY_FRESH]] = SOURCES.index("history")
 _SOURCE_OF_KIND[[UNIGRAM, RECYCLING, BIGRAM]] = [SOURCES.index(name) for name in ("unigram", "recycling", "bigram")]
 
-_WEIGHT_BASE, _WEIGHT_LENGTHS = 2.0, 12  # an occurrence weighs 2 ** (length of agreement, up to 12)
-_BEGINNING = 6  # tokens of the prompt's end that stand before a similar request's output, so that its beginning is found
-_HISTORY_WEIGHT = 0.7  # of an occurrence in other outputs and public texts beside one in the request's own texts
-_CAPS = np.array([64, 128, 64, 24], np.int64)  # occurrences by 1-, 2-, 4-gram, and for each further node
-_MORE = np.array([0, 0, 0, 24], np.int64)  # for each further rank
-_PROMPT_COUNT = 0.2  # what a token of the prompt adds to the frequencies of tokens, one of an output adds 1
+_WEIGHT_BASE, _WEIGHT_LENGTHS = 2.0, 12  # weight of an occurrence: 2 ** min(agreement, 12)
+_BEGINNING = 6  # prompt tokens put before a similar request's output, so that its beginning is found
+_HISTORY_WEIGHT = 0.7  # weight of an occurrence in tenant or public texts, relative to one in the request's own texts
+_CAPS = np.array([64, 128, 64, 24], np.int64)  # maximum occurrences by 1-, 2-, 4-gram, and per further node
+_MORE = np.array([0, 0, 0, 24], np.int64)  # added for each further rank
+_PROMPT_COUNT = 0.2  # weight of a prompt token in token frequencies; output tokens have 1
 _RECYCLED_SOURCE, _GRAMMAR_SOURCE = SOURCES.index("recycling"), SOURCES.index("grammar")
-_MAX_FORCED = 8  # tokens that a grammar forces, drafted at once
-_LEAST_CHANCE = 1e-4  # rows below it, by ranks, are not looked at: wide trees reach further down
-_PROMPT_TELLING, _TOLD_TOGETHER = 4, 16  # among more requests, so many tokens of one are told to the others together
-_LEARNING_REQUESTS = 4  # among more of them, what the target ranks is kept of steps with a draft only
+_MAX_FORCED = 8  # maximum grammar-forced tokens drafted at once
+_LEAST_CHANCE = 1e-4  # divided by the number of ranks: minimum chance of a row, since wide trees use less likely rows
+_PROMPT_TELLING, _TOLD_TOGETHER = 4, 16  # with more than 4 requests, output is added to the history in batches of 16 tokens
+_LEARNING_REQUESTS = 4  # with more requests, rankings are learned only from steps with a draft
 _NOTHING, _NO_TOKENS = np.zeros((0, 0), np.int32), np.zeros(0, np.int32)
 _UNRANKED = _NOTHING, NO_CONTEXTS[:]
 _ROOT_FEATURES = np.zeros(1, np.int32)
@@ -58,61 +58,68 @@ _ANY = SamplingParams(max_tokens=8)
 
 
 class _RequestState:
-    """What is kept for one request."""
-
     def __init__(self, request: Request, history: History | None, frequent: Int32Array, table: AcceptanceTable) -> None:
         blocks = sum(2 + len(text) // BLOCK for text in request.references)
         blocks += 2 + (request.num_prompt + request.params.max_tokens) // BLOCK
         self.log = TokenLog(blocks * BLOCK)
         for reference in request.references:
             self.log.add(reference)
-        self.history, self.table = history, table  # of the tenant
-        self.similar: TokenLog | None = None  # what requests that resemble it gave
-        self.similarities = np.zeros(0)  # by text of that
+        self.history, self.table = history, table  # shared by the tenant's requests
+        self.similar: TokenLog | None = None  # texts of similar past requests
+        self.similarities = np.zeros(0)  # [texts] similarity of each text in ``similar``
         self.frequent = frequent
-        self.edition = None if history is None else history.edition  # when it was last looked at
+        self.edition = None if history is None else history.edition  # version of the history last seen
         self.logged = 0  # tokens of the committed sequence that are in the log
-        self.told = 0  # tokens of the output that the tenant's history was told
-        self.features = _ROOT_FEATURES  # [n] of the tree that was proposed last
+        self.told = 0  # output tokens that are in the tenant's history
+        self.features = _ROOT_FEATURES  # [n] features of the last proposed tree
         self.backoff = Backoff()
-        self.accepted = 0  # drafted tokens that the last step kept
-        self.above = NO_SIGNS  # of the row before the last token, see ``decoding.sources.ranked.contexts``
+        self.accepted = 0  # drafted tokens accepted in the last step
+        self.above = NO_SIGNS  # hidden-state signs of the row before the last token (``decoding.sources.ranked.contexts``)
 
 
 class AutoDrafter(Drafter):
-    """All draft-free sources under one budget.
+    """All draft-free sources under one row budget.
 
-    The tree grows best-first. A node's children come from
+    The tree grows best-first. The children of a node come from:
 
-    * occurrences of the path to it, and of ever shorter ends of that path, in the prompt, the references and the request's own
-      output (``copy``), in the outputs of other requests of its tenant and in the public texts (``history``). As in LLMA (arXiv
-      2304.04487) and suffix decoding the longest agreement counts most, and as in the tries of Lookahead (arXiv 2312.12728) what
-      occurs more often counts more: an occurrence weighs 2 to the power of the number of agreeing tokens, and a child has its
-      share of the weight;
-    * what the target ranked after the node's token where it last read a context like the node's: like in its last hidden state
-      (``decoding.sources.ranked``), or, where that is not known, in the tokens before; and after the token alone, when it last
-      computed it for the tenant (``recycling``, Token Recycling with contexts). Where the option is on, also what it ranks after
-      the token alone (``bigram``, N-Grammys, arXiv 2411.03786);
-    * below the root, the tokens that are most frequent in the tenant's outputs, the public texts and the prompt (``unigram``).
+    * ``copy``: occurrences of the path to the node, and of ever shorter suffixes of it, in the prompt, the references and the
+      request's own output; ``similar``: the same in texts of similar past requests; ``history``: the same in other outputs of its
+      tenant and in public texts. The longest agreement counts most, as in LLMA (arXiv 2304.04487) and suffix decoding, and
+      frequent continuations count more, as in the tries of Lookahead (arXiv 2312.12728): an occurrence weighs 2 to the power of
+      the number of agreeing tokens, and a child has its share of the total weight.
+    * ``recycling`` (Token Recycling with contexts): tokens that the target ranked after the node's token when it last read a
+      similar context, by its last hidden state (``decoding.sources.ranked``) or, if that is unknown, by the tokens before; and
+      tokens that it last ranked after the token alone, for the same tenant.
+    * ``bigram`` (N-Grammys, arXiv 2411.03786; optional): tokens that the target ranks after the token alone, without context.
+    * ``unigram``, below the root only: the most frequent tokens of the tenant's outputs, the public texts and the prompt.
 
-    Where the request's grammar leaves one text only, and none of these drafts it, that is drafted instead (``grammar``).
+    If the request's grammar allows one text only and the tree does not hold it, that text is drafted instead (``grammar``).
 
-    A child's chance given its parent is a measured acceptance rate for its kind of feature, the length of agreement (which grows
-    with depth) and its share, learned while serving; for what the target ranked, how likely it found it, and how like the
-    contexts are. What it ranked in a context like the node's tells of occurrences as well whether they are likely there (as in
-    AdaPLD, arXiv 2606.05742, the rows of copied positions do). Where several sources give a child, the highest chance counts. The
-    product along the path orders the rows, and as many are drafted as are expected to pay on this device.
+    The chance of a child given its parent is an acceptance rate learned while serving, by kind of feature, length of agreement
+    and share; for ranked tokens by likelihood and by similarity of the contexts. The ranking in a similar context also adjusts
+    the chances of occurrences (as AdaPLD, arXiv 2606.05742, uses the rows of copied positions). If several sources give a child,
+    the highest chance counts. Rows are ordered by the product of chances along the path, and as many are drafted as are expected
+    to pay off on this device.
 
-    Where ranks share a step, a row costs what it adds to the largest part of the tree
-    (``decoding.budget.step_price.largest_part``), so that more rows pay, and with them there are more frequent tokens, more
-    occurrences below a node, and rows of a lower chance.
+    If ranks share a step, a row costs what it adds to the largest part of the tree (``decoding.budget.step_price.largest_part``).
+    More rows pay off then, so there are more frequent tokens, more occurrences per node, and rows with lower chances.
 
-    Nothing of a tenant reaches another. A request without a tenant is private: it drafts from its own texts, what was ranked for
-    it alone and, where it may, the public ones, by rates that are its own, and leaves nothing behind. What steps and rows cost is
-    everyone's: it holds no tokens.
+    **Privacy**: no text of a tenant reaches another. A request without a tenant drafts only from its own texts, its own rankings
+    and, if allowed, public texts, with separate acceptance rates, and leaves nothing behind. Only step and row costs, which
+    contain no tokens, are shared by all.
 
     Example: after ``4 5 6 | 4 5`` with nothing else known, ``6 4 5`` is drafted as a chain of copies, beside the tokens that are
     frequent.
+
+    Args:
+        max_depth: maximum depth of the tree, at least 1.
+        history_tokens: tokens of outputs to keep per tenant, and of public texts; 0 keeps none.
+        frequent_tokens: frequent tokens to offer, per rank that shares the step when a request begins; 0 for none.
+        recycling: offer tokens that the target ranked before, for the same tenant.
+        bigrams: ranks of the target's bigram table to offer, 0 for none. Building the table takes a forward over the vocabulary.
+        all_rows: draft as many rows as the budget allows, whatever they cost.
+        similar_requests: number of past requests of the tenant, those with the most similar prompts, whose outputs and passages
+            form the ``similar`` source; 0 for none.
     """
 
     def __init__(
@@ -125,20 +132,6 @@ class AutoDrafter(Drafter):
         all_rows: bool = False,
         similar_requests: int = 4,
     ) -> None:
-        """
-        Args:
-            max_depth: of the tree, at least 1.
-            history_tokens: outputs to keep for each tenant, and public texts, in tokens; 0 keeps none.
-            frequent_tokens: frequent tokens to offer, for each rank that shares the step when a request begins; 0 for none.
-            recycling: offer what the target ranked after a token before, for the same tenant.
-            bigrams: ranks to offer of the target's bigram table, 0 for none. Building it takes a forward over the vocabulary.
-            all_rows: draft as many rows as asked for, whatever a row costs.
-            similar_requests: past requests of the tenant, those with the most similar prompts, whose outputs and passages are
-                looked at apart; 0 for none.
-
-        Raises:
-            ValueError: a value outside its range.
-        """
         check_least(1, max_depth=max_depth)
         check_least(
             0, history_tokens=history_tokens, frequent_tokens=frequent_tokens, bigrams=bigrams, similar_requests=similar_requests
@@ -146,17 +139,17 @@ class AutoDrafter(Drafter):
         self._max_depth, self._num_frequent, self._num_bigrams = max_depth, frequent_tokens, bigrams
         self._all_rows, self._recycling, self._num_similar = all_rows, recycling, similar_requests
         self.memory = Histories(history_tokens) if history_tokens else None
-        self._nothing = TokenLog(1)  # stands for the log that a request does not draft from
+        self._nothing = TokenLog(1)  # empty log, for sources that a request does not use
         self._recycled: SuccessorTables | None = None
         self._bigrams = _NOTHING
         self._tables, self._pool = AcceptanceTables(), Pool.empty()[:]
         self._weights = _WEIGHT_BASE ** np.minimum(np.arange(_WEIGHT_LENGTHS + 1), _WEIGHT_LENGTHS)
         self._selection: Selection | None = None
-        self._learning, self._proposed = LearningSteps(), 1  # requests of the last proposal
+        self._learning, self._proposed = LearningSteps(), 1  # _proposed: number of requests in the last proposal
         self._states: dict[str, _RequestState] = {}
 
     def prepare(self, target: Target) -> None:
-        """Makes room for what the target ranks, builds its bigram table if asked to, and times its steps."""
+        """Allocate the ranking tables, build the bigram table if enabled, time the target's steps, and compile."""
         if self._recycling:
             self._recycled = SuccessorTables(target.vocab_size)
         if self._num_bigrams:
@@ -166,7 +159,6 @@ class AutoDrafter(Drafter):
         self._compile()
 
     def _compile(self) -> None:
-        """Calls what is compiled at its first call, so that no request waits for it."""
         request = Request("", [0, 0], _ANY)
         self.propose([request], [4])
         AcceptanceTable().compile()
@@ -177,12 +169,12 @@ class AutoDrafter(Drafter):
         compile_log()
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int], load: StepLoad | None = None) -> list[DraftTree]:
-        """One tree per request; fewer rows than the budgets where more do not pay."""
+        """Return one tree per request, with fewer rows than the budget if more do not pay off."""
         count = self._proposed = len(requests)
-        if self._recycled is not None:  # before steps that may be learned from, what an entry of the table holds
+        if self._recycled is not None:  # rank tokens only in steps that may be learned from
             self.top_k = self._recycled.width if self._learning.due(count) else 0
         if self._selection is not None and load is not None and load.propose_s is not None:
-            self._selection.timed(load.propose_s)  # asking a request for drafts has to pay, too
+            self._selection.timed(load.propose_s)  # drafting time counts as a cost
         states = [self._state(request) for request in requests]
 
         def grown(at: int, least_chances: Float64Array = ANY_CHANCE) -> Rows:
@@ -207,11 +199,11 @@ class AutoDrafter(Drafter):
         state.logged = request.num_tokens
         edition, owner, tenant, public = None, -1, self._nothing, self._nothing
         if history is not None:
-            # Others hear of it in batches where telling takes longer than it brings.
+            # With many requests, batching saves more time than the fresher history would.
             if self._proposed <= _PROMPT_TELLING or request.num_output - state.told >= _TOLD_TOGETHER:
                 self._tell(request, state, history)
             edition, owner, tenant = history.edition, history.number(request.text), history.log
-            if state.told and owner < 0 and self._recycled is not None:  # its text was removed while it runs
+            if state.told and owner < 0 and self._recycled is not None:  # its text was deleted while the request runs
                 self._recycled.set_apart(request)
         if self.memory is not None and request.public:
             public = self.memory.public.log
@@ -237,7 +229,7 @@ class AutoDrafter(Drafter):
         return None if self.memory is None else self.memory.of(request.memory)
 
     def _state(self, request: Request) -> _RequestState:
-        """What is kept for a request, which begins at the first call; without what came from texts that were removed since."""
+        """Return the state of a request, created at the first call, and renewed if texts of the tenant were deleted."""
         state = self._states.get(request.request_id)
         if state is None:
             history = self._history(request)
@@ -252,7 +244,7 @@ class AutoDrafter(Drafter):
         return state
 
     def _recall(self, request: Request, state: _RequestState) -> None:
-        """Lays out what past requests gave that resemble this one, the most similar last, where occurrences are found first."""
+        """Load texts of similar past requests, the most similar last, because occurrences are searched from the end."""
         state.similar = None
         recalled = [] if state.history is None else state.history.recall(request, self._num_similar)[::-1]
         if not recalled:
@@ -265,7 +257,6 @@ class AutoDrafter(Drafter):
         state.similarities = np.array([text.similarity for text in recalled])
 
     def _tell(self, request: Request, state: _RequestState, history: History, final: bool = False) -> None:
-        """Shows new output to the other requests of the tenant."""
         history.extend(request.text, state.told, request.output_ids[state.told :], final)
         state.told = request.num_output
 
@@ -279,12 +270,12 @@ class AutoDrafter(Drafter):
             request.grammar.catch_up(request.output_ids)
             forced = request.grammar.forced()[: min(budget, _MAX_FORCED)]
             if not _holds(tree, forced):
-                state.features = _ROOT_FEATURES  # nothing is learned of it
+                state.features = _ROOT_FEATURES  # grammar rows teach nothing
                 return DraftTree.chain(request.root, forced, _GRAMMAR_SOURCE)
         return tree
 
     def _frequent(self, request: Request, history: History | None) -> Int32Array:
-        """The tokens that are most frequent in what the request drafts from, the references left out."""
+        """Return the most frequent tokens of the tenant's outputs, the public texts and the prompt."""
         counted = [] if history is None else [history.frequencies]
         if self.memory is not None and request.public:
             counted.append(self.memory.public.frequencies)
@@ -295,7 +286,7 @@ class AutoDrafter(Drafter):
         return seen[np.argsort(-counts[seen], kind="stable")[: self._num_frequent * self.ranks]].astype(np.int32)
 
     def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:
-        """Counts what was accepted, and keeps what the target ranked on the way."""
+        """Learn from a verified tree: acceptance rates, and the tokens that the target ranked."""
         state, size = self._state(request), len(tree.tokens)
         state.accepted = len(acceptance.rows)
         if size == len(state.features):
@@ -308,7 +299,7 @@ class AutoDrafter(Drafter):
         signs = target.signs
         state.above = signs[acceptance.rows[-1] if acceptance.rows else 0]
         hits = tree.sources[list(acceptance.rows)].tolist().count(_RECYCLED_SOURCE)
-        if self._learning.count(hits) and target.has_logits:  # counted without logits, too: else no step would be due again
+        if self._learning.count(hits) and target.has_logits:  # count even without logits, otherwise no step would be due again
             history = self._history(request)
             table = self._recycled.of(request, None if history is None else history.edition)
             root = request.num_tokens - acceptance.count - 1
@@ -321,7 +312,7 @@ class AutoDrafter(Drafter):
         return self._states
 
     def finish(self, request: Request) -> None:
-        """Keeps the output for other requests of the tenant, and forgets the rest."""
+        """Add the output to the tenant's history, and forget the request."""
         if self._recycled is not None:
             self._recycled.finish(request)
         state = self._states.pop(request.request_id, None)
@@ -331,7 +322,7 @@ class AutoDrafter(Drafter):
 
 
 def _holds(tree: DraftTree, tokens: Sequence[int]) -> bool:
-    """Whether a path from the root spells these tokens."""
+    """Return whether a path from the root spells these tokens."""
     rows = [0]
     for token in tokens:
         rows = tree.children(rows, token)

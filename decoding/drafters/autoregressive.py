@@ -1,4 +1,4 @@
-"""Plain decoding: the tree of one row."""
+"""Strategy ``autoregressive``: plain decoding, the tree of one row."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from decoding.tree import DraftTree
 
 
 class AutoregressiveDrafter(Drafter):
-    """Drafts nothing, so that every step emits one token: the baseline of all comparisons."""
+    """Drafter that drafts nothing, so that every step emits one token: the baseline of all comparisons."""
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int], load: StepLoad | None = None) -> list[DraftTree]:
-        """The root of each request."""
+        """Return the root of each request."""
         return [DraftTree.chain(request.root, ()) for request in requests]

@@ -1,4 +1,4 @@
-"""What a drafter is, what it may ask of the target model, and what drafters have in common."""
+"""Interface of drafters, their view of the target model, and shared base classes."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from decoding.step_output import BudgetCounts
 from decoding.tree import SOURCES, DraftTree, Int32Array
 
 if TYPE_CHECKING:
-    import torch  # only where there are logits: a strategy's options are checked without it
+    import torch  # needed only for logits: a strategy's options are checked without torch
 
     from decoding.drafters.with_model.draft_model import DraftModel
     from decoding.sampling.ranking import SignedArray
 
 State = TypeVar("State")
 
-_LOOKED_AT = 8  # continuations to look at for one branch: many say what an earlier one said
+_LOOKED_AT = 8  # continuations examined per branch, since many repeat an earlier one
 
 
 class StepCounts(Protocol):
-    """Counters of steps, as of a request (``SpecStats``) or of a replay."""
+    """Step counters, of a request (``SpecStats``) or of a replay."""
 
     steps: int
     drafted: int
@@ -40,7 +40,7 @@ class StepCounts(Protocol):
 
 
 def count_step(counts: StepCounts, tree: DraftTree, accepted: Sequence[int]) -> None:
-    """Counts a step that computed a tree and emitted its accepted rows."""
+    """Count a step that computed a tree and emitted its accepted rows."""
     counts.steps += 1
     counts.drafted += tree.num_candidates - 1
     counts.accepted += len(accepted)
@@ -50,7 +50,19 @@ def count_step(counts: StepCounts, tree: DraftTree, accepted: Sequence[int]) -> 
 
 
 class TargetRows:
-    """What the target said below each row of a computed tree. Valid during ``observe`` only: it refers to the step's logits."""
+    """Outputs of the target at each row of a computed tree. Valid during ``observe`` only: it refers to the step's logits.
+
+    Args:
+        ids: [n] most likely token after each row, window rows included, for greedy and sampled requests alike. In a replay of
+            known outputs (``decoding.replay``) only the accepted path is known: -1 elsewhere.
+        logits: [>= first + n, vocab] raw logits, those of these rows from ``first`` on; None in a replay, or if they are on other
+            ranks.
+        ranked: [n, k] top-k tokens in the form of ``ranked``, if the ranks that computed the rows were asked for them (see
+            ``Drafter.top_k``). Ignored if there are logits.
+        first: row of the root in the logits.
+        highest: argmax data of all logits from ``decoding.sampling.ranking.argmax_rows``, if available.
+        hidden: [>= first + n, hidden size] bits of the final hidden states of the same rows, if available.
+    """
 
     __slots__ = ("_first", "_hidden", "_highest", "_logits", "_ranked", "ids")
 
@@ -63,19 +75,6 @@ class TargetRows:
         highest: SignedArray | None = None,
         hidden: SignedArray | None = None,
     ) -> None:
-        """
-        Args:
-            ids: [n] the most likely token after each row, window rows included, whether the request is greedy or sampled. In a
-                replay of known outputs (see ``decoding.replay``) only the accepted path is known: -1 elsewhere.
-            logits: [>= first + n, vocab] with those of the same rows from ``first`` on, as the model gave them; None in a replay,
-                and where the logits are on other ranks.
-            ranked: [n, k] the k most likely tokens after each of the same rows as ``ranked`` gives them, where the ranks that
-                computed them were asked for those (see ``Drafter.top_k``). Logits go before them.
-            first: the root's row of the logits.
-            highest: of all logits, as ``decoding.sampling.ranking.argmax_rows`` fills it, where they were ranked with it.
-            hidden: [>= first + n, hidden size] the bits of what the output layer made the same rows of the logits from; None
-                where it is not at hand.
-        """
         assert logits is None or first + len(ids) <= logits.shape[0], (first, len(ids), logits.shape)
         assert ranked is None or len(ids) == len(ranked), (len(ids), len(ranked))
         self.ids, self._logits, self._ranked, self._first, self._highest = ids, logits, ranked, first, highest
@@ -83,33 +82,32 @@ class TargetRows:
 
     @property
     def logits(self) -> torch.Tensor:
-        """[n, vocab] of the rows, where they are."""
+        """Return [n, vocab] logits of the rows. They must be available."""
         assert self._logits is not None
         return self._logits[self._first : self._first + len(self.ids)]
 
     @property
     def signs(self) -> Int64Array:
-        """[n, WORDS] of each row's last hidden state (``decoding.sources.ranked``), ``NO_SIGNS`` where it is not known."""
+        """Return [n, WORDS] signs of each row's last hidden state (``decoding.sources.ranked``); ``NO_SIGNS`` if unknown."""
         if self._hidden is None:
             return np.zeros((len(self.ids), WORDS), np.int64)
         return signs_of(self._hidden, self._first, len(self.ids))
 
     @property
     def has_logits(self) -> bool:
-        """Whether ``top_k`` can be asked: not in a replay of known outputs, nor where other ranks were not asked to rank."""
+        """Return whether ``top_k`` and ``ranked`` are available: not in a replay, nor if other ranks were not asked to rank."""
         return self._logits is not None or self._ranked is not None
 
     def top_k(self, rows: Sequence[int], k: int) -> Int32Array:
-        """[len(rows), k] int32: the k most likely tokens after each of some rows, the most likely first; see ``ranked``."""
+        """Return [len(rows), k] int32: the k most likely tokens after each row, the most likely first; see ``ranked``."""
         tokens: Int32Array = self.ranked(rows, k) & TOKEN_MASK
         return tokens
 
     def ranked(self, rows: Sequence[int], k: int) -> Int32Array:
-        """[len(rows), k] int32: as ``top_k``, and above ``TOKEN_BITS`` the bucket of how likely each is beside the others of its
-        row (``decoding.budget.features.likelihood_bucket``).
+        """Return ``top_k`` with each token's likelihood bucket, relative to the row's other tokens, above ``TOKEN_BITS``.
 
-        With logits it costs a pass over the vocabulary a row: ask for few rows, only where ``has_logits``, and for no more tokens
-        than ``Drafter.top_k`` announced.
+        With logits each row costs a pass over the vocabulary: pass few rows, only if ``has_logits``, and at most
+        ``Drafter.top_k`` tokens.
         """
         if self._logits is None:
             assert self._ranked is not None, "nothing was ranked: ask where has_logits, or declare needs_logits"
@@ -117,111 +115,102 @@ class TargetRows:
                 f"{k} tokens a row asked for, {self._ranked.shape[1]} announced by the drafter's top_k"
             )
             return self._ranked[list(rows), :k]
-        from decoding.sampling.ranking import ranked_rows  # needs torch, which is there where logits are
+        from decoding.sampling.ranking import ranked_rows  # imports torch, which is installed if there are logits
 
         return ranked_rows(self._logits, [self._first + row for row in rows], k, self._highest)
 
 
 class Target(Protocol):
-    """What a drafter may ask of the target model before the first request. Answers are computed when asked for."""
+    """Information about the target model that a drafter may query before the first request, computed on demand."""
 
     vocab_size: int
     end_token_ids: tuple[int, ...]
     max_model_len: int
 
     def bigram_table(self, width: int) -> Int32Array:
-        """[vocab, width] int32: the most likely next tokens after each token without a text before it, the most likely first."""
+        """Return [vocab, width] int32: the most likely tokens after each token without context, the most likely first."""
         ...
 
     def unigram_ranking(self, width: int) -> Int32Array:
-        """[width] int32: tokens by the distance of their output embedding from the mean, the nearest first."""
+        """Return [width] int32: tokens by the distance of their output embedding from the mean, the nearest first."""
         ...
 
     def latency(self) -> LatencyCurve:
-        """How long its steps take on this device."""
+        """Return the latency curve of its steps on this device."""
         ...
 
 
 class Drafter(ABC):
-    """Guesses continuations. It may be wrong in any way without changing the output, and never changes a request."""
+    """Source of draft trees. Wrong drafts never change the output, and a drafter never changes a request."""
 
-    needs_logits = False  # whether it drafts from what the target says, so that known outputs alone cannot drive it (see replay)
-    looks_ahead = False  # whether it computes guesses for later steps beside its candidates
-    own_rules = False  # whether any of its trees is verified otherwise than by ``verify_exact`` (see ``DraftTree.rule``)
-    draft_rows = 0  # how many rows its draft model must hold behind a request's tokens; 0: it drafts without one
-    memory: Histories | None = None  # the texts that it drafts from beyond a request's own, by tenant; None: it remembers none
+    needs_logits = False  # drafts from the target's logits, so that it cannot be replayed on known outputs
+    looks_ahead = False  # computes guesses for later steps beside its candidates
+    own_rules = False  # some of its trees have a ``DraftTree.rule`` instead of ``verify_exact``
+    draft_rows = 0  # rows that its draft model holds after a request's tokens; 0: no draft model
+    memory: Histories | None = None  # past outputs by tenant and public texts to draft from; None: none
 
-    # How many of the target's most likely tokens after each row ``observe`` may ask for of the next step; 0: none. Read once in
-    # each step, after ``propose``. Where ranks share a step, what is not announced here does not travel: ``observe`` of that step
-    # has then no logits.
+    # Maximum top-k tokens per row that ``observe`` of the next step may request; 0: none. Read once per step, after ``propose``.
+    # If ranks share a step, only this many per row are sent between ranks; with 0 ``observe`` has no ranking (``has_logits``).
     top_k = 0
 
-    # Set by who drafts with it.
-    draft_model: DraftModel | None = None  # before ``prepare``, where ``draft_rows`` is not 0
-    # Ranks that share the next steps. A step's tree is partitioned among them, so it pays to draft that much wider: options that
-    # bound rows or branches are those of one rank. With one rank it drafts as published. It may change before each ``propose``,
-    # and requests under way go on.
+    # Set by the caller.
+    draft_model: DraftModel | None = None  # set before ``prepare`` if ``draft_rows`` is not 0
+    # Number of ranks that share the next steps. Trees are partitioned among them, so options that limit rows or branches apply
+    # per rank. With one rank a strategy drafts as published. May change before each ``propose``; running requests continue.
     ranks = 1
 
     def remembers(self, request: Request) -> bool:
-        """Whether the output of a request is kept for others of its tenant, if it has one."""
+        """Return whether the output of a request is kept for others of its tenant, if it has one."""
         return self.memory is not None
 
-    def prepare(self, target: Target) -> None:  # noqa: B027  most need nothing of the target
-        """Called once, before the first request, when the target is loaded."""
+    def prepare(self, target: Target) -> None:  # noqa: B027  most drafters need nothing of the target
+        """Prepare for the loaded target. Called once, before the first request."""
 
     @abstractmethod
     def propose(self, requests: Sequence[Request], budgets: Sequence[int], load: StepLoad | None = None) -> list[DraftTree]:
-        """One tree per request, in order.
+        """Return one tree per request, in order, rooted at its last committed token.
 
         Args:
-            requests: requests whose next tokens are wanted; the root of each tree is the request's last committed token.
-            budgets: the most rows to draft for each, the root not counted, window rows counted, on all ranks together; 0 asks
-                for the root alone.
-            load: what the step computes besides drafted rows; a step of these requests alone when absent. A strategy as published
-                drafts the same under any load.
+            budgets: maximum rows per request, on all ranks together, without the root but with window rows; 0 requests the root
+                alone.
+            load: other work of the step; by default a step of these requests alone. Published strategies ignore it.
         """
 
     def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:  # noqa: B027
-        """What a step taught, after the emitted tokens were committed. Not called for the step that ends a request.
+        """Learn from a step, after its tokens were committed. Not called for the step that ends a request.
 
-        Args:
-            request: the request as it is now.
-            tree: the tree that was computed. It may hold fewer rows than the proposed one (see ``DraftTree.clipped``), and is a
-                root alone where nothing was asked of the drafter, as after a prefill.
-            target: the target's own tokens below the rows of ``tree``.
-            acceptance: what was kept of ``tree``.
+        ``tree`` is the computed tree: it may hold fewer rows than the proposed one (see ``DraftTree.clipped``), and is the root
+        alone if the drafter was not asked, as after a prefill.
         """
 
     def budget(self) -> BudgetCounts | None:
-        """What decides how many rows pay has decided; None for a strategy that drafts as many as it may. From any thread."""
+        """Return the decisions of the row budget, or None if the strategy has none. Callable from any thread."""
         return None
 
     def held(self) -> Collection[str]:
-        """The ids of requests of which something is held, as far as the strategy can tell: they have not been finished."""
+        """Return the ids of requests with state in the drafter, as far as it can tell; they are not finished."""
         return ()
 
     def finish(self, request: Request) -> None:  # noqa: B027
-        """Forgets a request, which holds its whole output. Called once for each request that is not ``Request.plain``, whatever
-        became of it."""
+        """Forget a request. Called once for each request that is not ``Request.plain``, however it ended."""
 
 
 class RequestDrafter(Drafter, Generic[State]):
-    """Drafts for each request by itself, from what it keeps of that request."""
+    """Drafter that drafts for each request separately, from a state per request."""
 
     def __init__(self) -> None:
         self._states: dict[str, State] = {}
 
     @abstractmethod
     def begin(self, request: Request) -> State:
-        """What is kept of a request, made when it is drafted for or observed for the first time."""
+        """Return a new state for a request, at its first draft or observation."""
 
     @abstractmethod
     def draft(self, request: Request, state: State, budget: int) -> DraftTree:
-        """The tree of a request, of up to ``budget`` rows below the root."""
+        """Return the tree of a request, with at most ``budget`` rows below the root."""
 
     def state(self, request: Request) -> State:
-        """What is kept of a request."""
+        """Return the state of a request, creating it if needed."""
         state = self._states.get(request.request_id)
         if state is None:
             state = self._states[request.request_id] = self.begin(request)
@@ -241,17 +230,19 @@ class RequestDrafter(Drafter, Generic[State]):
 
 
 class CopyDrafter(RequestDrafter[State]):
-    """Drafts what followed an occurrence of the text's end. Where ranks share a step, each gets a copy: the tree has as many
-    branches, copies that begin alike share rows, and one that says nothing new is passed over."""
+    """Drafter that copies the tokens after an earlier occurrence of the text's end.
+
+    If ranks share a step, the tree has one branch per rank: copies with a common prefix share rows, and duplicates are skipped.
+    """
 
     source: int  # in ``SOURCES``
 
     @abstractmethod
     def copies(self, request: Request, state: State, most: int) -> Iterator[Sequence[int] | Int32Array]:
-        """What followed each occurrence, up to ``most`` tokens, the best occurrence first."""
+        """Yield the tokens after each occurrence, at most ``most``, the best occurrence first."""
 
     def draft(self, request: Request, state: State, budget: int) -> DraftTree:
-        """One chain; where ranks share the step, as many branches as there are ranks."""
+        """Return one chain, or as many branches as ranks share the step."""
         copies = self.copies(request, state, budget)
         if self.ranks == 1:
             return DraftTree.chain(request.root, next(copies, ()), self.source)
@@ -260,14 +251,14 @@ class CopyDrafter(RequestDrafter[State]):
 
 
 def check_least(least: int, **options: int) -> None:
-    """Raises ``ValueError`` for the first of some options that is below the least that they may be."""
+    """Raise ``ValueError`` for the first option below the minimum."""
     for name, value in options.items():
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def check_choice(known: Collection[str], **option: str) -> None:
-    """Raises ``ValueError`` for an option that is none of the known values."""
+    """Raise ``ValueError`` for the first option that is not one of the known values."""
     for name, value in option.items():
         if value not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")

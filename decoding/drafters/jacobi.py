@@ -1,4 +1,4 @@
-"""Jacobi lookahead: n-grams from the model's own parallel guesses, and plain Jacobi decoding as its limiting case."""
+"""Strategy ``jacobi``: n-grams from the model's parallel guesses (Lookahead Decoding), and plain Jacobi decoding."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ class _Settings:
 
 
 class _Lookahead:
-    """A request's window and pool."""
+    """Window and n-gram pool of one request."""
 
     def __init__(self, request: Request, settings: _Settings, end_tokens: Set[int], ranks: int) -> None:
         self._settings, self._end_tokens = settings, end_tokens
         self._source = PromptTokens(request.prompt_ids, request.params.seed, end_tokens)
         self._pool = NgramPool(settings.ngram, settings.guesses * ranks)
-        self._learned = 0  # tokens of the sequence whose n-grams are in the pool
+        self._learned = 0  # committed tokens whose n-grams are in the pool
         if settings.prompt_as_reference:
             for reference in request.references:
                 self._pool.insert_sequence(reference.tolist())
         self._learn(request)
         self._window: JacobiWindow | None = None
-        self._rows: WindowRows | None = None  # of the last proposal
+        self._rows: WindowRows | None = None  # window rows of the last proposal
 
     def propose(self, request: Request, budget: int, ranks: int) -> DraftTree:
-        """Candidates, then as much of the window as fits; with the guesses, and in a new window the columns, of so many ranks."""
+        """Return the candidates, then as many window columns as fit. Guesses and new windows scale with ``ranks``."""
         self._pool.guesses = self._settings.guesses * ranks
         tree = self._candidates(request, budget)
         candidates = len(tree)
@@ -52,7 +52,7 @@ class _Lookahead:
         return DraftTree(tokens, parents, np.full(len(tokens), _SOURCE, np.int8), candidates)
 
     def observe(self, request: Request, tree: DraftTree, ids: Int32Array, acceptance: Acceptance) -> None:
-        """Gathers the n-grams of the columns that were computed and moves these on; then learns the emitted tokens."""
+        """Collect the n-grams of the computed columns, advance the columns, and learn the emitted tokens."""
         window, rows = self._window, self._rows
         self._rows = None
         if window is not None and rows is not None:
@@ -66,23 +66,23 @@ class _Lookahead:
         self._learn(request)
 
     def _learn(self, request: Request) -> None:
-        """Puts the n-grams that end in new tokens of prompt and output into the pool."""
+        """Add the n-grams that end in new tokens of prompt and output to the pool."""
         if self._settings.prompt_as_reference:
             self._pool.insert_sequence(request.tokens[max(0, self._learned + 1 - self._settings.ngram) :].tolist())
             self._learned = request.num_tokens
 
     def _candidates(self, request: Request, budget: int) -> DraftTree:
-        """The pool's n-grams below the root, the most recent one first, so that it is the oldest that a small budget cuts."""
+        """Return the pool's n-grams below the root, the most recent first, so that a small budget cuts the oldest."""
         depth = min(self._settings.ngram - 1, request.remaining - 1)
         ngrams = reversed(self._pool.lookup(request.root))
         return tree_of(request.root, ((_until(ngram[:depth], self._end_tokens), _SOURCE) for ngram in ngrams), budget)
 
     def _window_rows(self, request: Request, budget: int, left: int, widest: int) -> WindowRows | None:
-        """The columns to compute with ``left`` rows: whole ones of a full window, all or none while it fills."""
+        """Return the columns to compute with ``left`` rows: whole columns of a full window, all or none while it fills."""
         if self._window is None or (not self._window.full and self._window.peak_rows > budget):
             self._window = self._new_window(budget, widest)
         window = self._window
-        if window is None or request.remaining - window.steps_to_ngrams < 2:  # too late for an n-gram to be verified
+        if window is None or request.remaining - window.steps_to_ngrams < 2:  # too late to verify an n-gram
             return None
         most = min(window.columns, widest) if window.full else window.columns
         columns = min(most, (left + 1) // window.levels)
@@ -91,7 +91,7 @@ class _Lookahead:
         return WindowRows.of(window, columns)
 
     def _new_window(self, budget: int, widest: int) -> JacobiWindow | None:
-        """The widest window, up to the width asked for, that a budget can fill; None when not even one column."""
+        """Return the widest window, up to ``widest``, that the budget can fill, or None if not even one column fits."""
         ngram = self._settings.ngram
         for width in range(min(widest, (budget + 1) // (ngram - 1)), 0, -1):
             window = JacobiWindow(width, ngram, np.zeros(width + ngram - 3, np.int32))
@@ -101,18 +101,16 @@ class _Lookahead:
 
 
 class _PlainJacobi:
-    """A request's block of guesses."""
-
     def __init__(self, request: Request, settings: _Settings, end_tokens: Set[int]) -> None:
         source = PromptTokens(request.prompt_ids, request.params.seed, end_tokens)
         self._block = JacobiBlock(settings.window, source)
 
     def propose(self, request: Request, budget: int, ranks: int) -> DraftTree:
-        """The block, as one chain, however many ranks there are."""
+        """Return the block as one chain, for any number of ranks."""
         return DraftTree.chain(request.root, self._block.guesses[: min(budget, request.remaining - 1)], _SOURCE)
 
     def observe(self, request: Request, tree: DraftTree, ids: Int32Array, acceptance: Acceptance) -> None:
-        """Replaces every guess by what the target said in its place."""
+        """Replace every guess by the target's token at its position."""
         children: dict[tuple[int, int], int] = {}
         for row in range(1, tree.num_candidates):
             children.setdefault((int(tree.parents[row]), int(tree.tokens[row])), row)
@@ -128,50 +126,46 @@ class _PlainJacobi:
 class JacobiDrafter(RequestDrafter[_Lookahead | _PlainJacobi]):
     """Lookahead Decoding (arXiv 2402.02057, section 3), the method of the Jacobi window.
 
-    Beside the next token, each forward computes a window of guesses (see ``JacobiWindow``): what the target says to a column
-    continues the trajectory of its Jacobi iteration and completes an n-gram for the pool (see ``NgramPool``). The n-grams that
-    begin with the last committed token are drafted as candidates. The target's answers in the window are the most likely tokens,
-    for sampled requests too: how a draft was found does not change what is emitted.
+    Beside the next token, each forward computes a window of guesses (``JacobiWindow``). The target's token for a column continues
+    its Jacobi trajectory and completes an n-gram for the pool (``NgramPool``). N-grams that begin with the last committed token
+    are drafted as candidates. The window uses the target's most likely tokens, for sampled requests too; this does not change the
+    output.
 
     With ``ngram`` 2 it is plain Jacobi decoding (section 2; Santilli et al., arXiv 2305.10427): the draft is a block of
-    ``window`` guesses, the prefix on which the target agrees is accepted, and every other guess is replaced by what the target
-    said in its place. There is no pool then, and ``guesses`` and ``prompt_as_reference`` have no meaning.
+    ``window`` guesses; the prefix that the target agrees with is accepted, and every other guess is replaced by the target's
+    token at its position. There is no pool then, and ``guesses`` and ``prompt_as_reference`` have no effect.
 
     Example: root 5, pool ``5: (6 9 7), (6 8 8)``, window of three levels ``_ 1``, ``2 3`` and ``4 0``. Candidates are ``6 8 8``
     and, below the same 6, ``9 7``. Window rows are 1 and ``2 4`` below the root, and ``3 0`` below 1.
 
-    Rows: at most ``(window + guesses) * (ngram - 1) - 1``, and 63 with the defaults, which are made for a budget of 64. The paper
-    takes ngram 5 and, on an A100, window and guesses of 15 for 7 B parameters (119 rows), 10 for 13 B and 7 for 34 B. With less
-    budget candidates come first, then whole columns of the window as far as they fit; the others wait. While the window fills,
-    which takes ``ngram - 2`` steps, it is computed wholly or not at all, at the width that the budget allows. None is computed
-    once the request ends too soon for its n-grams to be verified.
+    Rows: at most ``(window + guesses) * (ngram - 1) - 1``; the defaults give 63, for a budget of 64. The paper uses ngram 5 and,
+    on an A100, window and guesses of 15 for 7 B parameters (119 rows), 10 for 13 B and 7 for 34 B. With a smaller budget
+    candidates come first, then whole window columns as far as they fit. While the window fills (``ngram - 2`` steps), it is
+    computed completely or not at all, at the width that the budget allows. It is not computed if the request ends too soon to
+    verify its n-grams.
 
-    Where ranks share a step (lookahead parallelism, section 3.4), window and guesses are those of one rank: with two there are 16
-    columns and 16 guesses by default, as runs of columns and of n-grams on each. The guesses follow as ranks come and go;
-    a window keeps the columns that it began with: those beyond what the ranks or the budget allow wait, and the next request
-    begins with another number. The block of plain Jacobi decoding is one chain, which cannot be partitioned, and stays as it is.
+    If ranks share a step (lookahead parallelism, section 3.4), window and guesses apply per rank: with two there are 16 columns
+    and 16 guesses by default, partitioned as runs of columns and of n-grams. The guesses follow changes of the number of ranks; a
+    window keeps its columns: those beyond the ranks or the budget wait, and the next request begins with another number. The
+    block of plain Jacobi decoding is one chain, which cannot be partitioned.
 
-    Departures from the paper's code: the token after a wholly accepted n-gram is kept; the window begins after the prefill, with
-    which no draft is made, and candidates are verified while it fills; n-grams that begin alike share rows; the first guesses
-    are drawn by a hash of prompt and seed; end tokens, all of them and for greedy requests too, are cut from candidates and
-    replaced in the window by random prompt tokens; an output token enters the text behind the pool once. ``prompt_as_reference``,
-    off in the paper's main results, is on, and takes in the references of a request before its prompt.
+    Departures from the paper's code: the token after a fully accepted n-gram is kept; the window begins after the prefill, which
+    has no draft, and candidates are verified while it fills; n-grams with a common prefix share rows; the first guesses are drawn
+    by a hash of prompt and seed; all end tokens, for greedy requests too, are cut from candidates and replaced in the window by
+    random prompt tokens; an output token enters the text behind the pool once. ``prompt_as_reference``, off in the paper's main
+    results, is on, and adds the request's references before its prompt.
+
+    Args:
+        window: W of the paper, columns of the window per rank, at least 1; with ``ngram`` 2 the guesses in the block.
+        ngram: N of the paper, tokens of an n-gram with its key, at least 3; 2 is plain Jacobi decoding.
+        guesses: G of the paper, n-grams that are kept and drafted per token, per rank, at least 1.
+        prompt_as_reference: add n-grams of references, prompt and output to the pool (POOL_FROM_PROMPT).
     """
 
     needs_logits = True
     looks_ahead = True
 
     def __init__(self, window: int = 8, ngram: int = 5, guesses: int = 8, prompt_as_reference: bool = True) -> None:
-        """
-        Args:
-            window: W of the paper, columns of the window for each rank, at least 1; with ``ngram`` 2 the guesses in the block.
-            ngram: N of the paper, tokens of an n-gram with its key, at least 3; 2 is plain Jacobi decoding.
-            guesses: G of the paper, n-grams that are kept for a token and drafted after it, for each rank, at least 1.
-            prompt_as_reference: n-grams of references, prompt and output enter the pool, too (POOL_FROM_PROMPT).
-
-        Raises:
-            ValueError: a value outside its range.
-        """
         super().__init__()
         check_least(1, window=window, guesses=guesses)
         if ngram < 2:
@@ -180,11 +174,11 @@ class JacobiDrafter(RequestDrafter[_Lookahead | _PlainJacobi]):
         self._end_tokens: frozenset[int] = frozenset()
 
     def prepare(self, target: Target) -> None:
-        """Takes note of the model's end tokens."""
+        """Read the model's end tokens."""
         self._end_tokens = frozenset(target.end_token_ids)
 
     def begin(self, request: Request) -> _Lookahead | _PlainJacobi:
-        """Its window and pool, or its block."""
+        """Return the request's window and pool, or its block."""
         own = frozenset() if request.params.ignore_eos else self._end_tokens
         ends = own | set(request.params.stop_token_ids)
         if self._settings.ngram == 2:
@@ -192,16 +186,16 @@ class JacobiDrafter(RequestDrafter[_Lookahead | _PlainJacobi]):
         return _Lookahead(request, self._settings, ends, self.ranks)
 
     def draft(self, request: Request, state: _Lookahead | _PlainJacobi, budget: int) -> DraftTree:
-        """Candidates and window, or one chain in plain Jacobi decoding."""
+        """Return candidates and window, or one chain in plain Jacobi decoding."""
         return state.propose(request, budget, self.ranks)
 
     def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:
-        """Moves the guesses on by what the target said about them."""
+        """Update the guesses with the target's tokens."""
         self.state(request).observe(request, tree, target.ids, acceptance)
 
 
 def _until(ngram: Ngram, end_tokens: Set[int]) -> Ngram:
-    """The tokens before the first end token: verification stops there, so nothing from it on can be accepted."""
+    """Return the tokens before the first end token, since verification stops there."""
     for at, token in enumerate(ngram):
         if token in end_tokens:
             return ngram[:at]

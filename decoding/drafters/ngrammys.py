@@ -1,4 +1,4 @@
-"""N-Grammys: rows of n-grams from the context and from the model itself."""
+"""Strategy ``ngrammys``: rows of n-grams from the context and from the model itself (N-Grammys)."""
 
 from __future__ import annotations
 
@@ -13,35 +13,45 @@ from decoding.tree import SOURCES, DraftTree, Int32Array
 _CONTEXT, _BIGRAM, _UNIGRAM = (SOURCES.index(name) for name in ("context_ngram", "bigram", "unigram"))
 _ALLOCATIONS = ("mixed", "context", "bigram", "unigram")
 _LAYOUTS = ("tree", "batched")
-_SPARE_WIDTH = 32  # tokens after each that are kept of the bigram table, for the time when ranks share a step
+_SPARE_WIDTH = 32  # minimum width of the bigram table, in case ranks share a step later
 
 
 class NgrammysDrafter(RequestDrafter[ContextNgrams]):
     """Learning-free batched speculation (N-Grammys, arXiv 2411.03786, section 4): k rows of w tokens.
 
-    The allocation ``mixed`` of section 4.3: first the continuations of earlier occurrences of the last q tokens, by count and
-    then by the latest occurrence (see ``ContextNgrams``); then extended-bigram rows, by rank: row j begins with the model's j-th
-    token after the last token alone, and goes on with the model's first token after each. Where the bigram table is narrower
-    than the rows to fill, rows that begin with a token of the unigram ranking follow, extended in the same way.
+    Allocation ``mixed`` (section 4.3): first the continuations of earlier occurrences of the last q tokens, by count and then by
+    recency (``ContextNgrams``). Then extended bigram rows: row j begins with the model's j-th token after the last token alone,
+    and continues with the model's first token after each. If the bigram table is narrower than the rows to fill, rows that begin
+    with tokens of the unigram ranking follow, extended in the same way.
 
     Example: last token 5, k = 3, w = 3, and the model says ``4, 7`` after 5, ``2`` after 4, ``4`` after 2, ``5`` after 7, ``4``
     after 5 in first place. The context holds ``5 1 3 3`` once. Rows: ``1 3 3`` (context), ``4 2 4`` and ``7 5 4`` (bigram).
 
-    Layouts: ``tree`` merges rows that begin alike, so that no token is computed twice; ``batched`` keeps the published block,
-    each row a chain of its own below the root. Both emit the same text in the same steps: rows that begin alike are verified side
-    by side, as in the published code, which takes the row that agrees the longest.
+    Layouts: ``tree`` merges rows with a common prefix, so that no token is computed twice; ``batched`` keeps the published block,
+    each row a separate chain below the root. Both emit the same text in the same steps, since rows with a common prefix are
+    verified side by side, and the row that agrees longest is taken, as in the published code. A budget below k * w is filled with
+    rows by rank; the last one is cut.
 
-    A budget below k * w is filled with rows by rank; the last one is cut short.
+    If ranks share a step, there are ``ranks * k`` rows of w tokens. Up to ``ranks * table_width`` of the model's tokens begin a
+    row, but at most 32 unless ``table_width`` is larger.
 
-    Where ranks share a step, each gets k rows: there are ``ranks * k``, all of w tokens. Up to ``ranks * table_width`` of the
-    model's tokens begin one, but at most 32 where ``table_width`` is not larger.
+    Departures from the paper: the block is not a batch of k sequences with k copies of the KV, but k branches of one sequence
+    under a tree mask. The paper does not define the context of a token in the tables of section 4.1: here it is the model's
+    beginning or end token, since a token alone at position 0 would be read as such (see ``engine.target``). The unigram ranking
+    follows the paper's text (distance from the mean), not its listing (inner product). Sampling, which the paper leaves open,
+    follows the engine's rule. Before ``prepare``, only the context is used.
 
-    Departures from the paper: the block is not a batch of k sequences over k copies of the KV, but k branches of one sequence
-    under a tree mask: the same rows, the root computed once and the KV kept once. The paper does not say what stands before each
-    token in the tables of section 4.1: here it is the token with which texts begin for the model, or with which they end, since
-    alone at position 0 a token is read as that beginning (see ``engine.target``). The unigram ranking follows the text of
-    the paper, the distance from the mean, and not its listing, which ranks by an inner product. Draws follow the engine's rule,
-    where the paper leaves sampling open. A drafter that was not prepared drafts from the context alone.
+    Args:
+        k: rows per rank, at least 1.
+        w: tokens of a row, at least 1.
+        q: tokens to match in the context, at least 1.
+        allocation: ``mixed``, or one kind of rows only: ``context``, ``bigram``, ``unigram``. Only ``context`` works without the
+            model, as in a replay.
+        layout: ``tree`` or ``batched``.
+        table_width: tokens of the bigram table that begin a row, per rank, at least 1.
+        short_rows: allow context rows of fewer than w tokens near the end of the text. The paper skips them, and so misses the
+            most recent occurrences.
+        max_occurrences: maximum occurrences of the last q tokens that are counted, at least 1.
     """
 
     def __init__(
@@ -55,22 +65,6 @@ class NgrammysDrafter(RequestDrafter[ContextNgrams]):
         short_rows: bool = False,
         max_occurrences: int = 1024,
     ) -> None:
-        """
-        Args:
-            k: of the paper, rows of each rank, at least 1.
-            w: of the paper, tokens of a row, at least 1.
-            q: of the paper, tokens to match in the context, at least 1.
-            allocation: ``mixed``, or rows of one kind alone: ``context``, ``bigram``, ``unigram``. Only ``context`` works
-                without the model, as in a replay.
-            layout: ``tree`` or ``batched``.
-            table_width: tokens of the bigram table after each that begin a row, for each rank, at least 1.
-            short_rows: context rows may have fewer than w tokens where an occurrence lies near the end; the paper passes over
-                those, and so misses the most recent ones.
-            max_occurrences: occurrences of the last q tokens that are counted, at least 1.
-
-        Raises:
-            ValueError: a value outside its range.
-        """
         super().__init__()
         check_least(1, k=k, w=w, q=q, table_width=table_width, max_occurrences=max_occurrences)
         check_choice(_ALLOCATIONS, allocation=allocation)
@@ -83,7 +77,7 @@ class NgrammysDrafter(RequestDrafter[ContextNgrams]):
         self._unigrams: Int32Array | None = None  # [vocab]
 
     def prepare(self, target: Target) -> None:
-        """Takes the tables that the allocation needs."""
+        """Request the tables that the allocation needs."""
         if self._allocation == "context":
             return
         self._bigrams = target.bigram_table(min(max(self._table_width, _SPARE_WIDTH), target.vocab_size))
@@ -91,11 +85,11 @@ class NgrammysDrafter(RequestDrafter[ContextNgrams]):
             self._unigrams = target.unigram_ranking(target.vocab_size)
 
     def begin(self, request: Request) -> ContextNgrams:
-        """An index of its n-grams."""
+        """Return an index of the request's n-grams."""
         return ContextNgrams(self._q, self._w, self._max_occurrences)
 
     def draft(self, request: Request, state: ContextNgrams, budget: int) -> DraftTree:
-        """A tree of at most k rows for each rank."""
+        """Return a tree of at most k rows per rank."""
         if budget == 0:
             return DraftTree.chain(request.root, ())
         most, rows = self._k * self.ranks, list[tuple[list[int], int]]()
@@ -105,7 +99,7 @@ class NgrammysDrafter(RequestDrafter[ContextNgrams]):
         return tree_of(request.root, rows, budget, merged=self._merged)
 
     def _model_rows(self, root: int, count: int) -> list[tuple[list[int], int]]:
-        """Up to ``count`` extended rows, bigrams before unigrams."""
+        """Return up to ``count`` extended rows, bigrams before unigrams."""
         if self._bigrams is None or count == 0:
             return []
         table_width = 0 if self._allocation == "unigram" else self._table_width * self.ranks

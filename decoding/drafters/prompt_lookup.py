@@ -1,5 +1,4 @@
-"""Prompt lookup: copy what followed an earlier occurrence of the last tokens, alone or with the target's own alternatives
-(AdaPLD)."""
+"""Strategies ``prompt_lookup`` and ``adapld``: copy the tokens after an earlier occurrence of the last tokens."""
 
 from __future__ import annotations
 
@@ -12,44 +11,40 @@ from decoding.sources.ngrams import NgramIndex
 from decoding.tree import SOURCES, DraftTree, Int32Array
 
 _COPIED, _RANKED = SOURCES.index("prompt_lookup"), SOURCES.index("recycling")
-_MOST_CONTEXT = 64  # tokens before an occurrence that are compared
+_MOST_CONTEXT = 64  # maximum tokens before an occurrence that are compared
 
 
 class PromptLookupDrafter(CopyDrafter[NgramIndex]):
-    """transformers' prompt lookup decoding: n-gram sizes from ``max_ngram`` down to 1 over prompt and output, first occurrence,
-    the ``num_tokens`` tokens after it.
+    """Prompt lookup decoding of transformers: the ``num_tokens`` tokens after the first occurrence of the last n-gram.
+
+    N-gram sizes go from ``max_ngram`` down to 1, over prompt and output.
 
     Example: after ``1 2 3 9 1 2`` with max_ngram 2, the n-gram ``1 2`` stands at the start and ``3 9 1 2`` is drafted.
 
-    Where ranks share a step, further copies are from other occurrences of the longest n-gram, the latest first, and of shorter
+    If ranks share a step, further copies come from other occurrences of the longest n-gram, the latest first, and of shorter
     ones.
 
-    Source: the published generator as of transformers 5.23 (``prompt_lookup_num_tokens``). It departs from it in two points that
-    change no output: end tokens are not cut from the draft, since verification stops at them, and the length cap counts the
-    tokens that may still be emitted.
+    Source: transformers 5.23 (``prompt_lookup_num_tokens``), with two departures that change no output: end tokens are not cut
+    from the draft, since verification stops at them, and the length limit counts the tokens that may still be emitted.
+
+    Args:
+        max_ngram: longest n-gram to look up, at least 1.
+        num_tokens: maximum tokens of a copy, at least 1; each rank gets one copy.
     """
 
     source = SOURCES.index("prompt_lookup")
 
     def __init__(self, max_ngram: int = 2, num_tokens: int = 10) -> None:
-        """
-        Args:
-            max_ngram: longest n-gram to look up, at least 1.
-            num_tokens: most tokens of a copy, at least 1; each rank gets one copy.
-
-        Raises:
-            ValueError: a value below 1.
-        """
         super().__init__()
         check_least(1, max_ngram=max_ngram, num_tokens=num_tokens)
         self._max_ngram, self._num_tokens = max_ngram, num_tokens
 
     def begin(self, request: Request) -> NgramIndex:
-        """An index of its n-grams."""
+        """Return an index of the request's n-grams."""
         return NgramIndex(range(1, self._max_ngram + 1))
 
     def copies(self, request: Request, state: NgramIndex, most: int) -> Iterator[Int32Array]:
-        """See ``CopyDrafter``: of the longest n-gram, and of each the first occurrence, then the others from the latest on."""
+        """See ``CopyDrafter``. Longer n-grams come first; of each, the first occurrence, then the others from the latest on."""
         tokens, count = request.tokens, min(self._num_tokens, most)
         state.update(tokens)
         for n in range(self._max_ngram, 0, -1):
@@ -59,34 +54,29 @@ class PromptLookupDrafter(CopyDrafter[NgramIndex]):
 
 
 class AdaPldDrafter(RequestDrafter[dict[int, list[int]]]):
-    """Adaptive prompt lookup (AdaPLD, arXiv 2606.05742): what followed the occurrence of the last token whose context is nearest,
-    and beside it what the target ranked there.
+    """Adaptive prompt lookup (AdaPLD, arXiv 2606.05742): a copy, and beside it the target's ranked tokens at that position.
 
-    The occurrence is the *anchor*. The ``num_tokens`` tokens after it are the main branch. The target's ``branches`` most likely
-    tokens there, as it ranked them when it passed, are children of the root; each is followed by one token, the one that stands
-    after the occurrence of it whose context is nearest to the anchor's.
+    The *anchor* is the occurrence of the last token with the nearest context. The ``num_tokens`` tokens after it are the main
+    branch. The target's ``branches`` most likely tokens at the anchor are further children of the root; each is followed by one
+    token, the one after its occurrence whose context is nearest to the anchor's.
 
     Example: after ``1 5 6 2 5 7 1 5`` the anchor is the first 5: ``1 5`` stood before, ``2 5`` is less near. ``6 2 5 7 1 5`` is
     the main branch. Had the target said 5 itself, then with 6, 7 and 9 as likeliest next, 7 and 9 are branches, and 1 follows 7.
 
-    What is kept of a request are the ranked tokens after each position of its output: what follows a token of the prompt is not
-    ranked, so that an anchor there has no branches. In a replay of known outputs nothing is ranked.
+    State per request: the ranked tokens after each output position. Prompt positions are not ranked, so that an anchor there has
+    no branches. A replay of known outputs has no ranks.
 
-    Departures from the paper, for what a drafter does not see of the target: contexts are as near as the tokens before them agree
-    (64 are compared), of equals the latest, instead of by the cosine of hidden states; where the last token is new nothing is
-    drafted, instead of from the token with the nearest embedding. Every branch gets its successor (section 3.5), and a step
-    without an accepted token is not computed again.
+    Departures from the paper, since a drafter does not see hidden states: nearness is the length of agreement of the preceding
+    tokens (at most 64; ties go to the latest) instead of the cosine of hidden states; nothing is drafted if the last token is
+    new, instead of using the token with the nearest embedding. Every branch gets its successor (section 3.5), and a step without
+    an accepted token is not computed again.
+
+    Args:
+        num_tokens: maximum tokens of the main branch, at least 1, per rank.
+        branches: maximum number of the target's own tokens beside it, 1 to 32.
     """
 
     def __init__(self, num_tokens: int = 30, branches: int = 8) -> None:
-        """
-        Args:
-            num_tokens: most tokens of the main branch, at least 1, for each rank.
-            branches: most of the target's own tokens beside it, 1 to 32.
-
-        Raises:
-            ValueError: a value outside its range.
-        """
         super().__init__()
         check_least(1, num_tokens=num_tokens, branches=branches)
         if branches > 32:
@@ -94,15 +84,15 @@ class AdaPldDrafter(RequestDrafter[dict[int, list[int]]]):
         self._num_tokens, self._branches = num_tokens, branches
 
     def prepare(self, target: Target) -> None:
-        """From now on every step's accepted rows are ranked."""
+        """Enable ranking of each step's accepted rows."""
         self.top_k = min(self._branches, target.vocab_size)
 
     def begin(self, request: Request) -> dict[int, list[int]]:
-        """What the target ranked next, the likeliest first, by position."""
+        """Return a map from position to the target's ranked next tokens, the likeliest first."""
         return {}
 
     def draft(self, request: Request, state: dict[int, list[int]], budget: int) -> DraftTree:
-        """The main branch, then the others, as many as the budget holds."""
+        """Return the main branch, then the others, as many as the budget holds."""
         tokens = request.tokens
         anchor = _nearest(tokens, len(tokens) - 1)
         if anchor is None or budget == 0:
@@ -114,7 +104,7 @@ class AdaPldDrafter(RequestDrafter[dict[int, list[int]]]):
         return tree_of(request.root, rows, budget)
 
     def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:
-        """Keeps what the target ranked after each row of the accepted path."""
+        """Store the target's ranked tokens after each row of the accepted path."""
         if not target.has_logits or self.top_k == 0:
             return
         path = [0, *acceptance.rows]
@@ -124,12 +114,9 @@ class AdaPldDrafter(RequestDrafter[dict[int, list[int]]]):
 
 
 def _nearest(tokens: Int32Array, at: int, token: int | None = None) -> int | None:
-    """The position of a token, with another one behind it, whose context agrees longest with what stands before ``at``.
+    """Return the position of a token, not the last of the text, whose context agrees longest with the text before ``at``.
 
-    Args:
-        tokens: [n] a text.
-        at: where the context ends, 0 to n.
-        token: to look for; the one at ``at`` when absent.
+    ``token`` is by default the one at ``at``.
     """
     places = (tokens[:-1] == (tokens[at] if token is None else token)).nonzero()[0]
     if len(places) == 0:
@@ -146,6 +133,6 @@ def _nearest(tokens: Int32Array, at: int, token: int | None = None) -> int | Non
 
 
 def _followers(tokens: Int32Array, anchor: int, token: int) -> list[int]:
-    """The token after the occurrence of ``token`` whose context is nearest to the anchor's; none where it never stood."""
+    """Return the token after the occurrence of ``token`` with the context nearest to the anchor's, or []."""
     place = _nearest(tokens, anchor + 1, token)
     return [] if place is None else [int(tokens[place + 1])]

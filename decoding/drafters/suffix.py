@@ -1,4 +1,4 @@
-"""Suffix matching: what followed where an end of the text stood before, the latest or the most frequent of it."""
+"""Strategies ``suffix``, ``suffix_decoding`` and ``sam``: continuations of suffixes of the text that occurred before."""
 
 from __future__ import annotations
 
@@ -21,27 +21,24 @@ OCCURRENCES = ("mixed", "latest", "earliest")
 
 
 class _Texts:
-    """References, prompt and output of one request, one after the other in one automaton.
-
-    A negative token stands after each reference. No two are the same, so that no match reaches across one.
-    """
+    """References, prompt and output of one request, concatenated in one automaton."""
 
     def __init__(self, request: Request) -> None:
         self._automaton = SuffixAutomaton()
+        # A different negative token follows each reference, so that no match crosses its end.
         for number, reference in enumerate(request.references):
             self._automaton.extend([*reference.tolist(), -1 - number])
-        self._prompt = len(self._automaton.text)  # where the prompt begins
+        self._prompt = len(self._automaton.text)  # start of the prompt
         self._output = self._prompt + request.num_prompt
 
     def update(self, request: Request) -> None:
-        """Catches up with the request's tokens."""
         known = len(self._automaton.text) - self._prompt
         self._automaton.extend(request.tokens[known:].tolist())
 
     def matches(self, min_length: int, occurrence: str) -> Iterator[tuple[int, int]]:
-        """(tokens before the copy, tokens that match) where something stands after a match, the longest first.
+        """Yield (start of the copy, match length) of earlier occurrences of suffixes of the text, longest first.
 
-        Two occurrences of each end of the text are known: the one that ``occurrence`` prefers comes first.
+        Two occurrences of each suffix are known: the one that ``occurrence`` prefers comes first.
         """
         automaton, state = self._automaton, self._automaton.match
         while state and automaton.length[state] >= min_length:
@@ -53,7 +50,7 @@ class _Texts:
             state = automaton.link[state]
 
     def copy(self, start: int, count: int) -> list[int]:
-        """Up to ``count`` tokens from ``start``: cut at the end of a reference, starting again at the end of the text."""
+        """Return up to ``count`` tokens from ``start``: cut at the end of a reference, restarting at the end of the text."""
         span = self._automaton.text[start : start + count]
         if start < self._prompt:
             return list(takewhile(lambda token: token >= 0, span))
@@ -61,22 +58,28 @@ class _Texts:
 
 
 class SuffixDrafter(CopyDrafter[_Texts]):
-    """Longest suffix match with a suffix automaton (SAM-Decoding, arXiv 2411.10666), drafting by match length (SuffixDecoding,
-    arXiv 2411.04975, section 4).
+    """Longest suffix match (SAM-Decoding, arXiv 2411.10666), drafted by length (SuffixDecoding, arXiv 2411.04975, section 4).
 
-    Of all ends of the text that stand elsewhere in the request's references, prompt or output the longest is taken, whatever its
-    length, and what followed it is drafted: ``max_spec_factor * match + max_spec_offset`` tokens. It is copied from its latest
-    occurrence in the output, and where the output does not hold it, from the first one in references and prompt: a text goes on
-    as it last did, but it follows its sources from their beginning. A copy that reaches the end of the text starts again, so that
-    a period is drafted in full.
+    The longest suffix of the text that occurs earlier in the request's references, prompt or output is chosen, and
+    ``max_spec_factor * match + max_spec_offset`` tokens after it are drafted. They are copied from its latest occurrence in the
+    output, else from the first one in references and prompt: a text repeats its latest form, but follows its sources from their
+    beginning. A copy that reaches the end of the text restarts, so that a period is drafted in full.
 
     Example: reference ``7 1 2 3``, prompt ``1 2 4``, output ``5 1 2``: the match ``1 2`` stands in both, the reference comes
     first, and ``3`` is drafted. After the output ``5 1 2 6 1 2`` it is ``6 1 2 6 1 ...``.
 
-    Where ranks share a step, further copies are from the other known occurrence of the longest match, then from shorter matches.
+    If ranks share a step, further copies come from the other known occurrence of the longest match, then from shorter matches.
 
-    Departures: one automaton per request and none of other requests' texts; the latest occurrence in the output; nothing is
-    drafted without a match. ``suffix_decoding`` and ``sam`` are the two methods as published.
+    Departures: one automaton per request, none of other requests' texts; the latest occurrence in the output; nothing is drafted
+    without a match. ``suffix_decoding`` and ``sam`` are the two methods as published.
+
+    Args:
+        max_spec_tokens: maximum tokens of a copy, at least 1; each rank gets one copy.
+        max_spec_factor: tokens to copy per matching token, at least 0.
+        max_spec_offset: tokens to copy on top; may be negative, so that short matches draft nothing.
+        min_match_length: at least 1.
+        occurrence: occurrence of the longest match to copy, over references, prompt and output in this order: the ``latest``, the
+            ``earliest``, or the latest if it is in the output, else the earliest (``mixed``).
     """
 
     source = _SOURCE
@@ -89,18 +92,6 @@ class SuffixDrafter(CopyDrafter[_Texts]):
         min_match_length: int = 1,
         occurrence: str = "mixed",
     ) -> None:
-        """
-        Args:
-            max_spec_tokens: most tokens of a copy, at least 1; each rank gets one copy.
-            max_spec_factor: tokens to copy for each token that matches, at least 0.
-            max_spec_offset: tokens to copy on top; may be negative, so that short matches draft nothing.
-            min_match_length: least number of tokens that match, at least 1.
-            occurrence: which one to copy of those of the longest match, in references, prompt and output in this order: the
-                ``latest``, the ``earliest``, or the latest if it is in the output, else the earliest (``mixed``).
-
-        Raises:
-            ValueError: a value outside its range.
-        """
         super().__init__()
         check_least(1, max_spec_tokens=max_spec_tokens, min_match_length=min_match_length)
         check_choice(OCCURRENCES, occurrence=occurrence)
@@ -109,27 +100,26 @@ class SuffixDrafter(CopyDrafter[_Texts]):
         self._factor, self._offset = max_spec_factor, max_spec_offset
 
     def begin(self, request: Request) -> _Texts:
-        """An automaton of its texts."""
+        """Return an automaton of the request's texts."""
         return _Texts(request)
 
     def copies(self, request: Request, state: _Texts, most: int) -> Iterator[list[int]]:
-        """See ``CopyDrafter``: the longest match first."""
+        """See ``CopyDrafter``. The longest match comes first."""
         state.update(request)
         for start, length in state.matches(self._min_match_length, self._occurrence) if most > 0 else ():
-            wanted = int(self._factor * length + self._offset + 1e-6)  # the published rounding, so that 0.1 * 10 is 1
+            wanted = int(self._factor * length + self._offset + 1e-6)  # published rounding: 0.1 * 10 is 1
             yield state.copy(start, min(wanted, most, self._max_spec_tokens)) if wanted > 0 else []
 
 
 class _Outputs:
-    """Outputs of a tenant's requests in two automata: when the newer one is full, it takes the place of the older one."""
+    """Outputs of a tenant's requests in two automata: when the newer one is full, it replaces the older one."""
 
     def __init__(self, depth: int, capacity: int, edition: object) -> None:
-        self.edition = edition  # of the history, when it began
+        self.edition = edition  # version of the history at the start
         self.automata = [CountedAutomaton(depth)]
         self._depth, self._capacity, self._texts = depth, capacity, 0
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Takes in an output. No match reaches across its end."""
         if len(self.automata[0].text) + len(tokens) >= self._capacity // 2:
             self.automata = [CountedAutomaton(self._depth), self.automata[0]]
         self._texts += 1
@@ -137,22 +127,30 @@ class _Outputs:
 
 
 class SuffixDecodingDrafter(RequestDrafter[CountedAutomaton]):
-    """SuffixDecoding (arXiv 2411.04975, section 4): what followed an end of the text most often, as a tree.
+    """SuffixDecoding (arXiv 2411.04975, section 4): the most frequent continuations of a suffix of the text, as a tree.
 
-    Each end of the text of ``m`` tokens that stands in the request's own texts, or in outputs of its tenant, offers a tree of up
-    to ``max_spec_factor * m + max_spec_offset`` tokens, best first by how often they followed, as a share of how often the end
-    stands there, and none below ``min_token_prob``. Its score is the sum of its shares: so many are accepted if shares are
-    chances. The tree of the best score is drafted; of equal ones the request's own, then that of the longest end.
+    Each suffix of ``m`` tokens that occurs in the request's own texts, or in outputs of its tenant, offers a tree of up to
+    ``max_spec_factor * m + max_spec_offset`` tokens, best first by their share of the suffix's occurrences, none below
+    ``min_token_prob``. Its score is the sum of the shares: the expected number of accepted tokens. The tree with the best score
+    is drafted; ties go to the request's own texts, then to the longest suffix.
 
     Example: after ``1 2 3 1 2 4 1 2`` the end ``1 2`` stands three times, itself among them, so that 3 and 4 have 1/3 each: both
     are drafted with a score of 2/3.
 
-    Outputs of a tenant's requests are kept when they end, in the order of ending, of the ``MAX_TENANTS`` tenants served last; a
-    request without a tenant leaves none and gets none. Where texts of a tenant are deleted, all of them go.
+    Outputs are kept per tenant when requests end, for the ``MAX_TENANTS`` most recently served tenants. A request without a
+    tenant leaves none and uses none. If texts of a tenant are deleted, all its outputs are dropped.
 
-    Departures: of equally likely tokens the one nearest to the root, then the more frequent one comes first, where the published
-    order is the heap's; the tenant's outputs do not hold running ones, which the request's own texts do; the oldest half of the
-    outputs goes at once, where the published code forgets request by request; references are among the request's own texts.
+    Departures: equally likely tokens are ordered by depth, then by count, where the published order is the heap's; outputs of
+    running requests are only in their own texts; the oldest half of the outputs is dropped at once, where the published code
+    drops request by request; references belong to the request's own texts.
+
+    Args:
+        max_spec_tokens: maximum tokens of a tree, per rank that shares the step, at least 1.
+        max_spec_factor: tokens to draft per matching token, per rank, at least 0.
+        max_spec_offset: tokens to draft on top, per rank; may be negative.
+        min_token_prob: minimum share of a token, from 0 to 1.
+        max_tree_depth: maximum tokens of a match and its draft together, at least 2.
+        capacity: tokens of outputs to keep per tenant, at least 2.
     """
 
     def __init__(
@@ -164,18 +162,6 @@ class SuffixDecodingDrafter(RequestDrafter[CountedAutomaton]):
         max_tree_depth: int = 64,
         capacity: int = 1 << 16,
     ) -> None:
-        """
-        Args:
-            max_spec_tokens: most tokens of a tree for each rank that shares the step, at least 1.
-            max_spec_factor: tokens to draft for each token that matches, for each rank, at least 0.
-            max_spec_offset: tokens to draft on top, for each rank; may be negative.
-            min_token_prob: least share of a token, from 0 to 1.
-            max_tree_depth: most tokens of a match and the draft behind it, at least 2.
-            capacity: tokens of outputs to hold for each tenant, at least 2.
-
-        Raises:
-            ValueError: a value outside its range.
-        """
         super().__init__()
         check_least(1, max_spec_tokens=max_spec_tokens)
         check_least(2, max_tree_depth=max_tree_depth, capacity=capacity)
@@ -184,17 +170,17 @@ class SuffixDecodingDrafter(RequestDrafter[CountedAutomaton]):
             raise ValueError(f"min_token_prob must be between 0 and 1, got {min_token_prob}")
         self._most, self._factor, self._offset = max_spec_tokens, max_spec_factor, max_spec_offset
         self._least, self._depth, self._capacity = min_token_prob, max_tree_depth, capacity
-        # Of ends that follow each other in the same places the longest drafts most, up to where the depth leaves it no room.
+        # Of suffixes with the same occurrences the longest drafts most, until the depth limit leaves it no room.
         self._roomy = int((max_tree_depth - max_spec_offset) / (1.0 + max_spec_factor))
         self._outputs: OrderedDict[str, _Outputs] = OrderedDict()
-        self.memory = self._histories = Histories(1)  # to hear of deletions; it holds no texts
+        self.memory = self._histories = Histories(1)  # only notified of deletions; holds no texts
 
     def remembers(self, request: Request) -> bool:
-        """Never: what is kept is in no history."""
+        """Return False: the outputs are not in the history."""
         return False
 
     def begin(self, request: Request) -> CountedAutomaton:
-        """An automaton of its references and, from the first draft on, prompt and output."""
+        """Return an automaton of the request's references; prompt and output are added by ``draft``."""
         history = self._histories.of(request.memory)
         if history is not None:
             history.start(request.text)
@@ -204,7 +190,7 @@ class SuffixDecodingDrafter(RequestDrafter[CountedAutomaton]):
         return own
 
     def draft(self, request: Request, state: CountedAutomaton, budget: int) -> DraftTree:
-        """The tree of the best score."""
+        """Return the tree with the best score."""
         first = sum(len(reference) + 1 for reference in request.references)
         state.extend(request.tokens[len(state.text) - first :].tolist())
         kept = self._kept(request)
@@ -215,14 +201,14 @@ class SuffixDecodingDrafter(RequestDrafter[CountedAutomaton]):
                 for length in dict.fromkeys((most, max(fewest, min(most, self._roomy)))):
                     rows = int(self._factor * length + self._offset + 1e-6)  # the published rounding
                     rows = min(min(rows, self._most) * self.ranks, budget)
-                    if rows > score:  # else it could not reach it
+                    if rows > score:  # otherwise it cannot reach a better score
                         tree, reached = self._grow(automaton, end, length, request.root, rows)
                         if reached > score:
                             best, score = tree, reached
         return best
 
     def finish(self, request: Request) -> None:
-        """Keeps the output for the tenant's other requests, and forgets the request."""
+        """Keep the output for the tenant's other requests, and forget the request."""
         if request.request_id in self._states:
             kept, history = self._kept(request), self._histories.of(request.memory)
             if kept is not None and history is not None:
@@ -232,7 +218,7 @@ class SuffixDecodingDrafter(RequestDrafter[CountedAutomaton]):
         super().finish(request)
 
     def _kept(self, request: Request) -> _Outputs | None:
-        """Outputs of its tenant; None where there is none."""
+        """Return the outputs of the request's tenant, or None without a tenant."""
         history = self._histories.of(request.memory)
         if history is None or request.memory is None:
             return None
@@ -245,7 +231,6 @@ class SuffixDecodingDrafter(RequestDrafter[CountedAutomaton]):
         return kept
 
     def _grow(self, automaton: CountedAutomaton, end: int, length: int, root: int, rows: int) -> tuple[DraftTree, float]:
-        """The tree behind an end of the text, and its score."""
         counts = automaton.count
         tokens, parents, score = [root], [-1], 0.0
         open_rows: list[tuple[float, int, int, int, int, int]] = []  # -share, depth, -count, token, parent, state
@@ -270,41 +255,36 @@ class SuffixDecodingDrafter(RequestDrafter[CountedAutomaton]):
 
 
 class SamDrafter(RecyclingDrafter):
-    """SAM-Decoding with token recycling (arXiv 2411.10666, section 3.3): a copy where enough of the text's end stood before,
-    else the tree of ``recycling``.
+    """SAM-Decoding with token recycling (arXiv 2411.10666, section 3.3): a copy after a long match, else the ``recycling`` tree.
 
     Example: with ``min_match_length=5`` a text whose last five tokens stand in its prompt is copied from there; one of which only
     four do gets the tree that the table of recycling gives.
 
-    Departures: no automaton of a corpus; a copy is from the latest occurrence if that is in the output (see ``suffix``), and one
-    that is near the text's end starts again; the rows of a prompt teach the table nothing. The table is a tenant's.
+    Departures: no automaton of a corpus; a copy comes from the latest occurrence if that is in the output (see ``suffix``), and
+    restarts at the text's end; prompt rows teach nothing to the table. The table belongs to a tenant.
+
+    Args:
+        max_spec_tokens: maximum tokens of a copy, at least 1.
+        min_match_length: minimum matching tokens for a copy, at least 1.
+        shape, scope: see ``RecyclingDrafter``.
     """
 
     def __init__(
         self, max_spec_tokens: int = 40, min_match_length: int = 5, shape: str = "published", scope: str = "tenant"
     ) -> None:
-        """
-        Args:
-            max_spec_tokens: of a copy, at least 1.
-            min_match_length: least number of tokens that match for a copy, at least 1.
-            shape, scope: of ``recycling``.
-
-        Raises:
-            ValueError: a value outside its range.
-        """
         super().__init__(shape=shape, scope=scope)
         check_least(1, max_spec_tokens=max_spec_tokens, min_match_length=min_match_length)
         self._copies = SuffixDrafter(max_spec_tokens, 0.0, float(max_spec_tokens), min_match_length)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int], load: StepLoad | None = None) -> list[DraftTree]:
-        """One tree per request."""
+        """Return one tree per request."""
         self._copies.ranks = self.ranks
         copied = self._copies.propose(requests, budgets)
         grown = super().propose(requests, budgets, load)
         return [copy if copy.num_candidates > 1 else tree for copy, tree in zip(copied, grown, strict=True)]
 
     def finish(self, request: Request) -> None:
-        """Drops what is kept of the request."""
+        """Forget the request."""
         self._copies.finish(request)
         super().finish(request)
 
@@ -314,7 +294,7 @@ class SamDrafter(RecyclingDrafter):
 
 
 def _check_length(factor: float, offset: float) -> None:
-    """Raises ``ValueError`` where a draft's length cannot be told by them."""
+    """Raise ``ValueError`` if a draft's length cannot be computed from these options."""
     if not 0.0 <= factor < float("inf"):
         raise ValueError(f"max_spec_factor must be at least 0 and finite, got {factor}")
     if not abs(offset) < float("inf"):

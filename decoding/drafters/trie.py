@@ -1,4 +1,4 @@
-"""Trie: branches of prompt and past outputs, by frequency (Alipay's Lookahead)."""
+"""Strategy ``trie``: branches of prompt and past outputs, by frequency (Alipay's Lookahead)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from decoding.tree import SOURCES, DraftTree, Int32Array
 
 _MAX_ROWS, _MOST_OCCURRENCES = 4096, 1024
 _SOURCE = SOURCES.index("trie")
-_SOURCES = np.full(_MAX_ROWS, _SOURCE, np.int8)  # of every tree: a part of it is one
-_ROOT_PARENTS, _ROOT_SOURCES = np.full(1, -1, np.int32), np.zeros(1, np.int8)  # of the tree that is a root alone
+_SOURCES = np.full(_MAX_ROWS, _SOURCE, np.int8)  # every tree uses a slice of it
+_ROOT_PARENTS, _ROOT_SOURCES = np.full(1, -1, np.int32), np.zeros(1, np.int8)  # arrays of a tree of one row
 for _shared in (_SOURCES, _ROOT_PARENTS, _ROOT_SOURCES):
     _shared.flags.writeable = False
 _LAYOUTS = ("hierarchical", "parallel", "single")
@@ -26,24 +26,22 @@ _FREQUENCIES = {"mix": MIXED, "input": INPUT, "output": OUTPUT}
 
 
 def _segments(tokens: Int32Array, end_tokens: tuple[int, ...]) -> list[Int32Array]:
-    """What stands before, between and after the end tokens, which are in none of them."""
+    """Return the parts of a text between end tokens, without them."""
     ends = np.flatnonzero(np.isin(tokens, end_tokens))
     return [tokens[start:end] for start, end in zip((0, *(ends + 1)), (*ends, len(tokens)), strict=True)]
 
 
 class _OwnTexts:
-    """What is kept for one request: prompt, then references and what requests gave that resemble it, split at end tokens; and the
-    output where it is no tenant's."""
+    """Texts of one request, split at end tokens: prompt, references, texts of similar past requests; output if it is private."""
 
     def __init__(self, request: Request, end_tokens: tuple[int, ...], private: bool) -> None:
-        self.told = 0  # tokens of the output that the history was told
+        self.told = 0  # output tokens that are in the history
         self.history = History(request.params.max_tokens + BLOCK, end_tokens) if private else None
-        self.edition: object = None  # of the tenant's history when the texts were laid out
+        self.edition: object = None  # version of the tenant's history when the texts were written
 
     def lay_out(self, request: Request, end_tokens: tuple[int, ...], recalled: Sequence[Int32Array]) -> None:
-        """Writes all texts into one log."""
         prompt, *documents = (_segments(text, end_tokens) for text in (request.prompt_ids, *request.references, *recalled))
-        prompt = [segment for segment in prompt if len(segment) > 1]  # a token alone has no branch, but would take a block
+        prompt = [segment for segment in prompt if len(segment) > 1]  # a single token has no branch, but would take a block
         references = [segment for segments in documents for segment in segments if len(segment) > 1]
         self.log = TokenLog((1 + sum(1 + len(text) // BLOCK for text in (*prompt, *references))) * BLOCK)
         for segment in prompt:
@@ -56,25 +54,39 @@ class _OwnTexts:
 class TrieDrafter(RequestDrafter[_OwnTexts]):
     """Multi-branch drafts from a trie of prompt and output branches (Lookahead, arXiv 2312.12728, sections 4.2 and 4.3).
 
-    The last ``max_query_length`` tokens are looked up among the branches of the request's prompt, of all outputs of its tenant,
-    its own growing one included, and of the public texts; then ever shorter ends of them. What followed is drafted as one tree,
-    the most frequent branches first; an occurrence in the prompt counts 9,999 times one in an output, but half of the rows are
-    kept for outputs.
+    The last ``max_query_length`` tokens, then ever shorter suffixes, are looked up in the branches of the request's prompt, of
+    all outputs of its tenant (its own growing one included), and of the public texts. The continuations are drafted as one tree,
+    the most frequent branches first. An occurrence in the prompt counts 9,999 times one in an output, but half of the rows are
+    reserved for outputs.
 
     Example: with the past outputs ``1 2 3 4`` and ``1 2 3 5`` and a text that ends in ``1 2``, the tree is 3 with the children 4
     and 5.
 
-    Where ranks share a step, the tree has ``decoding_length`` rows for each of them, shorter ends are looked up until there are
-    ``branch_length`` rows for each, and more occurrences count. A branch is no longer, and the layout ``single`` has only one,
+    If ranks share a step, the tree has ``decoding_length`` rows per rank, shorter suffixes are looked up until there are
+    ``branch_length`` rows per rank, and more occurrences count. Branches are not longer, and the layout ``single`` has only one,
     which cannot be partitioned.
 
-    The trie is implicit, see ``decoding.sources.log.token_log``; ``papers/ablation/frequency_trie.py`` is the explicit one
-    that the tests compare it with. Departures from the published code, beside those that mend its defects (listed there):
-    frequencies count ``max_occurrences`` occurrences; of equally frequent nodes those nearer to the root come first; an output
-    can be drafted from as soon as it is emitted, not ``branch_length`` tokens later; pruning is continuous: at the capacity the
-    oldest block of tokens leaves, and what was frequent in it survives with half its frequency. References are held like outputs,
-    for their request only. Each tenant has a trie of outputs; a request without a tenant is private, has one of its own, and
-    leaves nothing behind. Public texts, which every tenant may draft from, count like outputs.
+    The trie is implicit, see ``decoding.sources.log.token_log``; tests compare it with the explicit one in
+    ``experiments/papers/ablation/frequency_trie.py``, which also lists the defects of the published code that are fixed here.
+    Further departures: frequencies count at most ``max_occurrences`` occurrences; equally frequent nodes are ordered by depth;
+    an output can be drafted from as soon as it is emitted, not ``branch_length`` tokens later; pruning is continuous: at capacity
+    the oldest block of tokens is dropped, and its frequent branches survive with half their frequency. References count like
+    outputs, for their request only. Each tenant has its own trie of outputs; a request without a tenant has a private one, and
+    leaves nothing behind. Public texts count like outputs.
+
+    Args:
+        decoding_length: maximum rows of a tree per rank that shares the step, the root included, at least 1.
+        branch_length: maximum tokens of a branch, at least 1.
+        max_query_length: tokens to look up, 1 to 32.
+        layout: hierarchical (one tree), parallel (its branches side by side), single (the best branch).
+        frequencies: mix, input (of the prompt) or output.
+        min_input: rows reserved for the branches most frequent in the prompt, with ``mix``, per rank.
+        min_output: rows reserved for the branches most frequent in outputs, with ``mix``, per rank; -1: half of the tree's rows.
+        max_occurrences: occurrences counted per lookup in each of prompt, outputs and public texts, those with four agreeing
+            tokens before those with fewer, the latest first; 1 to 1024. This many per rank, but at most 1024 in total.
+        capacity: tokens of outputs to keep per tenant, and of public texts; with 0 every request is private.
+        similar_requests: number of past requests of the tenant, those with the most similar prompts, whose outputs and passages
+            count like references; 0 for none.
     """
 
     def __init__(
@@ -90,25 +102,6 @@ class TrieDrafter(RequestDrafter[_OwnTexts]):
         capacity: int = 1 << 20,
         similar_requests: int = 4,
     ) -> None:
-        """
-        Args:
-            decoding_length: most rows of a tree for each rank that shares the step, the root counted, at least 1.
-            branch_length: most tokens of a branch, at least 1.
-            max_query_length: tokens to look up, 1 to 32.
-            layout: hierarchical (one tree), parallel (its branches side by side), single (the best branch).
-            frequencies: mix, input (the prompt's) or output.
-            min_input: rows for the branches most frequent in the prompt, with ``mix``, for each rank.
-            min_output: rows for the branches most frequent in outputs, with ``mix``, for each rank; half of the tree's most rows
-                when -1.
-            max_occurrences: counted for one retrieval in each of prompt, outputs and public texts: where four tokens agree, then
-                where fewer do, the latest first; 1 to 1024. As many for each rank, but at most 1024 in all.
-            capacity: tokens of outputs to hold for each tenant, and of public texts; with 0 every request is private.
-            similar_requests: past requests of the tenant, those with the most similar prompts, whose outputs and passages are
-                held like references; 0 for none.
-
-        Raises:
-            ValueError: a value outside its range.
-        """
         for name, value, low, high in (
             ("decoding_length", decoding_length, 1, _MAX_ROWS), ("branch_length", branch_length, 1, 4096),
             ("max_query_length", max_query_length, 1, MAX_MATCH), ("min_input", min_input, 0, 4096),
@@ -129,11 +122,11 @@ class TrieDrafter(RequestDrafter[_OwnTexts]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tries of outputs and public texts."""
+        """Return the bytes of the tries of outputs and public texts."""
         return 0 if self.memory is None else self.memory.nbytes
 
     def prepare(self, target: Target) -> None:
-        """Learns which tokens end a text, so that no branch crosses them, and compiles."""
+        """Read the end tokens, which no branch crosses, and compile."""
         self._end_tokens = target.end_token_ids
         if self.memory is not None:
             self.memory.end_tokens = target.end_token_ids
@@ -144,7 +137,7 @@ class TrieDrafter(RequestDrafter[_OwnTexts]):
         compile_recall()
 
     def draft(self, request: Request, state: _OwnTexts, budget: int) -> DraftTree:
-        """The tree of the text's end."""
+        """Return the tree below the text's end."""
         own = state
         history = self._tell(request, own) if own.told < request.num_output else self._history(request, own)
         if own.edition is not history.edition:  # texts were deleted
@@ -169,7 +162,7 @@ class TrieDrafter(RequestDrafter[_OwnTexts]):
         return _side_by_side(tree) if self._layout == "parallel" else tree
 
     def begin(self, request: Request) -> _OwnTexts:
-        """Its prompt and references, and the beginning of its output."""
+        """Return the request's prompt and references, and start its output in the history."""
         own = _OwnTexts(request, self._end_tokens, private=self.memory is None or request.memory is None)
         history = self._history(request, own)
         history.start(request.text)
@@ -181,7 +174,6 @@ class TrieDrafter(RequestDrafter[_OwnTexts]):
         own.lay_out(request, self._end_tokens, [text.tokens for text in history.recall(request, self._num_similar)])
 
     def _history(self, request: Request, own: _OwnTexts) -> History:
-        """Where the request's output goes, and what it drafts from beside its own texts and the public ones."""
         history = own.history
         if history is None:
             assert self.memory is not None
@@ -190,21 +182,20 @@ class TrieDrafter(RequestDrafter[_OwnTexts]):
         return history
 
     def _tell(self, request: Request, own: _OwnTexts, final: bool = False) -> History:
-        """Adds what was emitted since the last time to the outputs."""
         history = self._history(request, own)
         history.extend(request.text, own.told, request.output_ids[own.told :], final)
         own.told = request.num_output
         return history
 
     def finish(self, request: Request) -> None:
-        """Completes the request's output in the trie of its tenant, and eliminates its prompt and references."""
+        """Complete the request's output in the tenant's trie, and drop its prompt and references."""
         own = self._states.pop(request.request_id, None)
         if own is not None:
             self._tell(request, own, final=True).remember(request)
 
 
 def _side_by_side(tree: DraftTree) -> DraftTree:
-    """The paths to the leaves as disjoint chains, cut to as many rows as the tree has."""
+    """Return the paths to the leaves as disjoint chains, cut to the number of rows of the tree."""
     leaves = np.setdiff1d(np.arange(1, len(tree)), tree.parents).tolist()
     branches = ((tree.tokens[tree.path(leaf)].tolist(), _SOURCE) for leaf in leaves)
     return tree_of(int(tree.tokens[0]), branches, len(tree) - 1, merged=False)

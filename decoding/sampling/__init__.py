@@ -1,5 +1,5 @@
-"""From a row of logits to one token.
+"""Sampling: from a row of logits to one token.
 
-In: logits and what a request asks for.
+In: logits and the sampling parameters of a request.
 Out: a token that is a function of (seed, position).
 """

@@ -1,4 +1,4 @@
-"""Logits looked at row by row on the host, wherever they were computed."""
+"""Access to single rows of logits on the host, whichever device computed them."""
 
 from __future__ import annotations
 
@@ -8,26 +8,21 @@ import torch
 
 
 class LogitRows(Protocol):
-    """Rows of logits: a tensor on the CPU, or one elsewhere as ``HostRows``."""
+    """Rows of logits: a tensor on the CPU, or ``HostRows`` for another device."""
 
     def __getitem__(self, row: int, /) -> torch.Tensor:
-        """[vocab]."""
+        """Return one row, [vocab]."""
         ...
 
 
 class HostRows:
-    """The rows of a tensor elsewhere. Each is copied to the host when it is first asked for: of a tree, a walk visits few."""
+    """Rows of [n, vocab] logits on another device, each copied to the host at its first use; ``root`` is the first row."""
 
     def __init__(self, logits: torch.Tensor, root: torch.Tensor) -> None:
-        """
-        Args:
-            logits: [n, vocab] on any device.
-            root: [vocab] the first row, on the host.
-        """
+        # Copies are lazy because verification visits few rows of a draft tree.
         self._logits, self._there = logits, {0: root}
 
     def __getitem__(self, row: int) -> torch.Tensor:
-        """[vocab] on the host."""
         if row not in self._there:
             self._there[row] = self._logits[row].cpu()
         return self._there[row]

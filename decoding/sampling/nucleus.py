@@ -1,8 +1,6 @@
-"""Which tokens min-p, top-k and top-p leave of a row of scores, found in one compiled call.
+"""Truncation of a row of scores by min-p, top-k and top-p (``decoding.sampling.sampler.warp``) in one compiled call.
 
-No vocabulary is sorted: tokens near the most likely one are few and, most often, all that can be left.
-``decoding.sampling.sampler.warp`` says what the rules are. Sums of probabilities in another order round in another way, so a
-decision that rounding could turn is not made here.
+Only the few tokens near the most likely one are sorted.
 """
 
 from __future__ import annotations
@@ -18,21 +16,21 @@ from decoding.request import SamplingParams
 Float32Array = npt.NDArray[np.float32]
 Int64Array = npt.NDArray[np.int64]
 
-MOST = 512  # tokens that may be left
-UNDECIDED = -1  # the long way is needed: it is close, too many tokens may be left, or the scores are unusual
-CLOSE = 1e-5  # sums of float32 probabilities in different order differ by less than a third of this, whatever the vocabulary
-_NEAR = 7.0  # distance from the highest score: a probability of 1/1100 of the highest one
-_NEAREST = 0.2  # no shorter distance is tried where too many are near
-_MARGIN = 0.01  # of a distance that has to hold all that min-p leaves
-_LARGEST = 1e4  # score: beyond it float32 cannot tell the margin
-_BLOCK = 128  # scores whose highest is found before any is looked at alone
+MOST = 512  # most tokens that may survive
+UNDECIDED = -1  # fall back to ``warp``: a close decision, too many survivors, or unusual scores
+CLOSE = 1e-5  # sums of float32 probabilities in different order differ by less than a third of this, for any vocabulary size
+_NEAR = 7.0  # first distance tried from the highest score: 1/1100 of the highest probability
+_NEAREST = 0.2  # distance at which shrinking stops if too many tokens are near
+_MARGIN = 0.01  # added to the distance within which all survivors of min-p lie
+_LARGEST = 1e4  # absolute score; beyond it float32 cannot resolve the margin
+_BLOCK = 128  # scores per block; single scores are read only if the maximum of the block is above the threshold
 
 
 @compiled
 def collect(scores: Float32Array, least: np.float32, ids: Int64Array) -> int:
-    """Fills ``ids``, ascending, with the tokens whose score is above ``least``; how many, one more than fit where they do not."""
+    """Fill ``ids`` with the tokens scoring above ``least``, ascending; return the count, ``len(ids) + 1`` on overflow."""
     count, whole = 0, len(scores) // _BLOCK
-    for block in range(whole + 1):  # the last one is what is left
+    for block in range(whole + 1):  # the last block may be shorter
         if block < whole:
             best = scores[block * _BLOCK]
             for at in range(_BLOCK):
@@ -52,10 +50,9 @@ def collect(scores: Float32Array, least: np.float32, ids: Int64Array) -> int:
 
 @compiled
 def _cut(ordered: Float32Array, top: float, total: float, min_p: float, top_k: int, top_p: float, all_near: bool) -> int:
-    """How many of the most likely tokens, the most likely first, are left; or ``UNDECIDED``.
+    """Return how many of the most likely tokens survive, or ``UNDECIDED``; ``ordered`` are scores, the highest first.
 
-    ``all_near``: tokens that are not among them are certain to fall to min-p or top-k. Otherwise there is top-p alone, and
-    ``total`` is the mass of all tokens.
+    Unless the other tokens are certain to fail min-p or top-k (``all_near``), only top-p applies, with ``total`` the mass of all.
     """
     count = len(ordered)
     if min_p > 0.0:
@@ -73,7 +70,7 @@ def _cut(ordered: Float32Array, top: float, total: float, min_p: float, top_k: i
         total = 0.0
         for at in range(count):
             total += math.exp(ordered[at] - top)
-    before = 0.0  # the mass of the tokens that are more likely
+    before = 0.0  # mass of the more likely tokens
     for at in range(count):
         if abs(before / total - top_p) < CLOSE:
             return UNDECIDED
@@ -90,10 +87,10 @@ def fill_left(
     scores: Float32Array, top: np.float32, total: float, min_p: float, top_k: int, top_p: float, ids: Int64Array,
     left_scores: Float32Array,
 ) -> int:  # fmt: skip
-    """Fills the last two arrays with what ``survivors`` returns; how many, or ``UNDECIDED``."""
+    """Fill ``ids`` and ``left_scores`` with the result of ``survivors`` and return their number, or ``UNDECIDED``."""
     if abs(top) > _LARGEST:
         return UNDECIDED
-    reach = -math.log(min_p) + _MARGIN if min_p > 0.0 else math.inf  # of min-p, from the highest score
+    reach = -math.log(min_p) + _MARGIN if min_p > 0.0 else math.inf  # distance from the highest score at which min-p cuts
     distance = min(_NEAR, reach)
     count = collect(scores, np.float32(top - distance), ids)
     while count > len(ids) and distance > _NEAREST:
@@ -102,7 +99,7 @@ def fill_left(
     if count > len(ids):
         return UNDECIDED
     near = ids[:count].copy()
-    order = np.argsort(-scores[near], kind="mergesort")  # stable: equals by id
+    order = np.argsort(-scores[near], kind="mergesort")  # stable: equal scores by token id
     all_near = distance >= reach or 0 < top_k <= count
     if not all_near and (min_p > 0.0 or top_k > 0):
         return UNDECIDED
@@ -117,11 +114,10 @@ def fill_left(
 def survivors(
     scores: Float32Array, top: np.float32, total: float, params: SamplingParams
 ) -> tuple[Int64Array, Float32Array] | None:
-    """The tokens that are left, ascending, at most ``MOST``, with their scores; None where they cannot be told.
+    """Return the surviving tokens, ascending, and their scores; None if undecided or if there are more than ``MOST``.
 
     Args:
-        scores: [vocab], all numbers.
-        top: the highest of them.
+        scores: [vocab], all numbers, with ``top`` the highest.
         total: sum of ``exp(score - top)``; used with top-p alone.
         params: with a truncation.
     """
@@ -131,5 +127,5 @@ def survivors(
 
 
 def compile_nucleus() -> None:
-    """Calls what is compiled once, so that no request waits for the compiler."""
+    """Compile the functions of this module before the first request."""
     survivors(np.zeros(2, np.float32), np.float32(0.0), 2.0, SamplingParams(temperature=1.0, top_k=1))

@@ -1,17 +1,14 @@
-"""Logits processors: grammar, bias, ``min_tokens`` and penalties, applied before a token is chosen.
+"""Logits processors: grammar, logit bias, ``min_tokens`` and penalties, applied before a token is chosen.
 
-The rules and their order are vLLM's: grammar, logit bias and minimum length, then repetition penalty (CTRL, arXiv 1909.05858,
-section 4.1; negative logits are multiplied, as everywhere since), frequency penalty and presence penalty (OpenAI's API
-reference).
-Temperature, min-p, top-k and top-p follow (``decoding.sampling.sampler``). They act at every visited row of a draft tree with
-that row's
-own prefix: the committed tokens and the path to the row.
+Rules and order are vLLM's: grammar, logit bias, minimum length, repetition penalty (CTRL, arXiv 1909.05858, section 4.1, but
+negative logits are multiplied), frequency and presence penalty (OpenAI's API reference). Each row of a draft tree is processed
+with its own prefix: the committed tokens and the path to the row.
 
 Example: prompt 5 5, output 6 6, repetition_penalty 2, frequency_penalty 0.5, presence_penalty 0.25. A logit of 3.0 of token 5
 becomes 3.0 / 2 = 1.5, and one of -1.0 of token 6 becomes -1.0 * 2 - 0.5 * 2 - 0.25 = -3.25.
 
-Departures from vLLM: ``min_tokens`` keeps back the tokens that would end this request (vLLM's also the model's own end tokens
-under ``ignore_eos``), and does not put off stop strings. It gives way where a grammar allows nothing but the end.
+Departures from vLLM: ``min_tokens`` bars the tokens that would end this request (vLLM also bars the model's own end tokens under
+``ignore_eos``) and does not delay stop strings. It is ignored if a grammar allows nothing but the end.
 """
 
 from __future__ import annotations
@@ -26,26 +23,18 @@ from decoding.request import SamplingParams
 from decoding.tree import BoolArray, Int32Array
 from decoding.verify.grammar import Grammar
 
-# The logit of what a grammar forbids. No bias or penalty makes up for it, no temperature takes it out of float32, and its
-# probability is 0; finite, because rows of finite numbers are drawn from in one compiled call (see
-# ``decoding.sampling.row_draw``).
+# Logit of tokens that a grammar forbids. No bias or penalty outweighs it, no temperature makes it overflow float32, and its
+# probability is 0. It is finite because ``decoding.sampling.row_draw`` draws from rows of finite numbers in one compiled call.
 FORBIDDEN = -1e30
-_MANY = 8  # of so many tokens of the vocabulary, each eighth or more: then all of it is gone through, which is faster
+_MANY = 8  # from 1 in 8 tokens of the vocabulary on, dense operations are faster than indexing
 
 
 class TokenCounts:
-    """The distinct tokens of a sequence and how often its output holds each, kept token by token, forwards and backwards.
-
-    So nothing is counted twice: a row of logits costs one gather and one scatter over distinct tokens.
-    """
+    """Distinct tokens of a sequence, with their counts in its output; ``prompt_ids`` are tokens outside the output."""
 
     __slots__ = ("_counts", "_ids", "_index", "_output", "_prompt_size", "_size")
 
     def __init__(self, prompt_ids: Sequence[int] | Int32Array) -> None:
-        """
-        Args:
-            prompt_ids: [n] tokens that are in the sequence and not in the output; may be empty.
-        """
         distinct = np.unique(np.asarray(prompt_ids, np.int64))
         self._prompt_size = self._size = len(distinct)
         self._ids = np.zeros(self._size + 64, np.int64)
@@ -56,16 +45,16 @@ class TokenCounts:
 
     @property
     def ids(self) -> npt.NDArray[np.int64]:
-        """[d] int64 view: the distinct tokens, the prompt's first."""
+        """Return the distinct tokens, those of the prompt first; a view, [d] int64."""
         return self._ids[: self._size]
 
     @property
     def counts(self) -> npt.NDArray[np.int64]:
-        """[d] int64 view: how often the output holds each of ``ids``."""
+        """Return the count in the output of each of ``ids``; a view, [d] int64."""
         return self._counts[: self._size]
 
     def push(self, token: int) -> None:
-        """Appends a token to the output."""
+        """Append a token to the output."""
         at = self._index.get(token)
         if at is None:
             at = self._index[token] = self._size
@@ -78,7 +67,7 @@ class TokenCounts:
         self._output.append(token)
 
     def truncate(self, length: int) -> None:
-        """Takes tokens from the end of the output until it holds ``length`` at most."""
+        """Remove tokens from the end of the output until its length is at most ``length``."""
         while len(self._output) > length:
             at = self._index[self._output.pop()]
             self._counts[at] -= 1
@@ -89,60 +78,54 @@ class TokenCounts:
                 self._size -= 1
 
     def catch_up(self, output_ids: Int32Array) -> None:
-        """Makes the output equal to ``output_ids``, of which the shorter must be the beginning of the longer."""
+        """Make the output equal to ``output_ids``; one of the two must be a prefix of the other."""
         self.truncate(len(output_ids))
         for token in output_ids[len(self._output) :].tolist():
             self.push(token)
 
 
 class LogitRules:
-    """The rules of one request, and the tokens that they look back on."""
+    """Logits processors of one request, with the token counts and the grammar state that they depend on."""
 
     __slots__ = ("_barred", "_bias", "_params", "counts", "grammar")
 
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int] | Int32Array, grammar: Grammar | None = None) -> None:
-        """
-        Args:
-            params: the request's.
-            prompt_ids: [n] its prompt, which the repetition penalty alone looks at.
-            grammar: the request's, which moves along with the counts; None where it has none.
-        """
         self._params, self.grammar = params, grammar
+        # Only the repetition penalty depends on the prompt.
         self.counts = TokenCounts(prompt_ids if params.repetition_penalty != 1.0 else ())
-        # Made at the first row, as all of them are alike: the bias, with its places, None for all; what is barred, and where.
+        # Built at the first row and reused: (token ids, None for a dense bias; biases), and (barred tokens, their ids or mask).
         self._bias: tuple[torch.Tensor | None, torch.Tensor] | None = None
         self._barred: tuple[Collection[int], torch.Tensor] | None = None
 
     def push(self, token: int) -> None:
-        """Appends a token to the output."""
+        """Append a token to the output."""
         self.counts.push(token)
         if self.grammar is not None:
             self.grammar.push(token)
 
     def truncate(self, length: int) -> None:
-        """Takes tokens from the end of the output until it holds ``length`` at most."""
+        """Remove tokens from the end of the output until its length is at most ``length``."""
         self.counts.truncate(length)
         if self.grammar is not None:
             self.grammar.truncate(length)
 
     def catch_up(self, output_ids: Int32Array) -> None:
-        """Makes the output equal to ``output_ids``, of which the shorter must be the beginning of the longer."""
+        """Make the output equal to ``output_ids``; one of the two must be a prefix of the other."""
         self.counts.catch_up(output_ids)
         if self.grammar is not None:
             self.grammar.catch_up(output_ids)
 
     def apply(self, logits: torch.Tensor, barred: Collection[int] = (), constrained: bool = True) -> torch.Tensor:
-        """The logits after the rules, given the output that was pushed.
+        """Return the logits after the rules, or ``logits`` itself if nothing changes it.
 
         Args:
-            logits: [vocab] floating point, left as they are.
-            barred: tokens that may not be chosen here, because the output is shorter than ``min_tokens``; those outside the
-                vocabulary are ignored. The same object in each call, or it is looked through again.
-            constrained: whether the grammar has a say.
+            logits: [vocab] floating point; not modified.
+            barred: tokens excluded by ``min_tokens``. Pass the same object in each call: its tensor is cached.
+            constrained: whether the grammar is applied.
 
         Returns:
-            [vocab] float32, or float64 where the logits are; -inf for barred tokens, about ``FORBIDDEN`` for those that the
-            grammar forbids. The logits themselves where it has no say and nothing else changes them.
+            [vocab] float32, or float64 if the logits are; -inf for barred tokens, about ``FORBIDDEN`` for those that the grammar
+            forbids.
         """
         if not constrained and not barred and not self._params.penalized and not self._params.logit_bias:
             return logits
@@ -155,7 +138,7 @@ class LogitRules:
             self._add_bias(scores)
         if barred:
             at = self._places(barred, scores)
-            if allowed is None or not _holds_all(at, allowed):  # there would be nothing left
+            if allowed is None or not _holds_all(at, allowed):  # otherwise no token would be left
                 scores[at] = -torch.inf
         if self._params.penalized and len(self.counts.ids):
             self._penalize(scores)
@@ -176,7 +159,7 @@ class LogitRules:
             scores[places] += values
 
     def _places(self, barred: Collection[int], scores: torch.Tensor) -> torch.Tensor:
-        """[n] the barred tokens within the vocabulary; [vocab] whether a token is one, where they are many."""
+        """Return the barred tokens within the vocabulary, [n] ids or, if they are many, a [vocab] mask."""
         if self._barred is None or barred is not self._barred[0]:
             at = torch.tensor([token for token in barred if token < len(scores)], dtype=torch.int64, device=scores.device)
             if _MANY * len(at) >= len(scores):
@@ -187,14 +170,14 @@ class LogitRules:
     def _penalize(self, scores: torch.Tensor) -> None:
         ids = self.counts.ids
         if scores.device.type == "cpu":
-            values = scores.numpy()  # the same memory
+            values = scores.numpy()  # shares memory with the tensor
             values[ids] = self._penalized(values[ids])
         else:
             at = torch.from_numpy(ids).to(scores.device)
             scores[at] = torch.from_numpy(self._penalized(scores[at].cpu().numpy())).to(scores.device)
 
     def _penalized(self, seen: npt.NDArray[np.floating]) -> npt.NDArray[np.floating]:
-        """The scores of ``counts.ids`` after the penalties, in the type that they have. They may be changed in place."""
+        """Return the scores of ``counts.ids`` after the penalties, in their dtype; ``seen`` may be modified in place."""
         params, counts = self._params, self.counts.counts
         if params.repetition_penalty != 1.0:
             seen = np.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
@@ -206,10 +189,5 @@ class LogitRules:
 
 
 def _holds_all(places: torch.Tensor, allowed: BoolArray) -> bool:
-    """Whether all allowed tokens stand at some places.
-
-    Args:
-        places: [n] tokens, or [vocab] whether a token is there.
-        allowed: [vocab].
-    """
+    """Return whether ``places``, [n] token ids or a [vocab] mask, include all tokens of the [vocab] mask ``allowed``."""
     return bool(allowed.sum() == allowed[places.cpu().numpy()].sum())

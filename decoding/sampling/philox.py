@@ -1,7 +1,7 @@
-"""Philox random numbers at any position of a stream, without computing those before.
+"""Philox random numbers at any position of a stream, without the numbers before it, which numpy does not offer.
 
-Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 4.3) makes each block of four numbers from
-a counter and a key alone. numpy gives a stream from its beginning; a draw among few tokens of a large vocabulary needs theirs.
+Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 4.3) computes each block of four numbers
+from a counter and a key alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ROUNDS = 10
 
 @compiled
 def _high(a: np.uint64, b: np.uint64) -> np.uint64:
-    """The upper 64 bits of a product of 128."""
+    """Return the upper 64 bits of the 128-bit product."""
     a_low, a_high, b_low, b_high = a & _LOW, a >> _HALF, b & _LOW, b >> _HALF
     middle = a_high * b_low + ((a_low * b_low) >> _HALF)
     return a_high * b_high + (middle >> _HALF) + ((a_low * b_high + (middle & _LOW)) >> _HALF)
@@ -32,10 +32,10 @@ def _high(a: np.uint64, b: np.uint64) -> np.uint64:
 def fill_raw(
     key: np.uint64, position: np.uint64, places: npt.NDArray[np.int64], found: UInt64Array, stream: int = 0
 ) -> None:  # fmt: skip
-    """Fills [n] ``found`` with ``raw_stream(key, position, n, stream)[places]``, n beyond them all, at the price of these."""
+    """Fill ``found`` with ``raw_stream(key, position, n, stream)[places]`` for any sufficient n, computing only these numbers."""
     first, second, first_step, second_step = _FACTORS[0], _FACTORS[1], _STEPS[0], _STEPS[1]
     for at in range(len(places)):
-        # numpy counts up before each block, so that its first has the number 1.
+        # numpy increments the counter before each block, so the first block has number 1.
         a, b, c, d = np.uint64((places[at] >> 2) + 1), position, np.uint64(stream), np.uint64(0)
         k, other = key, np.uint64(0)
         for _ in range(_ROUNDS):
@@ -47,10 +47,7 @@ def fill_raw(
 
 @compiled
 def fill_stream(key: np.uint64, position: np.uint64, lanes: UInt64Array) -> None:
-    """Fills [4, n] ``lanes`` with the first 4 n numbers of ``raw_stream(key, position, ...)``: number i is ``[i % 4, i // 4]``.
-
-    The blocks are independent and go through each round together, which compilers spread over lanes.
-    """
+    """Fill [4, n] ``lanes`` with the first 4 n numbers of ``raw_stream(key, position, ...)``: number i is ``[i % 4, i // 4]``."""
     first, second, first_step, second_step = _FACTORS[0], _FACTORS[1], _STEPS[0], _STEPS[1]
     k, other = key, np.uint64(0)
     for at in range(lanes.shape[1]):
@@ -64,9 +61,6 @@ def fill_stream(key: np.uint64, position: np.uint64, lanes: UInt64Array) -> None
 
 
 def raw_stream(seed: int, position: int, count: int, stream: int = 0) -> UInt64Array:
-    """[count] uint64: numpy's stream for the key ``seed`` from the counter ``stream * 2**128 + position * 2**64`` on.
-
-    Streams are independent of each other; ``decoding.sampling.probabilities`` says what each is for.
-    """
+    """Return [count] numbers of numpy's Philox stream for the key ``seed``, one of several independent streams per position."""
     raw: UInt64Array = np.random.Philox(key=seed, counter=[0, position, stream, 0]).random_raw(count)
     return raw

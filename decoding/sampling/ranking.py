@@ -1,8 +1,8 @@
 """Argmax and top-k of rows of logits on a CPU, as compiled loops.
 
-Floating-point numbers are compared as integers of the same bits, which are ordered like them once all bits of the negative ones
-but the sign are turned round. So there is no conversion of half-precision types, and many numbers are compared at once. Between
-two forwards the processor has forgotten the code of everything else, so one compiled call costs less than a few of numpy's.
+Floats are compared as integers with the same bits, whose order is equal once the magnitude bits of negative numbers are inverted:
+no conversion is needed and loops vectorise. One compiled call beats several numpy calls, because the instruction cache is cold
+after a forward.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from decoding.tree import Int32Array
 
 SignedArray = npt.NDArray[np.signedinteger]
 
-_BLOCK = 128  # numbers whose largest is found before any is looked at alone
-# By type of the logits: in the integer type of the same size, zero and the bits of negative infinity; all bits but the sign.
+_BLOCK = 128  # numbers per block; a block's maximum decides whether its numbers are read
+# By dtype: zero and the bits of -inf in the integer type of the same size, and the mask of all bits but the sign.
 _KINDS: dict[torch.dtype, tuple[Any, Any, int]] = {
     torch.bfloat16: (np.int16(0), np.int16(0x7F80 - 0x8000), 0x7FFF),
     torch.float16: (np.int16(0), np.int16(0x7C00 - 0x8000), 0x7FFF),
     torch.float32: (np.int32(0), np.int32(0x7F800000 - 0x80000000), 0x7FFFFFFF),
 }
 
-pointer: Any = None  # address and a number: in compiled code, a pointer to numbers of that type
+pointer: Any = None  # (address, number) -> typed pointer; compiled code only
 if NATIVE:
     from numba import carray, types
     from numba.extending import intrinsic
 
     def _as_pointer(typing: Any, address: Any, number: Any) -> Any:
-        """An address as a pointer to numbers of the type of ``number``, for ``carray``."""
+        """Cast an address to a pointer to numbers of the type of ``number``, for ``carray``."""
 
         def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
@@ -49,11 +49,8 @@ if NATIVE:
 def _fill_highest(
     row: SignedArray, zero: np.signedinteger, infinity: np.signedinteger, highest: SignedArray
 ) -> np.signedinteger:  # fmt: skip
-    """Fills ``highest`` with the largest integer of each block, the last of which may be shorter.
-
-    ``zero`` and ``infinity``, the bits of the negative one, are of the type of ``row``: loops of a fixed length over one type are
-    spread over lanes. Returned is ``infinity``, or what is above it among the bits of negative numbers: that is not a number.
-    """
+    """Fill ``highest`` with the largest integer of each block; return ``infinity``, or a larger integer if the row has a NaN."""
+    # zero and infinity (the bits of -inf) have the type of the row, so that the loops vectorise.
     strange, whole = infinity, len(row) // _BLOCK
     for block in range(whole):
         best = row[block * _BLOCK]
@@ -76,7 +73,7 @@ def _first_largest(
     row: SignedArray, zero: np.signedinteger, infinity: np.signedinteger, sign: int,
     highest: SignedArray,
 ) -> int:  # fmt: skip
-    """As numpy's argmax of the numbers: the first of equals, and before all others what is not a number. Fills ``highest``."""
+    """Return the index that ``np.argmax`` returns: the first of equal numbers, or the first NaN. Fill ``highest``."""
     strange = _fill_highest(row, zero, infinity, highest)
     first = highest.argmax()
     if 0 < highest[first] <= infinity & sign and strange == infinity:
@@ -99,7 +96,7 @@ def _fill_first_largest(
     address: int, zero: np.signedinteger, infinity: np.signedinteger, sign: int, stride: int, vocab: int, best: Int32Array,
     highest: SignedArray,
 ) -> None:  # fmt: skip
-    """Fills [n] ``best`` and [n, blocks] ``highest`` for n rows, which lie ``stride`` numbers apart from ``address`` on."""
+    """Fill [n] ``best`` and [n, blocks] ``highest`` for n rows that start ``stride`` numbers apart from ``address`` on."""
     numbers = carray(pointer(address, zero), (len(best) - 1) * stride + vocab)
     for row in range(len(best)):
         best[row] = _first_largest(numbers[row * stride : row * stride + vocab], zero, infinity, sign, highest[row])
@@ -107,7 +104,7 @@ def _fill_first_largest(
 
 @compiled
 def _least_of(highest: SignedArray, k: int) -> int:
-    """The k-th largest of the blocks': no number below it is among the k largest. Where so many are not known: -1."""
+    """Return the k-th largest block maximum, a lower bound for the top k; -1 if fewer than k maxima are positive or zero."""
     kept, count = np.empty(k, np.int64), 0
     for block in range(len(highest)):
         number = np.int64(highest[block])
@@ -124,7 +121,7 @@ def _least_of(highest: SignedArray, k: int) -> int:
 
 @compiled
 def _rank(row: SignedArray, sign: int, highest: SignedArray, best: Int32Array) -> None:
-    """Fills [k] ``best`` with the places of the largest numbers of a row, the largest and of equals the first one first."""
+    """Fill [k] ``best`` with the indices of the largest numbers of a row, in descending order and ascending for ties."""
     k, count, least = len(best), 0, _least_of(highest, len(best))
     keys = np.empty(k, np.int64)
     for block in range(len(highest)):
@@ -149,9 +146,9 @@ def _fill_ranks(
     address: int, zero: np.signedinteger, infinity: np.signedinteger, sign: int, stride: int, vocab: int,
     rows: npt.NDArray[np.int64], best: Int32Array, known: bool, highest: SignedArray,
 ) -> None:  # fmt: skip
-    """Fills [n, k] ``best`` for [n] ``rows`` of those that lie ``stride`` numbers apart from ``address`` on.
+    """Fill [n, k] ``best`` for [n] ``rows`` of a matrix whose rows start ``stride`` numbers apart from ``address`` on.
 
-    [m, blocks] ``highest`` are of all rows where they are known, otherwise it has room for those of one.
+    ``highest`` is [m, blocks] for all rows if ``known``, otherwise scratch space for one row.
     """
     numbers = carray(pointer(address, zero), rows.max() * stride + vocab)
     for one in range(len(rows)):
@@ -162,7 +159,7 @@ def _fill_ranks(
 
 
 def blocks_of(logits: torch.Tensor) -> SignedArray | None:
-    """[n, blocks] room for what ``argmax_rows`` finds on its way and ``top_rows`` looks for again; None where they need none."""
+    """Allocate the [n, blocks] block maxima that ``argmax_rows`` fills and ``top_rows`` reuses; None if they are not used."""
     kind = _kind(logits)
     return None if kind is None else _room(kind, *logits.shape)
 
@@ -172,14 +169,9 @@ def _room(kind: tuple[Any, Any, int], rows: int, vocab: int) -> SignedArray:
 
 
 def argmax_rows(logits: torch.Tensor, highest: SignedArray | None = None) -> Int32Array:
-    """The most likely token of each row, the lowest id among equals.
+    """Return the most likely token of each of [n, vocab] logits on any device, [n] int32; of equal ones the lowest id.
 
-    Args:
-        logits: [n, vocab] floating point, on any device.
-        highest: ``blocks_of`` them, to be filled.
-
-    Returns:
-        [n] int32.
+    ``highest`` is the result of ``blocks_of(logits)``, to be filled.
     """
     best: Int32Array
     if not logits.is_cpu:
@@ -189,23 +181,16 @@ def argmax_rows(logits: torch.Tensor, highest: SignedArray | None = None) -> Int
         best = np.empty(count, np.int32)
         room = _room(kind, count, vocab) if highest is None else highest
         _fill_first_largest(logits.data_ptr(), *kind, logits.stride()[0], vocab, best, room)
-    else:  # torch's own argmax is many times slower than numpy's, above all in bfloat16
+    else:  # torch's argmax is many times slower than numpy's, especially in bfloat16
         best = logits.to(torch.promote_types(logits.dtype, torch.float32)).numpy().argmax(-1).astype(np.int32)
     return best
 
 
 def top_rows(logits: torch.Tensor, rows: Sequence[int], k: int, highest: SignedArray | None = None) -> Int32Array:
-    """The k most likely tokens of some rows.
+    """Return the k most likely tokens of the given rows, [n, k] int32, the most likely first.
 
-    Args:
-        logits: [m, vocab] floating point, on any device.
-        rows: [n] of them.
-        k: at most ``vocab``.
-        highest: of all rows, as ``argmax_rows`` has filled it; found again when absent.
-
-    Returns:
-        [n, k] int32, the most likely first. On a CPU, where numba is installed and the logits are no wider than float32, of equal
-        ones the lower id comes first; elsewhere torch does it, which promises no order of equals.
+    Ties are in order of id on a CPU with numba, for dtypes no wider than float32; elsewhere torch promises no order. ``highest``
+    are the block maxima of all rows as filled by ``argmax_rows``.
     """
     best = np.empty((len(rows), k), np.int32)
     if not best.size:
@@ -226,7 +211,7 @@ def _fill_bits(
     address: int, zero: np.signedinteger, stride: int, vocab: int, rows: npt.NDArray[np.int64], best: Int32Array, shift: int,
     bits: Int32Array,
 ) -> None:  # fmt: skip
-    """Fills [n, k] ``bits`` with the numbers at [n, k] places of [n] rows (see ``_fill_ranks``), shifted to the left."""
+    """Fill [n, k] ``bits`` with the logits at [n, k] columns of [n] rows (see ``_fill_ranks``), shifted to the left."""
     numbers = carray(pointer(address, zero), rows.max() * stride + vocab)
     for one in range(len(rows)):
         for rank in range(best.shape[1]):
@@ -235,7 +220,7 @@ def _fill_bits(
 
 @compiled
 def _add_buckets(values: npt.NDArray[np.float32], best: Int32Array) -> None:
-    """Adds to [n, k] tokens the buckets of their likelihoods, by the [n, k] logits of which a row's first is the largest."""
+    """Add the bucket of its likelihood to each of [n, k] tokens, given their [n, k] logits, the largest of a row first."""
     for row in range(len(best)):
         total = 0.0
         for rank in range(best.shape[1]):
@@ -246,7 +231,7 @@ def _add_buckets(values: npt.NDArray[np.float32], best: Int32Array) -> None:
 
 
 def ranked_rows(logits: torch.Tensor, rows: Sequence[int], k: int, highest: SignedArray | None = None) -> Int32Array:
-    """As ``top_rows``, and above ``TOKEN_BITS`` the bucket of each token's likelihood beside the others of its row."""
+    """Return ``top_rows`` with, above ``TOKEN_BITS``, the bucket of each token's likelihood relative to the others of its row."""
     best = top_rows(logits, rows, k, highest)
     if not best.size:
         return best
@@ -254,7 +239,7 @@ def ranked_rows(logits: torch.Tensor, rows: Sequence[int], k: int, highest: Sign
     if kind is None or logits.dtype is torch.float16:
         places = torch.tensor(rows).to(logits.device)[:, None], torch.from_numpy(best).to(logits.device, torch.long)
         values = logits[places].float().cpu().numpy()
-    else:  # torch would take longer for these few numbers than all else here
+    else:  # faster than torch for these few numbers
         bits, shift = np.empty(best.shape, np.int32), 16 if logits.dtype is torch.bfloat16 else 0
         _fill_bits(logits.data_ptr(), kind[0], logits.stride()[0], logits.shape[1], np.array(rows, np.int64), best, shift, bits)
         values = bits.view(np.float32)
@@ -263,12 +248,12 @@ def ranked_rows(logits: torch.Tensor, rows: Sequence[int], k: int, highest: Sign
 
 
 def _kind(logits: torch.Tensor) -> tuple[Any, Any, int] | None:
-    """An entry of ``_KINDS``; None where compiled loops cannot look at the numbers."""
+    """Return an entry of ``_KINDS``; None if compiled loops cannot read the logits."""
     return _KINDS.get(logits.dtype) if NATIVE and logits.is_cpu and logits.stride()[1] == 1 else None
 
 
 def compile_ranking(dtype: torch.dtype) -> None:
-    """Calls what looks at numbers of a type once, so that no request waits for the compiler."""
+    """Compile the functions for one dtype before the first request."""
     logits = torch.zeros(1, 2, dtype=dtype)
     highest = blocks_of(logits)
     argmax_rows(logits, highest)

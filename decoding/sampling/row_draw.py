@@ -1,9 +1,8 @@
 """Draw of a token from a row of logits on a CPU, with warps and noise in one compiled call.
 
-It is the result of ``warp`` and noise over the whole vocabulary, for less. Only tokens that min-p, top-k and top-p leave can be
-drawn, most often few, and only they need noise. Where the nucleus is wide, the winner among all tokens is looked at first, and
-the next best while they lie outside it. It is one call, because between two forwards the processor has forgotten the code of
-everything else. Where a decision is so close that the order of a sum's terms could turn it, nothing is decided here.
+The result equals that of ``warp`` and noise over the whole vocabulary, but only surviving tokens need noise. If the nucleus is
+wide, the winner among all tokens is tested first, then the next best while they lie outside. Decisions that the order of a sum
+could change are ``UNDECIDED``. One call is used because the instruction cache is cold after a forward.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ from decoding.tree import BoolArray
 if NATIVE:
     from numba import carray
 
-LANES = 64  # numbers that go through each of the loops below together
-_FAR = 200.0  # below the highest score: of no weight
-_LEAST_LOG2 = np.float32(-100.0)  # what is less likely than 2 ** -100 of the likeliest counts as that
+LANES = 64  # numbers per iteration, for vectorisation
+_FAR = 200.0  # distance below the highest score at which a token has no weight
+_LEAST_LOG2 = np.float32(-100.0)  # lower bound of log2(weight / highest weight)
 _LOG2_E, _HALF = np.float32(1.0 / math.log(2.0)), np.float32(0.5)
-_TERMS = tuple(np.float32(math.log(2.0) ** power / math.factorial(power)) for power in range(7))  # of 2 ** x about 0
-_SIGN, _INFINITY = np.int32(0x7FFFFFFF), 0x7F800000  # all bits of a float32 but the sign; those of infinity
-_DISTANCES = 1.0, 2.5, 4.5, 7.0  # from the highest score, within which the nucleus is looked for
-_TURNS = 64  # tokens outside the nucleus that are passed over before the long way is taken
-_SLACK = 1.0 + 1e-4  # of a bound, for what weights are wrong by, and for sums that are even
-_EVEN = 1e-9  # sums of score and noise that differ by less may change places where a logarithm is rounded in another way
-# By type of the logits: zero in the integer type of the same size, and the bits that a float32 has more.
+_TERMS = tuple(np.float32(math.log(2.0) ** power / math.factorial(power)) for power in range(7))  # Taylor series of 2 ** x
+_SIGN, _INFINITY = np.int32(0x7FFFFFFF), 0x7F800000  # float32 bits: all but the sign; infinity
+_DISTANCES = 1.0, 2.5, 4.5, 7.0  # from the highest score, tried in turn to find the nucleus
+_TURNS = 64  # tokens outside the nucleus to pass over before the slow path is taken
+_SLACK = 1.0 + 1e-4  # factor on a bound, for the error of weights and for ties
+_EVEN = 1e-9  # sums of score and noise that differ by less may swap if a logarithm rounds differently
+# By dtype: zero in the integer type of the same size, and the left shift that makes float32 bits of it.
 _KINDS: dict[torch.dtype, tuple[Any, int]] = {torch.float32: (np.int32(0), 0), torch.bfloat16: (np.int16(0), 16)}
 
 
 @compiled
 def _fill_scores(address: int, zero: np.signedinteger, shift: int, temperature: np.float32, scores: Float32Array) -> None:
-    """Fills [vocab] ``scores`` with the logits, as float32, over the temperature."""
+    """Fill [vocab] ``scores`` with the logits as float32, divided by the temperature."""
     numbers = carray(pointer(address, zero), len(scores))
     bits = scores.view(np.int32)
     for at in range(len(scores)):
@@ -51,10 +50,7 @@ def _fill_scores(address: int, zero: np.signedinteger, shift: int, temperature: 
 
 @compiled
 def _highest(scores: Float32Array) -> tuple[np.float32, bool]:
-    """The highest score, and whether it is finite and all are numbers: those of barred tokens are negative infinity.
-
-    Integers of the same bits are compared: see ``ranking``.
-    """
+    """Return the highest score, and whether it is finite and no score is NaN or +inf; barred tokens may be -inf."""
     bits = scores.view(np.int32)
     best, largest = -_SIGN, np.int32(0)
     for at in range(len(bits)):
@@ -63,20 +59,17 @@ def _highest(scores: Float32Array) -> tuple[np.float32, bool]:
         best = max(best, number if number >= 0 else -size)
         largest = max(largest, number if number >= 0 else size - 1)
     key = np.empty(1, np.int32)
-    key[0] = best if best >= 0 else -best - _SIGN - 1  # the sign again, and the bits of the size
+    key[0] = best if best >= 0 else -best - _SIGN - 1  # back to sign and magnitude
     return key.view(np.float32)[0], bool(largest < _INFINITY and best > -_INFINITY)
 
 
 @compiled
 def fill_weights(scores: Float32Array, top: np.float32, weights: Float32Array) -> float:
-    """Fills [n] ``weights`` with ``exp(score - top)``, to about 1e-6 of each, and returns their sum.
-
-    ``2 ** x`` is the power of the nearest whole number, which goes into the exponent's bits, times a polynomial in the rest.
-    Loops over lanes are of the kind that compilers compute many numbers of at once: n is a multiple of ``LANES``.
-    """
+    """Fill [n] ``weights`` with ``exp(score - top)`` (error about 1e-6) and return their sum; n is a multiple of ``LANES``."""
     sums, wholes, bits = np.zeros(LANES), np.empty(LANES, np.int32), weights.view(np.int32)
     for start in range(0, len(scores), LANES):
         for lane in range(LANES):
+            # 2 ** x: the nearest integer goes into the exponent bits, and a polynomial computes the rest.
             x = max((scores[start + lane] - top) * _LOG2_E, _LEAST_LOG2)
             whole = np.int32(x - _HALF)
             rest = x - np.float32(whole)
@@ -96,11 +89,7 @@ def fill_weights(scores: Float32Array, top: np.float32, weights: Float32Array) -
 
 @compiled
 def _candidates(scores: Float32Array, weights: Float32Array, top: np.float32, least: float, ids: Int64Array) -> int:
-    """Fills ``ids`` with tokens, ascending, that have more than the mass ``least`` together and are likelier than all others.
-
-    Returns:
-        How many; -1 where they are more than fit.
-    """
+    """Fill ``ids`` with the likeliest tokens of a mass above ``least``, ascending; return the count, -1 on overflow."""
     for distance in _DISTANCES:
         count, held = collect(scores, np.float32(top - distance), ids), 0.0
         if count > len(ids):
@@ -114,7 +103,7 @@ def _candidates(scores: Float32Array, weights: Float32Array, top: np.float32, le
 
 @compiled
 def _likelier(scores: Float32Array, weights: Float32Array, token: int) -> float:
-    """The mass of the tokens before one in the order of their scores, equals by id."""
+    """Return the mass of the tokens before ``token`` in the order of scores, equal scores by id."""
     sums, score = np.zeros(LANES), scores[token]
     for start in range(0, len(scores), LANES):
         for lane in range(LANES):
@@ -127,15 +116,15 @@ def _likelier(scores: Float32Array, weights: Float32Array, token: int) -> float:
 
 @compiled
 def _winner(scores: Float32Array, weights: Float32Array, ids: Int64Array, raw: UInt64Array, passed: BoolArray) -> int:
-    """The place with the highest sum of score and Gumbel noise, or ``UNDECIDED``.
+    """Return the index with the highest sum of score and Gumbel noise among those not ``passed``, or ``UNDECIDED``.
 
-    Noise is ``-log(-log(u))``, and ``-log(u)`` is at least ``1 - u``: so most tokens are known to stay behind the best one so far
-    without a logarithm. What was ``passed`` over is left out. Where ``ids`` are empty, the token of a place is the place.
+    If ``ids`` is empty, the index is the token.
     """
     best, second, place, least = -math.inf, -math.inf, UNDECIDED, math.inf
     for at in range(len(raw)):
         token = ids[at] if len(ids) else at
         uniform = (float(raw[at] >> np.uint64(11)) + 0.5) * 2.0**-53
+        # Noise is -log(-log(u)), and -log(u) >= 1 - u: most tokens are ruled out without a logarithm.
         if 1.0 - uniform > least * weights[token] or passed[at]:
             continue
         value = scores[token] - math.log(-math.log(uniform))
@@ -149,10 +138,7 @@ def _winner(scores: Float32Array, weights: Float32Array, ids: Int64Array, raw: U
 
 @compiled
 def _draw_nucleus(scores: Float32Array, vocab: int, top: np.float32, top_p: float, seed: np.uint64, position: np.uint64) -> int:
-    """The winner among the most likely tokens that have the mass ``top_p``, without putting any in order.
-
-    The winner among all is looked at first, and the next best while it lies outside; 1.0 is all.
-    """
+    """Return the winner within the nucleus of mass ``top_p`` (1.0: all tokens) without sorting, or ``UNDECIDED``."""
     ids, weights = np.empty(MOST, np.int64), np.empty(len(scores), np.float32)
     total = fill_weights(scores, top, weights)
     count = _candidates(scores, weights, top, (top_p + 2.0 * CLOSE) * total, ids) if top_p < 1.0 else -1
@@ -187,7 +173,7 @@ def _draw_nucleus(scores: Float32Array, vocab: int, top: np.float32, top_p: floa
 def _draw_left(
     scores: Float32Array, top: np.float32, min_p: float, top_k: int, top_p: float, seed: np.uint64, position: np.uint64
 ) -> int:
-    """The winner among what min-p, top-k and top-p leave."""
+    """Return the winner among the survivors of min-p, top-k and top-p, or ``UNDECIDED``."""
     ids, left, raw = np.empty(MOST, np.int64), np.empty(MOST, np.float32), np.empty(MOST, np.uint64)
     count = fill_left(scores, top, 0.0, min_p, top_k, top_p, ids, left)
     if count < 0:
@@ -203,7 +189,6 @@ def _draw(
     address: int, zero: np.signedinteger, shift: int, vocab: int, temperature: float, min_p: float, top_k: int, top_p: float,
     seed: int, position: int,
 ) -> int:  # fmt: skip
-    """The token, or ``UNDECIDED``."""
     padded = np.empty(-(-vocab // LANES) * LANES, np.float32)
     scores = padded[:vocab]
     _fill_scores(address, zero, shift, np.float32(temperature), scores)
@@ -217,15 +202,9 @@ def _draw(
 
 
 def draw_row(logits: torch.Tensor, params: SamplingParams, position: int) -> int | None:
-    """The token that ``decoding.sampling.sampler.choose`` gives.
+    """Return the token of ``decoding.sampling.sampler.choose`` for [vocab] logits after the logits processors, if any.
 
-    Args:
-        logits: [vocab] on any device.
-        params: of a request that is not greedy, and whose logits are not altered, or were.
-        position: absolute index of the token.
-
-    Returns:
-        None where it takes another way: other types and devices, too many tokens that are left, a close decision.
+    None is returned for other dtypes and devices, too many surviving tokens, and close decisions. The request must not be greedy.
     """
     if logits.dtype == torch.float16:
         logits = logits.float()
@@ -239,5 +218,5 @@ def draw_row(logits: torch.Tensor, params: SamplingParams, position: int) -> int
 
 
 def compile_draws(dtype: torch.dtype) -> None:
-    """Calls what is compiled once, so that no request waits for the compiler."""
+    """Compile the functions for one dtype before the first request."""
     draw_row(torch.tensor([0.0, 9.0], dtype=dtype), SamplingParams(temperature=1.0, top_p=0.5), 0)

@@ -1,13 +1,11 @@
-"""From one row of logits to one token, with randomness that is a function of (seed, position) alone.
+"""Choice of a token from one row of logits, with randomness that is a function of (seed, position) alone.
 
 The draw is the Gumbel-max trick (``argmax(logits + noise)`` has the distribution ``softmax(logits)``) with noise from a
-counter-based generator (Philox) whose key is the request's seed and whose counter is the absolute position of the token. Nothing
-else enters: not the draft, the batch, the replica or the number of draws before. So the same seed gives the same text under every
-strategy, after a preemption and after a failover, and tests of sampling are equality tests.
+counter-based generator (Philox): the key is the request's seed, the counter the absolute position of the token. So the same seed
+gives the same text under every strategy, after a preemption and after a failover.
 
-The chain from the model's logits to the token, as in vLLM: grammar, bias, minimum length and penalties
-(``decoding.sampling.penalties``), then the argmax of a greedy request, or temperature, min-p, top-k, top-p and the draw.
-Log-probabilities are of the model's raw logits.
+The order of operations is vLLM's: logits processors (``decoding.sampling.penalties``), then argmax for a greedy request, or
+temperature, min-p, top-k, top-p and the draw.
 """
 
 from __future__ import annotations
@@ -26,44 +24,31 @@ from decoding.sampling.row_draw import draw_row
 
 
 def gumbel(raw: UInt64Array) -> npt.NDArray[np.float64]:
-    """Standard Gumbel noise from 64-bit random numbers, each by itself."""
+    """Convert 64-bit random numbers to standard Gumbel noise, element by element."""
     noise: npt.NDArray[np.float64] = (raw >> np.uint64(11)).astype(np.float64)
     noise += 0.5
     noise *= 2.0**-53  # uniform in (0, 1), both ends excluded
-    for _ in range(2):  # in place: of a large vocabulary, new memory costs more than the logarithms
+    for _ in range(2):  # in-place: for a large vocabulary, allocation costs more than the logarithms
         np.log(noise, out=noise)
         np.negative(noise, out=noise)
     return noise
 
 
 def gumbel_noise(seed: int, position: int, count: int) -> npt.NDArray[np.float64]:
-    """Standard Gumbel noise for one position.
-
-    Args:
-        seed: of the request, below 2**63.
-        position: absolute index of the token to choose; prompt tokens count.
-        count: the size of the vocabulary.
-
-    Returns:
-        [count] float64. Entry t belongs to token t, whatever ``count`` is. Built on the raw Philox stream, which numpy keeps
-        stable across versions, and not on its distributions, which it may change.
-    """
+    """Return standard Gumbel noise for the token at an absolute position, [count]; entry t does not depend on ``count``."""
+    # numpy keeps the raw Philox stream stable across versions, but not its distributions.
     return gumbel(raw_stream(seed, position, count))
 
 
 def warp(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Temperature, then min-p, then top-k, then top-p, in vLLM's order; excluded tokens become -inf.
+    """Apply temperature, min-p, top-k and top-p in vLLM's order to [vocab] logits; excluded tokens become -inf.
 
     Min-p (arXiv 2407.01082, section 3) keeps the tokens whose probability is at least ``min_p`` times the highest. Example: with
     probabilities 0.5, 0.3, 0.15, 0.05 and min_p 0.3 the bar is 0.15: three tokens are left.
 
-    Args:
-        logits: [vocab] floating point.
-        params: of a request that is not greedy.
-
     Returns:
-        [vocab] float32, or float64 where the logits are. Ties at the edge of top-k are all kept; the sort behind top-p is stable,
-        so that equal logits are cut by token id. The most likely token is always kept.
+        [vocab] float32, or float64 if the logits are. Ties at the edge of top-k are all kept; top-p cuts equal logits by token
+        id. The most likely token is always kept.
     """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) / params.temperature
     if params.min_p > 0.0:
@@ -87,18 +72,16 @@ def choose(
     rules: LogitRules | None = None,
     barred: Collection[int] = (),
 ) -> int:
-    """The token that the target model emits at ``position``.
+    """Return the token that the target model emits at an absolute position; of equal ones a greedy request gets the lowest id.
 
     Args:
         logits: [vocab] floating point, the row of the prefix that ends before ``position``.
-        params: the request's; greedy gives the argmax, the lowest id among equals.
-        position: absolute index of the token to choose.
-        rules: the request's grammar, bias and penalties, with the same prefix pushed; None where it has none.
-        barred: tokens that may not come yet (see ``LogitRules.apply``); needs ``rules``.
+        rules: logits processors with the same prefix pushed; None if the request has none.
+        barred: tokens excluded by ``min_tokens`` (see ``LogitRules.apply``); requires ``rules``.
     """
     if rules is not None:
         if rules.grammar is not None and (params.greedy or not params.truncates):
-            # The best of all tokens, noise included, is the best of those allowed if it is one of them: no mask is needed.
+            # If the best token overall, noise included, is allowed, it is also the best allowed one: no mask is needed.
             token = _choose(rules.apply(logits, barred, constrained=False), params, position)
             if rules.grammar.accepts(token):
                 return token
@@ -107,7 +90,6 @@ def choose(
 
 
 def _choose(logits: torch.Tensor, params: SamplingParams, position: int) -> int:
-    """The token at ``position``, by the logits after the rules."""
     if params.greedy:
         return int(argmax_rows(logits[None])[0])
     token = draw_row(logits, params, position)
@@ -119,15 +101,9 @@ def _choose(logits: torch.Tensor, params: SamplingParams, position: int) -> int:
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], count: int) -> tuple[TokenLogprob, ...]:
-    """Log-probabilities of emitted tokens and of the most likely alternatives.
+    """Return the raw log-probabilities of [n] emitted tokens and of up to ``count`` most likely alternatives each.
 
-    Args:
-        logits: [n, vocab] the model's raw logits of the rows below which the tokens were emitted.
-        token_ids: [n] the emitted tokens.
-        count: alternatives of each; the whole vocabulary where that is smaller.
-
-    Returns:
-        [n]. Computed in float32, or float64 where the logits are. Which of equals comes last is not promised.
+    ``logits`` are the [n, vocab] rows below which the tokens were emitted. Which of several ties is last is undefined.
     """
     rows = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logprobs = torch.log_softmax(rows, dim=-1)

@@ -1,4 +1,4 @@
-"""Where drafts come from: texts, and what the model said before.
+"""Sources of draft tokens: past outputs, prompts and documents.
 
 In: tokens.
 Out: continuations.

@@ -1,4 +1,4 @@
-"""Draft trees made of several continuations of a text."""
+"""Draft trees built from several continuations of a text."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from decoding.tree import DraftTree
 def tree_of(
     root: int, rows: Iterable[tuple[Sequence[int], int]], budget: int, most: int | None = None, merged: bool = True
 ) -> DraftTree:
-    """Continuations below the root, those that come first before all others, as many tokens as the budget holds.
+    """Build a draft tree from continuations below the root, adding them in order until the budget is used.
 
     Example: ``1 2 3``, ``1 2`` and ``1 4`` with a budget of 4 or more give the rows 1, 2, 3 and, below the same 1, 4. The second
     one adds nothing; with ``most`` 2 the third one is the last to be looked at.
 
     Args:
-        root: the last committed token.
-        rows: continuations, each with the id of its source.
-        budget: rows below the root.
-        most: branches: continuations that add a row; all that fit when absent.
-        merged: what begins alike shares rows; else each continuation is a chain of its own.
+        rows: continuations with their source ids.
+        budget: maximum number of rows below the root.
+        most: maximum number of continuations that add a row; unlimited if None.
+        merged: whether continuations share the rows of a common prefix.
     """
     tokens, parents, sources = [root], [-1], [0]
     children: dict[tuple[int, int], int] = {}

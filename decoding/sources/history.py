@@ -1,4 +1,4 @@
-"""Histories of past outputs: one for each tenant, and the public corpus that all share."""
+"""Histories of past outputs: one per tenant, and the public one that all tenants share."""
 
 from __future__ import annotations
 
@@ -20,72 +20,67 @@ from decoding.tree import Int32Array
 
 _MOST_UNCOUNTED = 1 << 16
 _REMOVED_REQUESTS = 1 << 16  # hashes to remember
-_FEWEST_TEXTS = 1024  # known by name before any is forgotten
-_CHOICES = 2  # outputs of a past request that are recalled
+_FEWEST_TEXTS = 1024  # keys held before any is dropped
+_CHOICES = 2  # recalled outputs per past request
 _NOTHING = np.zeros(0, np.int32)
 
 
 class Recalled(NamedTuple):
-    """A text that a request may repeat, as it resembles one of which the text is an output, or which brought it along."""
+    """Text that a request may repeat: an output or a document of a similar past request."""
 
     tokens: Int32Array  # [n], n >= 1
-    similarity: float  # of the prompts, above 0 and up to 1
+    similarity: float  # similarity of the prompts, in (0, 1]
     is_output: bool
 
 
 @dataclass(slots=True)
 class _Text:
-    """What is known of a text by its key."""
+    """State of a text, by its key."""
 
-    length: int = 0  # tokens from its beginning on that have come
-    end: int | None = None  # its length when it is complete, once known
-    dead: bool = False  # removed: nothing of it comes in
-    numbers: list[int] = field(default_factory=list)  # owners in the log of its parts, and of earlier texts of its name
+    length: int = 0  # contiguous tokens received from the beginning
+    end: int | None = None  # final length, None if unknown
+    dead: bool = False  # removed: later pieces are dropped
+    numbers: list[int] = field(default_factory=list)  # owner numbers in the log, including earlier texts of this key
 
     @property
     def complete(self) -> bool:
-        """Whether all of it has come."""
+        """Return whether all tokens have arrived."""
         return self.end is not None and self.length >= self.end
 
 
 class History:
-    """The texts of one tenant, and how often each token is in them.
+    """Texts of one tenant, and the frequency of each token in them.
 
-    A text comes in pieces, from this process or from others. Pieces may come twice and in any order: the result is the same. A
-    piece is drafted from when all that comes before it is there. Beside the outputs it has notes of requests, by which those are
-    found again that resemble a new one (``decoding.sources.text_keys``).
+    Texts arrive in pieces, from this process or others. Pieces may arrive twice and in any order, with the same result. A piece
+    is used for drafting once all tokens before it have arrived. Notes of requests are stored too, to find similar ones
+    (``decoding.sources.text_keys``). Texts are split at ``end_tokens``, which are in no branch and are not counted.
 
     Example: the pieces (offset 0) ``1 2``, (offset 3) ``4`` and (offset 1) ``2 3`` make ``1 2``, again ``1 2``, and ``1 2 3 4``.
+
+    Raises:
+        ValueError: ``capacity``, in tokens, is below 1.
     """
 
     def __init__(self, capacity: int, end_tokens: tuple[int, ...] = ()) -> None:
-        """
-        Args:
-            capacity: tokens to hold, at least 1.
-            end_tokens: a text is parted at them; they are in no branch and are not counted.
-
-        Raises:
-            ValueError: a capacity below one token.
-        """
         self.log = TokenLog(capacity)
         self.end_tokens = frozenset(end_tokens)
         self._frequencies: Float64Array = np.zeros(0)
-        self._uncounted: list[int] = []  # what came since frequencies were asked for: counting at each step takes longer
-        self.edition: object = object()  # another one once texts are deleted: what was derived from them before has to go too
-        self._texts: dict[int, _Text] = {}  # the one that was begun first comes first
+        self._uncounted: list[int] = []  # tokens not yet in the frequencies: counting at each step is slower
+        self.edition: object = object()  # replaced when texts are deleted: data derived from them is invalid
+        self._texts: dict[int, _Text] = {}  # in order of their beginning
         self._most_texts = _FEWEST_TEXTS
-        self._removed: dict[int, None] = {}  # request hashes, the one removed first comes first
+        self._removed: dict[int, None] = {}  # request hashes in order of removal
         self._held = HeldPieces()
         self._similar, self._passages = SimilarRequests(max(1, capacity // BLOCK)), Passages(capacity)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that can be drafted from."""
+        """Return the number of tokens available for drafting."""
         return self.log.num_tokens
 
     @property
     def frequencies(self) -> Float64Array:
-        """[vocab seen so far] how often each token came."""
+        """Return the count of each token id seen so far, [max id + 1]."""
         self._count()
         return self._frequencies
 
@@ -98,15 +93,14 @@ class History:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays."""
+        """Return the bytes of the arrays."""
         arrays = self.log.nbytes + self.frequencies.nbytes + self._similar.nbytes + self._passages.nbytes
         return arrays + 4 * self._held.num_tokens
 
     def start(self, text: int) -> None:
-        """Says that this process begins to write a text.
+        """Begin a text that this process writes, or continue one that another process has begun.
 
-        If one of this key is complete, or was removed, it is another text: its tokens stay, if any, and this one begins at
-        offset 0. If not, another process has begun it and this one goes on with it.
+        If the text of this key is complete or was removed, a new one begins at offset 0; the tokens of the old one, if any, stay.
         """
         entry = self._texts.get(text)
         if entry is None:
@@ -119,21 +113,14 @@ class History:
             self._texts[text] = _Text(numbers=np.asarray(entry.numbers, np.int64)[here].tolist())
 
     def extend(self, text: int, offset: int, tokens: Sequence[int] | Int32Array, final: bool = False) -> None:
-        """Takes in a piece of a text.
-
-        Args:
-            text: key of the text.
-            offset: tokens of the text before this piece.
-            tokens: [m] token ids, not negative.
-            final: the text ends with this piece. A note comes whole, or is not taken in.
-        """
+        """Add a piece of a text, behind its first ``offset`` tokens; a note is accepted only as one whole piece."""
         if is_note(text):
             if offset == 0 and final:
                 self._note(text, np.asarray(tokens, np.int32))
             return
         entry = self._texts.get(text)
         goes_on = entry is not None and entry.length == offset and entry.end is None and not entry.dead
-        if goes_on and not (final or self._held.num_tokens):  # nearly always: what a step emits
+        if goes_on and not (final or self._held.num_tokens):  # fast path: tokens emitted by a step
             assert entry is not None
             self._append(text, entry, offset, np.asarray(tokens, np.int32))
             return
@@ -159,7 +146,7 @@ class History:
             self.log.close(text)
 
     def _append(self, text: int, entry: _Text, offset: int, tokens: Int32Array) -> None:
-        """Writes what is new of a piece that begins no later than the text ends."""
+        """Append the new tokens of a piece that starts no later than the text ends."""
         new = tokens[entry.length - offset :] if entry.length > offset else tokens
         listed = new.tolist()
         entry.length += len(listed)
@@ -172,7 +159,6 @@ class History:
         self._write(text, entry, new, listed)
 
     def _write(self, text: int, entry: _Text, new: Int32Array, listed: list[int]) -> None:
-        """Writes tokens, given as an array and as a list."""
         if not listed:
             return
         number = self.log.extend(text, new)
@@ -183,15 +169,13 @@ class History:
             self._count()
 
     def _bound_texts(self) -> None:
-        """Forgets the names of texts whose blocks have left the ring when there are far more names than blocks.
-
-        Complete and removed texts go first, then those that have not grown for so long.
-        """
+        """Drop the keys of texts whose blocks have left the ring, once there are far more keys than blocks."""
         if len(self._texts) < self._most_texts:
             return
         owners = self.log.arrays.owners
         here = set(owners.tolist())
         gone = [(text, entry) for text, entry in self._texts.items() if here.isdisjoint(entry.numbers)]
+        # Complete and removed texts go first, then those begun first.
         excess = len(self._texts) - max(_FEWEST_TEXTS // 2, len(owners))
         for text, _ in sorted(gone, key=lambda item: not (item[1].complete or item[1].dead))[: max(0, excess)]:
             self._held.drop(text)
@@ -209,7 +193,7 @@ class History:
             self._similar.add(request, of_tokens(tokens))
 
     def remember(self, request: Request) -> None:
-        """Notes a request of a tenant whose output is complete here: what its prompt resembles, and which passages it brought."""
+        """Store the sketch and the passages of a tenant's request whose output is complete."""
         name = request_of(request.text)
         if name in self._removed or request.tenant is None:
             return
@@ -220,7 +204,7 @@ class History:
         self._passages.look(name, request.prompt_ids, self._removed)
 
     def notes(self, request: Request) -> list[tuple[int, Int32Array]]:
-        """The notes of a request by their keys, as far as they are its own and not earlier requests'."""
+        """Return the notes of a request with their keys, except passages that an earlier request already brought."""
         name = request_of(request.text)
         notes = self._passages.of_request(name)
         if self._similar.knows(name):
@@ -228,7 +212,7 @@ class History:
         return notes
 
     def recall(self, request: Request, most: int) -> list[Recalled]:
-        """Outputs and passages of up to ``most`` others whose prompts resemble a request's, the most similar first."""
+        """Return outputs and passages of up to ``most`` similar past requests, the most similar first."""
         found: list[Recalled] = []
         for name, similarity in self._similar.find(sketch_of(request.prompt_ids, request.embedding), most) if most else ():
             if name == request_of(request.text):
@@ -243,20 +227,18 @@ class History:
         return found
 
     def number(self, text: int) -> int:
-        """The owner number in the log of the text's part that grows; -1 for none."""
+        """Return the owner number in the log of the open part of a text; -1 if there is none."""
         return self.log.number(text)
 
     def removed(self, text: int) -> bool:
-        """Whether a text was taken out, and not started since: what comes of it is dropped."""
+        """Return whether a text was removed and not started since; its later pieces are dropped."""
         entry = self._texts.get(text)
         return entry is not None and entry.dead
 
     def remove(self, text: int, rescued: bool = True) -> None:
-        """Takes a text out, and all before it of the same key: they are never drafted from again.
+        """Remove a text and all earlier ones of the same key; later pieces are dropped until ``start``.
 
-        Args:
-            text: key; pieces that come later are dropped until ``start``.
-            rescued: runs that outlived the block they stood in go too, as they may be of this text.
+        ``rescued`` also removes all runs that survived their block, because they may belong to this text.
         """
         if is_note(text):
             if is_passage(text):
@@ -279,7 +261,7 @@ class History:
             self._delete_survivors()
 
     def remove_requests(self, hashes: Collection[int]) -> None:
-        """Takes out all texts of requests, and such as come later; or documents, whoever brought them (``passages.names_of``)."""
+        """Remove the present and future texts of requests, or documents by their hashes (``passages.names_of``)."""
         for name in hashes:
             self._removed.pop(name, None)
             self._removed[name] = None
@@ -293,17 +275,12 @@ class History:
         self._delete_survivors()
 
     def _delete_survivors(self) -> None:
-        """Takes out what may be left of a deleted text without its name."""
+        """Remove the surviving runs, which have no owner and may belong to a deleted text."""
         self.log.remove(-1, rescued=True)
         self.edition = object()
 
     def clear(self, dead: bool) -> None:
-        """Takes everything out.
-
-        Args:
-            dead: nothing more comes in of texts that are not complete, until ``start``; else all may come again but what was
-                removed before.
-        """
+        """Remove everything; with ``dead``, later pieces of incomplete texts are dropped until ``start``."""
         for entry in self._texts.values():
             entry.dead |= dead and not entry.complete
         self._texts = {text: _Text(dead=True) for text, entry in self._texts.items() if entry.dead}
@@ -316,16 +293,13 @@ class History:
 
 
 class Histories:
-    """A history for each tenant, and the public one. What is in one is never in another."""
+    """One isolated history per tenant, each of up to ``capacity`` tokens, and the public one.
+
+    Raises:
+        ValueError: ``capacity`` is below 1.
+    """
 
     def __init__(self, capacity: int) -> None:
-        """
-        Args:
-            capacity: tokens for each tenant, at least 1.
-
-        Raises:
-            ValueError: a capacity below one token.
-        """
         self.capacity = capacity
         self._end_tokens: tuple[int, ...] = ()
         self.public = History(capacity)
@@ -333,7 +307,7 @@ class Histories:
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        """Texts are parted at them. To be set before the first text comes."""
+        """Return the tokens at which texts are split; set them before the first text arrives."""
         return self._end_tokens
 
     @end_tokens.setter
@@ -344,16 +318,16 @@ class Histories:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all histories."""
+        """Return the bytes of all histories."""
         return sum(history.nbytes for history in self._by_tenant.values())
 
     @property
     def log_bytes(self) -> int:
-        """Bytes of their logs alone, which is nearly all; from any thread."""
+        """Return the bytes of the logs alone, nearly all of the memory; callable from any thread."""
         return sum(history.log.nbytes for history in list(self._by_tenant.values()))
 
     def of(self, tenant: str | None) -> History | None:
-        """The history of a tenant, which is made at the first call; None for no tenant."""
+        """Return the history of a tenant, created at the first call; None for no tenant."""
         if tenant is None:
             return None
         history = self._by_tenant.get(tenant)
@@ -363,6 +337,6 @@ class Histories:
 
 
 def compile_recall() -> None:
-    """Calls what is compiled at its first call, of what finds similar requests and passages, so that no request waits for it."""
+    """Compile the search for similar requests and passages before the first request."""
     compile_similar()
     compile_passages()

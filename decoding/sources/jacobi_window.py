@@ -1,7 +1,6 @@
-"""State of Jacobi lookahead for a request: the window of guesses, the n-gram pool, the block of plain Jacobi decoding.
+"""State of Jacobi lookahead for a request (Lookahead Decoding, arXiv 2402.02057, sections 2 and 3), over token ids.
 
-Plain classes over token ids (Lookahead Decoding, arXiv 2402.02057, sections 2 and 3). Columns of the window depend on one another
-through block 0 alone, and updates take what the target said column by column: members of a group may compute columns apart.
+Columns of the window depend on each other through block 0 alone, so ranks can compute and update them separately.
 """
 
 from __future__ import annotations
@@ -18,15 +17,9 @@ Ngram = tuple[int, ...]
 
 
 class PromptTokens:
-    """Random tokens of a prompt, in an order that is a function of prompt and seed: the same on every replica."""
+    """Random tokens of a prompt, except ``excluded`` if others exist, in an order determined by prompt and seed (below 2**64)."""
 
     def __init__(self, prompt_ids: Int32Array, seed: int, excluded: Set[int] = frozenset()) -> None:
-        """
-        Args:
-            prompt_ids: [n] at least one token.
-            seed: of the request, below 2**64.
-            excluded: tokens not to draw, unless the prompt has no others.
-        """
         kept = prompt_ids[~np.isin(prompt_ids, list(excluded))]
         self._tokens = kept if len(kept) else prompt_ids
         content = seed.to_bytes(8, "little") + prompt_ids.astype("<i4").tobytes()
@@ -34,35 +27,35 @@ class PromptTokens:
         self._stream = np.random.Philox(key=key)
 
     def draw(self, count: int) -> Int32Array:
-        """[count] int32, with replacement. Built on the raw Philox stream, which numpy keeps stable across versions."""
+        """Draw tokens with replacement, [count] int32."""
+        # numpy keeps the raw Philox stream stable across versions.
         at = self._stream.random_raw(count) % np.uint64(len(self._tokens))
         drawn: Int32Array = self._tokens[at.astype(np.intp)].astype(np.int32)
         return drawn
 
 
 class JacobiWindow:
-    """The two-dimensional window: levels are Jacobi iterations (the oldest first), columns are positions after the root.
+    """Two-dimensional window: levels are Jacobi iterations (the oldest first), columns are positions after the root.
 
     Entry ``[level, column]`` stands ``level + column`` positions after the root. Entry ``[0, 0]``, the root's place, is ignored.
-    Level 0 with the root in it is block 0, which is causal; an entry above it sees block 0 up to its column, and its own column.
+    Level 0 with the root is block 0, which is causal; an entry above it attends to block 0 up to its column, and to its own
+    column.
 
-    It begins with one level of ``width + ngram - 2`` columns. Each step of the filling adds the target's answers as a level
-    and drops column 0, whose place is emitted; with ``ngram - 1`` levels and ``width`` columns it is full. From then on a column
-    drops its oldest entry and takes the answer to its newest one, whatever number of tokens the step emitted: after an acceptance
-    of m drafts the content lags m positions behind its new places (as in the published code).
+    While it fills, each step adds the target's answers as a level and drops column 0, whose position is emitted. When full, each
+    column drops its oldest entry and appends the answer to its newest one, however many tokens the step emitted: after m accepted
+    draft tokens the content lags m positions behind its new places (as in the published code).
 
     Example: width 3, ngram 3, initial row ``4 5 6``. With the answers ``1 7 8 9`` below root, 4, 5 and 6 it becomes full: level 0
     is ``_ 5 6``, level 1 ``7 8 9``. With the root 1 and the answers ``2 3 1`` below 7, 8 and 9 the n-grams are ``1 7 2``,
     ``5 8 3`` and ``6 9 1``, and the window is ``_ 8 9``, ``2 3 1``.
+
+    Args:
+        width: W of the paper, columns when full, at least 1.
+        ngram: N of the paper, one more than the levels when full, at least 3.
+        initial: [width + ngram - 3] initial guesses.
     """
 
     def __init__(self, width: int, ngram: int, initial: Int32Array) -> None:
-        """
-        Args:
-            width: W of the paper, columns when full, at least 1.
-            ngram: N of the paper, at least 3.
-            initial: [width + ngram - 3] the guesses to begin with.
-        """
         assert width >= 1 and ngram >= 3 and len(initial) == width + ngram - 3, (width, ngram, len(initial))
         self._ngram = ngram
         self.entries = np.zeros((1, len(initial) + 1), np.int32)  # [levels, columns]
@@ -70,36 +63,34 @@ class JacobiWindow:
 
     @property
     def levels(self) -> int:
-        """Rows of ``entries``."""
+        """Return the number of rows of ``entries``."""
         return self.entries.shape[0]
 
     @property
     def columns(self) -> int:
-        """Columns of ``entries``."""
+        """Return the number of columns of ``entries``."""
         return self.entries.shape[1]
 
     @property
     def full(self) -> bool:
-        """Whether a step yields n-grams."""
+        """Return whether a step yields n-grams."""
         return self.levels == self._ngram - 1
 
     @property
     def steps_to_ngrams(self) -> int:
-        """Steps until n-grams come out, the one that yields them included."""
+        """Return the number of steps up to and including the first that yields n-grams."""
         return self._ngram - self.levels
 
     @property
     def peak_rows(self) -> int:
-        """Most rows of this and later steps, the root not counted. While filling it may be more than when full."""
+        """Return the maximum number of rows of this and later steps, without the root; it may be reached while filling."""
         last = self._ngram - 1
         return max(levels * (self.columns + self.levels - levels) for levels in range(self.levels, last + 1)) - 1
 
     def ngrams(self, root: int, answers: Int32Array) -> list[tuple[int, Ngram]]:
-        """The n-grams of a step, before ``advance``: (first token, the ``ngram - 1`` tokens after it), by column.
+        """Return the n-grams of a step by column, before ``advance``: (first token, the ``ngram - 1`` tokens after it).
 
-        Args:
-            root: the token in the root's place.
-            answers: [k] what the target said below the newest entries of the first k columns.
+        ``answers`` are the target's tokens below the newest entries of the first k columns, [k].
         """
         assert self.full, (self.levels, self._ngram)
         count = len(answers)
@@ -108,11 +99,7 @@ class JacobiWindow:
         return [(key, tuple(value)) for key, value in zip(keys, values, strict=count > 0)]
 
     def advance(self, answers: Int32Array) -> None:
-        """Moves on by one step.
-
-        Args:
-            answers: [k] as in ``ngrams``; columns from k on stay as they are. While the window fills, all columns are needed.
-        """
+        """Advance by one step with the answers of ``ngrams``; a full window keeps later columns, otherwise all are required."""
         if self.full:
             count = len(answers)
             self.entries[:-1, :count] = self.entries[1:, :count].copy()
@@ -122,7 +109,7 @@ class JacobiWindow:
             self.entries = np.vstack([self.entries[:, 1:], answers[1:]])
 
     def replace_newest(self, unwanted: Set[int], source: PromptTokens) -> None:
-        """Puts random prompt tokens in place of unwanted ones in the newest level."""
+        """Replace unwanted tokens of the newest level by random prompt tokens."""
         for column, token in enumerate(self.entries[-1].tolist()):
             if token in unwanted:
                 self.entries[-1, column] = source.draw(1)[0]
@@ -130,9 +117,9 @@ class JacobiWindow:
 
 @dataclass(frozen=True, slots=True)
 class WindowRows:
-    """The first columns of a window as rows of a draft tree, behind its candidates.
+    """First columns of a window as rows of a draft tree, behind its candidates.
 
-    A comb: block 0 is a spine below the root, then each column follows as a tooth on its entry of block 0. So depths are the
+    Block 0 is a chain below the root, and each column is a branch that starts at its entry of block 0. So depths are the
     published positions, and ancestors the published mask.
 
     Example: two levels, three columns, ``_ 5 6`` and ``7 8 9``: tokens ``5 6 7 8 9``, parents ``-1 0 -1 0 1``, ends ``2 3 4``.
@@ -144,7 +131,7 @@ class WindowRows:
 
     @classmethod
     def of(cls, window: JacobiWindow, columns: int) -> WindowRows:
-        """The rows of the first columns, at least one."""
+        """Build the rows of the first ``columns`` columns, at least one."""
         entries, teeth = window.entries[:, :columns], window.levels - 1
         block = np.arange(-1, columns - 1, dtype=np.int32)  # the rows of block 0
         if teeth == 0:
@@ -155,14 +142,14 @@ class WindowRows:
         return cls(np.concatenate([entries[0, 1:], entries[1:].T.ravel()]), parents, ends)
 
     def locate(self, tree: DraftTree) -> Int32Array:
-        """[k] the rows of ``tree`` that hold the newest entries of the first k columns, as many as it computed wholly.
+        """Return the rows of ``tree`` with the newest entries of the first k columns, where k columns were computed completely.
 
-        The engine may have dropped rows (see ``DraftTree.clipped``), or computed another tree altogether, as after a preemption.
+        The engine may have dropped rows (see ``DraftTree.clipped``) or computed another tree, for example after a preemption.
         """
         first = tree.num_candidates
         if len(tree) - first == len(self.tokens) and np.array_equal(tree.tokens[first:], self.tokens):
             return np.where(self.ends < 0, 0, self.ends + first).astype(np.int32)
-        rows, at = [0], first  # rows[i + 1]: where row i is, -1 where it is not; what was kept is in order
+        rows, at = [0], first  # rows[i + 1]: row of ``tree`` with row i, -1 if absent; kept rows are in order
         for token, parent in zip(self.tokens.tolist(), self.parents.tolist(), strict=True):
             here = at < len(tree) and tree.tokens[at] == token and tree.parents[at] == rows[parent + 1]
             rows.append(at if here else -1)
@@ -173,25 +160,20 @@ class WindowRows:
 
 
 class NgramPool:
-    """n-grams by their first token, at most ``guesses`` per token; the one that was inserted the longest ago gives way.
+    """N-grams (N of the paper) by first token, at most ``guesses`` (G of the paper) each, evicted by time of insertion.
 
-    Being looked up does not refresh an n-gram, being inserted again does (as in the published code).
+    A lookup does not refresh an n-gram; inserting it again does (as in the published code).
 
     Example: with ``guesses`` 2, after ``1 2 3``, ``1 4 5``, ``1 2 3`` and ``1 6 7`` the entries of 1 are ``2 3`` and ``6 7``.
     """
 
     def __init__(self, ngram: int, guesses: int) -> None:
-        """
-        Args:
-            ngram: N of the paper, at least 2.
-            guesses: G of the paper, at least 1.
-        """
         assert ngram >= 2 and guesses >= 1, (ngram, guesses)
         self._ngram, self.guesses = ngram, guesses
-        self._values: dict[int, dict[Ngram, None]] = {}  # an ordered set by key
+        self._values: dict[int, dict[Ngram, None]] = {}  # ordered sets by first token
 
     def insert(self, key: int, value: Ngram) -> None:
-        """Takes in an n-gram: its first token and the others."""
+        """Insert an n-gram, given as its first token and the others."""
         values = self._values.setdefault(key, {})
         values.pop(value, None)
         values[value] = None
@@ -199,38 +181,28 @@ class NgramPool:
             del values[next(iter(values))]
 
     def insert_sequence(self, tokens: Sequence[int]) -> None:
-        """Takes in all n-grams of a text, in order."""
+        """Insert all n-grams of a text, in order."""
         for start in range(len(tokens) - self._ngram + 1):
             self.insert(tokens[start], tuple(tokens[start + 1 : start + self._ngram]))
 
     def lookup(self, key: int) -> list[Ngram]:
-        """What may follow a token, the least recently inserted first; not more than ``guesses``, which may have changed."""
+        """Return up to ``guesses`` continuations of a token, the least recently inserted first."""
         return list(self._values.get(key, ()))[-self.guesses :]
 
 
 class JacobiBlock:
-    """The block of plain Jacobi decoding: one guess for each of the next positions, all replaced by what the target says there.
+    """Block of plain Jacobi decoding: one guess per position after the root, all replaced by the target's answers.
 
     Example: guesses ``4 5 6`` after the root; the target says 4 after the root, 7 after 4, 8 after 5 and 9 after 6. Guess 4 is
     accepted and 7 emitted; for the places after 7 the target has said 8 and 9, and the last one gets a random prompt token.
     """
 
     def __init__(self, size: int, source: PromptTokens) -> None:
-        """
-        Args:
-            size: guesses, at least 1.
-            source: of the guesses that nothing is known about.
-        """
         self._source = source
         self.guesses = source.draw(size)  # [size]
 
     def advance(self, answers: Int32Array, emitted: int) -> None:
-        """Moves on by one step.
-
-        Args:
-            answers: [m + 1] what the target said below the root and the first m guesses.
-            emitted: tokens emitted by the step.
-        """
+        """Advance by a step, given the target's tokens below the root and the first m guesses, [m + 1]."""
         size = len(self.guesses)
         known = np.concatenate([answers, self.guesses[len(answers) :]])[emitted : emitted + size]
         self.guesses = np.concatenate([known, self._source.draw(size - len(known))]).astype(np.int32)

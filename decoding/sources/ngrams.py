@@ -1,4 +1,4 @@
-"""N-grams of a growing text: where its last tokens stood before, and what followed them."""
+"""N-gram index of a growing text: earlier occurrences of its last tokens and their continuations."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from decoding.tree import Int32Array
 
 
 class NgramIndex:
-    """Positions behind the occurrences of the n-grams of a growing sequence, for some n.
+    """End positions of the n-grams of a growing sequence, for several n.
 
-    An n-gram counts only once a token follows it, so that a match never is the end of the sequence itself.
+    An n-gram is indexed only once a token follows it, so a match is never the end of the sequence itself.
     """
 
     def __init__(self, sizes: Iterable[int]) -> None:
         self._first: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in sizes}
-        self._later: dict[int, dict[tuple[int, ...], list[int]]] = {n: {} for n in self._first}  # of those that came again
-        self._indexed = 1  # n-grams that end before this position are in the index
+        self._later: dict[int, dict[tuple[int, ...], list[int]]] = {n: {} for n in self._first}  # occurrences after the first
+        self._indexed = 1  # n-grams ending before this position are indexed
 
     def update(self, tokens: Int32Array) -> None:
-        """Catches up with a sequence of which earlier calls saw a prefix."""
+        """Index new tokens of a sequence; earlier calls must have passed a prefix of it."""
         offset = max(0, self._indexed - max(self._first))
         recent = tokens[offset:].tolist()
         for end in range(self._indexed - offset, len(recent)):
@@ -35,43 +35,32 @@ class NgramIndex:
         self._indexed = max(self._indexed, len(tokens))
 
     def ends(self, tokens: Int32Array, n: int) -> list[int]:
-        """The positions behind the occurrences of the last ``n`` tokens of a sequence that ``update`` has seen, ascending."""
+        """Return the end positions of the indexed occurrences of the last ``n`` tokens, ascending."""
         ngram = tuple(tokens[-n:].tolist())
         first = self._first[n].get(ngram)
         return [] if first is None else [first, *self._later[n].get(ngram, ())]
 
 
 class ContextNgrams:
-    """The continuations of a growing sequence's last q tokens (N-Grammys, arXiv 2411.03786, section 4.2).
+    """Continuations of a growing sequence's last q tokens (N-Grammys, arXiv 2411.03786, section 4.2).
+
+    ``query`` and ``length`` are q and w of the paper, both at least 1.
 
     Example: with q = 1 and w = 2 the sequence ``5 1 2 5 1 2 5 1 3 5`` has three earlier 5s, followed by ``1 2``, ``1 2`` and
     ``1 3``: the rows are ``1 2`` (twice) and then ``1 3`` (once). With equal counts, the row that occurred last comes first.
 
-    Departure from the paper: of a q-gram that occurs very often, only the latest ``max_occurrences`` are counted, so that a
-    proposal is not slower in a long or repetitive context.
+    Departure from the paper: only the latest ``max_occurrences`` of a q-gram are counted, to bound the cost of a proposal.
     """
 
     def __init__(self, query: int, length: int, max_occurrences: int) -> None:
-        """
-        Args:
-            query: q of the paper, tokens to match, at least 1.
-            length: w of the paper, tokens of a continuation, at least 1.
-            max_occurrences: occurrences to look at, at least 1.
-        """
         self._query, self._length, self._max_occurrences = query, length, max_occurrences
         self._index = NgramIndex((query,))
 
     def continuations(self, tokens: Int32Array, count: int, short: bool) -> list[list[int]]:
-        """What followed earlier occurrences of the last q tokens.
+        """Return up to ``count`` distinct continuations of the last q tokens, by number of occurrences, then the latest first.
 
-        Args:
-            tokens: [n] the sequence, of which earlier calls saw a prefix.
-            count: most rows to return.
-            short: occurrences so near to the end that fewer than w tokens follow them come last, the latest first.
-
-        Returns:
-            Distinct rows of w tokens by how often they occurred, then by the latest occurrence; with ``short``, shorter ones
-            behind them that begin none of the rows before.
+        With ``short``, continuations of fewer than w tokens, cut off by the end of the sequence, follow unless they begin another
+        row. Earlier calls must have passed a prefix of ``tokens``.
         """
         self._index.update(tokens)
         ends = self._index.ends(tokens, self._query)

@@ -1,9 +1,9 @@
-"""Passages of a tenant, each kept once, for requests that resemble: documents that requests brought, and what recurs in prompts.
+"""Passages of a tenant, each stored once: documents that requests brought, and recurring parts of prompts.
 
-A prompt is cut at *anchors*: n-grams whose hashes are the smallest in a window, as winnowing chooses them (Schleimer, Wilkerson
-and Aiken 2003, section 4.2, "robust"). Any text of ``_WINDOW + _GRAM - 1`` tokens has an anchor, the same one wherever it stands.
-What lies from one anchor to the next is a *stretch*. Stretches that prompts of other requests had, too, one after another, are a
-passage, unless they are of one already: what all prompts of an application begin with is kept once.
+A prompt is cut at *anchors*: n-grams with the smallest hash in a window (winnowing, Schleimer, Wilkerson and Aiken 2003, section
+4.2, "robust"). Every text of ``_WINDOW + _GRAM - 1`` tokens contains an anchor, and equal texts have equal anchors. The text
+between two anchors is a *stretch*. Consecutive stretches that prompts of other requests also contained form a passage, unless
+they belong to one already: the common beginning of an application's prompts is stored once.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from decoding.tree import Int32Array
 
 Int64Array = npt.NDArray[np.int64]
 
-_FEWEST_TOKENS = 16  # of a document that is kept
-LEAST_RECURRING = 64  # tokens of a passage that is found in prompts
-_GRAM, _WINDOW = 8, 32  # tokens of an n-gram, and n-grams of a window
+_FEWEST_TOKENS = 16  # minimum length of a stored document
+LEAST_RECURRING = 64  # minimum tokens of a recurring passage
+_GRAM, _WINDOW = 8, 32  # tokens per n-gram, and n-grams per window
 _STRETCH, _PROMPT = 1, 2  # salts of hashes
-_KEPT = -1  # in the place of a request: the stretch is of a passage that is kept
-_WAYS = 4  # stretches in a bucket, the latest first
-_TOKENS_PER_PLACE = 4  # of the capacity; a prompt has a stretch for each 16 tokens or so
+_KEPT = -1  # owner of the stretches of stored passages
+_WAYS = 4  # stretches per bucket, the latest first
+_TOKENS_PER_PLACE = 4  # tokens of the capacity per table entry; a prompt has a stretch per 16 tokens or so
 
 
 @compiled
 def _mixed(key: int, token: int) -> int:
-    """A hash of 40 bits with one more token."""
+    """Extend a 40-bit hash by one token."""
     return ((key ^ (key >> 19)) * 1000003 + token + 1) & 0xFFFFFFFFFF
 
 
 @compiled
 def _scattered(key: int) -> int:
-    """A hash of 40 bits, above 0, of which all bits depend on all tokens."""
+    """Finalise a 40-bit hash so that all bits depend on all tokens; the result is above 0."""
     key = ((key ^ (key >> 17)) * 0x9E377) & 0xFFFFFFFFFF
     key = ((key ^ (key >> 23)) * 0x85EBD) & 0xFFFFFFFFFF
     return (key ^ (key >> 21)) | 1
@@ -44,7 +44,7 @@ def _scattered(key: int) -> int:
 
 @compiled
 def _anchors(tokens: Int32Array, places: Int32Array, marks: Int64Array) -> int:
-    """Fills places and hashes of the n-grams that are anchors, both [tokens]; returns how many there are."""
+    """Fill positions and hashes of the anchor n-grams, both [tokens], and return their number."""
     count, used, best = len(tokens) - _GRAM + 1, 0, -1
     hashes = np.zeros(max(count, 0), np.int64)
     for start in range(count):
@@ -72,7 +72,7 @@ def _anchors(tokens: Int32Array, places: Int32Array, marks: Int64Array) -> int:
 
 @compiled
 def _names(tokens: Int32Array, places: Int32Array, names: Int64Array) -> None:
-    """Fills the hashes of the stretches, all tokens from one anchor to the end of the next; one fewer than anchors."""
+    """Fill the hashes of the stretches, each from one anchor to the end of the next; one fewer than anchors."""
     for number in range(len(places) - 1):
         key = _STRETCH
         for at in range(places[number], places[number + 1] + _GRAM):
@@ -82,7 +82,7 @@ def _names(tokens: Int32Array, places: Int32Array, names: Int64Array) -> None:
 
 @compiled
 def _way(name: int, known: Int64Array) -> int:
-    """Where a stretch stands in its bucket; -1 for nowhere."""
+    """Return the index of a stretch in its bucket; -1 if absent."""
     for way in range(_WAYS):
         if known[name & (len(known) - 1), way] == name:
             return way
@@ -91,7 +91,7 @@ def _way(name: int, known: Int64Array) -> int:
 
 @compiled
 def _put(name: int, owner: int, known: Int64Array, owners: Int32Array) -> None:
-    """Notes a stretch that is not there, in the place of the oldest one of its bucket that is of no passage."""
+    """Insert an absent stretch, evicting the oldest one of its bucket that belongs to no passage."""
     bucket, last = name & (len(known) - 1), _WAYS - 1
     while last >= 0 and owners[bucket, last] == _KEPT:
         last -= 1
@@ -107,18 +107,16 @@ def _compare(
     tokens: Int32Array, places: Int32Array, names: Int64Array, request: int, known: Int64Array, owners: Int32Array,
     recurs: npt.NDArray[np.bool_],
 ) -> None:  # fmt: skip
-    """Says which stretches a prompt of another request had, and notes those of this one.
-
-    What this prompt begins with, and was the whole of an earlier one, does not count: it is the same conversation, a turn later.
+    """Mark the stretches that a prompt of another request contained, and record those of this prompt.
 
     Args:
-        tokens: the prompt.
-        places, names: of its anchors and stretches.
-        request: stands for the request, above 0.
-        known: [buckets, _WAYS] names of stretches and whole prompts, 0 where there is none.
-        owners: [buckets, _WAYS] who had them first.
-        recurs: [stretches] out, all false.
+        places, names: anchors and stretches of the prompt.
+        request: number of the request, above 0.
+        known: [buckets, _WAYS] hashes of stretches and whole prompts, 0 if empty.
+        owners: [buckets, _WAYS] request that had them first.
+        recurs: [stretches] out, initially false.
     """
+    # Ignore a prefix that was the whole prompt of an earlier request: it is the same conversation one turn later.
     key, continued, whole = _PROMPT, 0, 0
     for at in range(len(tokens)):
         key = _mixed(key, int(tokens[at]))
@@ -139,7 +137,7 @@ def _compare(
 
 @compiled
 def _own(names: Int64Array, known: Int64Array, owners: Int32Array) -> None:
-    """Notes that stretches are of a passage."""
+    """Record that stretches belong to a passage."""
     for name in names:
         way = _way(name, known)
         if way < 0:
@@ -150,7 +148,7 @@ def _own(names: Int64Array, known: Int64Array, owners: Int32Array) -> None:
 
 @compiled
 def _disown(names: Int64Array, known: Int64Array, owners: Int32Array) -> None:
-    """Forgets stretches that are of a passage."""
+    """Remove stretches that belong to a passage."""
     for name in names:
         way, bucket = _way(name, known), name & (len(known) - 1)
         if way >= 0 and owners[bucket, way] == _KEPT:
@@ -158,7 +156,7 @@ def _disown(names: Int64Array, known: Int64Array, owners: Int32Array) -> None:
 
 
 def _cut(tokens: Int32Array) -> tuple[Int32Array, Int64Array, Int64Array]:
-    """Places and hashes of a text's anchors, and the names of its stretches."""
+    """Return positions and hashes of a text's anchors, and the hashes of its stretches."""
     places, marks = np.empty(len(tokens), np.int32), np.empty(len(tokens), np.int64)
     count = _anchors(np.ascontiguousarray(tokens, np.int32), places, marks)
     names = np.empty(max(count - 1, 0), np.int64)
@@ -167,47 +165,45 @@ def _cut(tokens: Int32Array) -> tuple[Int32Array, Int64Array, Int64Array]:
 
 
 def marks_of(tokens: Int32Array) -> list[int]:
-    """Hashes below 2**40 of a text's anchors: of two texts that share 39 tokens or more some are the same."""
+    """Return the hashes, below 2**40, of a text's anchors; texts that share 39 or more tokens share some."""
     marks: list[int] = _cut(np.asarray(tokens, np.int32))[1].tolist()
     return marks
 
 
 def names_of(key: int, tokens: Int32Array) -> list[int]:
-    """Hashes by which a passage is deleted: of its text and, where it was found in a prompt, of documents it has parts of."""
+    """Return the hashes by which a passage is deleted: of its text and, if it recurred in prompts, of its anchors."""
     return list(dict.fromkeys([document_hash(tokens), *(marks_of(tokens) if is_recurring(key) else ())]))
 
 
 def _owner(request: int) -> int:
-    """What stands for a request, by its hash, above 0."""
     return 1 + (request & 0x3FFFFFFF)
 
 
 class Passages:
-    """The latest passages, by the key of the request that brought each first, or in whose prompt it was found to recur.
+    """Latest passages, by the key of the request that first brought each or in whose prompt it was found to recur.
 
-    Memory, beside the passages: ``nbytes``, three bytes for each token of the capacity, once a prompt was looked at.
+    The search tables take three bytes per token of the capacity. ``capacity`` is in tokens; the oldest passages are evicted.
     """
 
     def __init__(self, capacity: int) -> None:
-        """``capacity``: tokens to hold; when there are more the oldest passages leave."""
         self._capacity = capacity
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all of them."""
+        """Remove all passages."""
         self.num_tokens = 0
-        self._passages: dict[int, Int32Array] = {}  # the oldest comes first
+        self._passages: dict[int, Int32Array] = {}  # in order of insertion
         self._by_request: dict[int, list[int]] = {}  # keys
         self._keys: dict[int, list[int]] = {}  # by the hashes of ``names_of``
         self._known, self._owners = np.zeros((0, _WAYS), np.int64), np.zeros((0, _WAYS), np.int32)  # see ``_compare``
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays."""
+        """Return the bytes of the arrays."""
         return 4 * self.num_tokens + self._known.nbytes + self._owners.nbytes
 
     def add(self, key: int, tokens: Int32Array, removed: Collection[int]) -> bool:
-        """Keeps a passage, if it is not there already and none of its hashes is among those that were removed; whether it did."""
+        """Store a passage unless it is present, of unsuitable length, or matches a removed hash; return whether it was stored."""
         if key in self._passages or not _FEWEST_TOKENS <= len(tokens) <= self._capacity:
             return False
         names = names_of(key, tokens)
@@ -225,7 +221,7 @@ class Passages:
         return True
 
     def look(self, request: int, prompt_ids: Int32Array, removed: Collection[int]) -> None:
-        """Keeps what recurs: what stands in a prompt, by the request's hash, and stood in that of another request."""
+        """Store the parts of a prompt that also stood in the prompt of another request, by this request's hash."""
         if len(prompt_ids) < LEAST_RECURRING:
             return
         self._make()
@@ -255,11 +251,11 @@ class Passages:
             self._known, self._owners = np.zeros((buckets, _WAYS), np.int64), np.zeros((buckets, _WAYS), np.int32)
 
     def of_request(self, request: int) -> list[tuple[int, Int32Array]]:
-        """Those that a request brought first, by its hash."""
+        """Return the passages that a request brought first, by its hash."""
         return [(key, self._passages[key]) for key in self._by_request.get(request, ())]
 
     def remove(self, key: int) -> None:
-        """Takes a passage out; one that is not there is no error."""
+        """Remove a passage, if present."""
         tokens = self._passages.pop(key, None)
         if tokens is None:
             return
@@ -272,19 +268,19 @@ class Passages:
                 del table[name]
 
     def remove_request(self, name: int) -> None:
-        """Takes out what a request brought, by its hash, or what there is of a document, by one of its own (``names_of``)."""
+        """Remove the passages of a request by its hash, or those that match a document by one of its hashes (``names_of``)."""
         for key in {*self._by_request.get(name, ()), *self._keys.get(name, ())}:
             self.remove(key)
 
     def forget_prompts(self, requests: Collection[int]) -> None:
-        """Forgets what stood in the prompts of requests, by their hashes."""
+        """Remove the stretches of the prompts of requests, given their hashes."""
         if len(self._known):
             gone = np.isin(self._owners, [_owner(request) for request in requests])
             self._known[gone], self._owners[gone] = 0, 0
 
 
 def compile_passages() -> None:
-    """Calls what is compiled at its first call, so that no request waits for it."""
+    """Compile the functions of this module before the first request."""
     passages = Passages(1024)
     for request in range(2):
         passages.look(request, np.arange(request, 2 * LEAST_RECURRING, dtype=np.int32), ())

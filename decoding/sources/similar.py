@@ -1,9 +1,8 @@
-"""Past requests of a tenant that resemble a new one: their outputs are what it may repeat (LLMA, arXiv 2304.04487, section 2).
+"""Past requests of a tenant that resemble a new one, whose outputs it may repeat (LLMA, arXiv 2304.04487, section 2).
 
-A prompt is known by its *sketch*: the smallest hashes of its n-grams (a bottom-k sketch, Broder 1997), some of its beginning,
-some of its end, where questions stand, and some of all of it. Two prompts share about as large a part of their sketches as of
-their n-grams. An embedding that the client sent along (``decoding.sources.embeddings``) belongs to the sketch, too: prompts that
-mean the same in other words are found by it.
+A *sketch* consists of the smallest hashes of a prompt's n-grams (bottom-k sketch, Broder 1997): some of its beginning, some of
+its end, where questions stand, and some of all of it. The overlap of two sketches estimates the overlap of the n-grams. A
+client-supplied embedding (``decoding.sources.embeddings``) is appended to the sketch, to find paraphrased prompts.
 """
 
 from __future__ import annotations
@@ -20,28 +19,28 @@ from decoding.tree import BoolArray, Int32Array
 UInt64Array = npt.NDArray[np.uint64]
 Float64Array = npt.NDArray[np.float64]
 
-# Of a prompt's beginning, end and whole (0): how many tokens, the order of the n-grams, and how many hashes are kept.
+# (tokens, n-gram order, hashes to keep) for a prompt's beginning, its end (negative), and all of it (0).
 _PARTS = ((96, 2, 8), (-48, 2, 12), (0, 3, 12))
-SKETCH = sum(kept for *_, kept in _PARTS)  # values; 0 where a short prompt has fewer
-# Of a sketch as a text, without an embedding and with one: a value is two numbers below 4096, which nearly all vocabularies hold.
+SKETCH = sum(kept for *_, kept in _PARTS)  # values; 0 if a short prompt has fewer
+# Lengths of an encoded sketch, without and with an embedding: a value is two token ids below 4096, which nearly all models have.
 SKETCH_TOKENS = 2 * SKETCH, 2 * (SKETCH + EMBEDDING)
-LEAST_SIMILARITY = 0.2  # of a request that is found
+LEAST_SIMILARITY = 0.2  # minimum similarity of a search result
 _DIGIT = 12  # bits
-_WAYS = 8  # the latest requests with a value are found
-_FEW = 256  # requests: there is room for so many, then for all
+_WAYS = 8  # latest requests per value to compare
+_FEW = 256  # requests of the first allocation; the second has the full capacity
 
 
 class Similar(NamedTuple):
-    """A past request that resembles."""
+    """Past request similar to a given one."""
 
     request: int  # hash, see ``decoding.request.request_hash``
-    # Up to 1: the part of the prompt's sketch that it shares, where rare values count more, or the nearness of the embeddings.
+    # At most 1: weighted overlap of the prompts' sketches, or similarity of the embeddings.
     similarity: float
 
 
 @compiled
 def _fill(tokens: Int32Array, order: int, salt: int, out: Int32Array) -> None:
-    """Fills ``out`` with the smallest different hashes of the n-grams, ascending."""
+    """Fill ``out`` with the smallest distinct hashes of the n-grams, ascending."""
     used = 0
     for end in range(order, len(tokens) + 1):
         key = salt
@@ -64,7 +63,7 @@ def _fill(tokens: Int32Array, order: int, salt: int, out: Int32Array) -> None:
 
 
 def sketch_of(prompt_ids: Int32Array, embedding: Int32Array | None = None) -> Int32Array:
-    """[SKETCH] of a prompt, each value below 2**24, or [SKETCH + EMBEDDING] with an embedding (``embeddings.signs_of``)."""
+    """Return the sketch of a prompt, [SKETCH] values below 2**24, followed by its embedding (``embeddings.signs_of``), if any."""
     sketch, at = np.zeros(SKETCH, np.int32), 0
     for salt, (size, order, kept) in enumerate(_PARTS, start=1):
         part = prompt_ids[:size] if size > 0 else prompt_ids[size:]
@@ -74,13 +73,13 @@ def sketch_of(prompt_ids: Int32Array, embedding: Int32Array | None = None) -> In
 
 
 def as_tokens(sketch: Int32Array) -> Int32Array:
-    """A sketch as it travels, among the texts of its request."""
+    """Encode a sketch as token ids, for transport like a text."""
     tokens: Int32Array = np.stack((sketch >> _DIGIT, sketch & ((1 << _DIGIT) - 1)), axis=1).ravel()
     return tokens
 
 
 def of_tokens(tokens: Int32Array) -> Int32Array:
-    """The sketch that travelled so."""
+    """Decode the result of ``as_tokens``."""
     digits = tokens.reshape(-1, 2) & ((1 << _DIGIT) - 1)
     sketch: Int32Array = digits[:, 0] << _DIGIT | digits[:, 1]
     return sketch
@@ -88,7 +87,7 @@ def of_tokens(tokens: Int32Array) -> Int32Array:
 
 @compiled
 def _count(sketch: Int32Array, counts: Int32Array, change: int) -> None:
-    """Counts a request in the buckets of its values, or takes it out again."""
+    """Add ``change`` to the count of each value of a sketch."""
     for value in sketch:
         if value:
             counts[value & (len(counts) - 1)] += change
@@ -96,7 +95,7 @@ def _count(sketch: Int32Array, counts: Int32Array, change: int) -> None:
 
 @compiled
 def _post(sketch: Int32Array, place: int, postings: Int32Array) -> None:
-    """Notes a request's place as the latest of each of its values."""
+    """Insert the place of a request as the latest of each of its values."""
     for value in sketch:
         bucket = value & (len(postings) - 1)
         if value and postings[bucket, 0] != place + 1:
@@ -110,20 +109,17 @@ def _compare(
     wanted: Int32Array, live: int, sketches: Int32Array, postings: Int32Array, counts: Int32Array, marks: BoolArray,
     places: Int32Array, similarities: Float64Array,
 ) -> int:  # fmt: skip
-    """Compares a prompt with the latest requests that share a value with it.
+    """Compare a prompt with the latest requests that share a value with it, and return their number.
 
-    A value that k of n requests have is worth ``log(1 + (n - k + 1/2) / (k + 1/2))``, as a word is in BM25 (Robertson and
-    Zaragoza 2009); the similarity is what the shared values are worth of what all of the prompt's are.
+    A value of k of n requests weighs ``log(1 + (n - k + 1/2) / (k + 1/2))``, as a word in BM25 (Robertson and Zaragoza 2009). The
+    similarity is the weight of the shared values over that of all values of the prompt.
 
     Args:
-        wanted: the sketch of the prompt.
-        live: requests that are known, n.
-        marks: [places] all false.
+        wanted: sketch of the prompt.
+        live: number of stored requests, n.
+        marks: [places] scratch space, all false.
         places: [SKETCH * _WAYS] out.
-        similarities: [SKETCH * _WAYS] out: of the requests there.
-
-    Returns:
-        How many requests were compared.
+        similarities: [SKETCH * _WAYS] out: similarity of each of ``places``.
     """
     used, total = 0, 0.0
     worths = np.zeros(len(wanted))
@@ -155,7 +151,7 @@ def _compare(
 
 
 def popcount(bits: int) -> int:
-    """Ones among the bits of a number of 64 bits."""
+    """Return the number of ones among the bits of a 64-bit integer."""
     return (int(bits) & (1 << 64) - 1).bit_count()
 
 
@@ -165,23 +161,19 @@ if NATIVE:
 
     @intrinsic
     def popcount(context: Any, bits: Any) -> Any:
-        """As above: one instruction of compiled code."""
+        """Compile ``popcount`` to one instruction."""
         return types.int64(types.int64), lambda _context, builder, _signature, arguments: builder.ctpop(arguments[0])
 
 
 @compiled
 def _nearest(wanted: Int64Array, words: Int64Array, added: int, places: Int32Array, distances: Int32Array) -> int:
-    """Compares an embedding with those of its length.
+    """Find the nearest embeddings of the same length, and return how many were found.
 
     Args:
         wanted: [WORDS].
-        words: [places, WORDS] all others; 0 where there is none.
-        added: requests that were ever put into these places, one after the other and around.
-        places: [most] out: the nearest ones, the nearest first, of equal ones the latest.
-        distances: [most] out: signs that differ.
-
-    Returns:
-        How many were found, up to ``most``.
+        words: [places, WORDS] stored ones, 0 if empty, in a ring to which ``added`` were ever added.
+        places: [most] out: the nearest first, of equal ones the latest.
+        distances: [most] out: number of differing signs.
     """
     used = 0
     place = added % len(words)
@@ -204,48 +196,47 @@ def _nearest(wanted: Int64Array, words: Int64Array, added: int, places: Int32Arr
 
 
 class SimilarRequests:
-    """The latest requests of a tenant, found by what their prompts share with another prompt: in microseconds, however many.
+    """Ring of the latest requests of a tenant, searched by prompt similarity in microseconds.
 
-    Embeddings are all compared, in some nanoseconds each. Memory: ``nbytes``, about 530 bytes a request, and 72 more once a
-    request had an embedding.
+    Embeddings are compared exhaustively, in some nanoseconds each. A request takes about 530 bytes, and 72 more once any has an
+    embedding.
     """
 
     def __init__(self, capacity: int) -> None:
-        """``capacity``: requests to know, at least 1; rounded up to a power of two."""
         self._capacity = 1 << max(capacity - 1, 0).bit_length()
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all requests."""
+        """Remove all requests."""
         self._next = self._live = 0
         self._make(0)
 
     def _make(self, size: int) -> None:
-        """Empty arrays with places for so many requests, a power of two, or none."""
+        """Allocate empty arrays for ``size`` requests, a power of two or 0."""
         buckets = max(size, _FEW) * SKETCH if size else 0
-        self._requests: UInt64Array = np.zeros(size, np.uint64)  # hash in each place
-        self._sketches = np.zeros((size, SKETCH), np.int32)  # in each place; all 0 where there is none
-        self._postings = np.zeros((buckets // 4, _WAYS), np.int32)  # places by value, counted from 1, the latest first
-        self._counts = np.zeros(buckets, np.int32)  # values of requests that are here
+        self._requests: UInt64Array = np.zeros(size, np.uint64)  # request hash by place
+        self._sketches = np.zeros((size, SKETCH), np.int32)  # by place; all 0 if empty
+        self._postings = np.zeros((buckets // 4, _WAYS), np.int32)  # place + 1 by value, the latest first
+        self._counts = np.zeros(buckets, np.int32)  # stored requests by value
         self._marks = np.zeros(size, np.bool_)
-        self._words = np.zeros((0, WORDS), np.int64)  # embeddings in each place, once there is one
+        self._words = np.zeros((0, WORDS), np.int64)  # embeddings by place; allocated at the first one
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays."""
+        """Return the bytes of the arrays."""
         arrays = self._requests, self._sketches, self._postings, self._counts, self._marks, self._words
         return sum(array.nbytes for array in arrays)
 
     def __len__(self) -> int:
-        """Requests that are known."""
+        """Return the number of stored requests."""
         return self._live
 
     def knows(self, request: int) -> bool:
-        """Whether a request is among them, by its hash."""
+        """Return whether a request is stored, by its hash."""
         return len(self._places(request)) > 0
 
     def add(self, request: int, sketch: Int32Array) -> None:
-        """Makes a request known, by its hash; where there is no room for it instead of the oldest one."""
+        """Store a request by its hash, replacing the oldest one if there is no room."""
         if not sketch[:SKETCH].any() or self.knows(request):
             return
         if self._next == len(self._requests) < self._capacity:
@@ -283,12 +274,12 @@ class SimilarRequests:
             self._words[place] = 0
 
     def remove(self, request: int) -> None:
-        """Takes a request out, by its hash; one that is not known is no error."""
+        """Remove a request by its hash, if present."""
         for place in self._places(request).tolist():
             self._empty(place)
 
     def find(self, sketch: Int32Array, most: int) -> list[Similar]:
-        """The requests that resemble a prompt most, the most similar first, of equal ones the latest."""
+        """Return at most ``most`` similar requests, the most similar first, of equal ones the latest."""
         if not self._live:
             return []
         places, found = np.empty(SKETCH * _WAYS, np.int32), np.empty(SKETCH * _WAYS)
@@ -307,7 +298,7 @@ class SimilarRequests:
     def _with_nearest(
         self, embedding: Int32Array, most: int, places: Int32Array, found: Float64Array
     ) -> tuple[Int32Array, Float64Array]:
-        """Places and similarities with those of the nearest embeddings; of a request's two similarities the larger counts."""
+        """Merge the nearest embeddings into places and similarities; the larger similarity of a request counts."""
         near, distances = np.empty(most, np.int32), np.empty(most, np.int32)
         count = _nearest(words_of(embedding), self._words, self._next, near, distances)
         better = dict(zip(places.tolist(), found.tolist(), strict=True))
@@ -317,8 +308,8 @@ class SimilarRequests:
 
 
 def compile_similar() -> None:
-    """Calls what is compiled at its first call, so that no request waits for it."""
+    """Compile the functions of this module before the first request."""
     requests, sketch = SimilarRequests(1), sketch_of(np.arange(4, dtype=np.int32), np.ones(EMBEDDING, np.int32))
-    for number in range(2):  # the second one takes the place of the first
+    for number in range(2):  # the second one replaces the first
         requests.add(number, sketch)
     requests.find(sketch, 1)

@@ -1,22 +1,22 @@
-"""A suffix automaton: the longest end of a growing text that stands elsewhere in it, and where."""
+"""Suffix automaton: the longest suffix of a growing text that occurred before, and its position."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-MAX_CLASSES = 32  # classes whose last occurrence is brought up to date with each token; only long runs nest deeper
+MAX_CLASSES = 32  # classes whose last occurrence is updated per token; only long runs nest deeper
 
 
 class SuffixAutomaton:
-    """Suffix automaton of a text that grows at its end (Blumer et al. 1985; as a drafter: SAM-Decoding, arXiv 2411.10666).
+    """Suffix automaton of a growing text (Blumer et al. 1985; as a drafter: SAM-Decoding, arXiv 2411.10666).
 
-    A state is a class of substrings that end at the same positions; its *link* is the class of its longest suffix that also ends
-    elsewhere. The whole text ends at one position only, so that its link holds the longest end of the text that occurred before.
+    A state is a class of substrings with equal end positions; its *link* is the class of its longest suffix that also ends
+    elsewhere. The whole text ends at one position only, so its link holds the longest suffix that occurred before.
 
     Example: after ``1 2 3 1 2`` the longest repeated end is ``1 2``: its state has length 2 and its last occurrence before ends
     at 2, counted in tokens, where ``3`` follows.
 
-    Departures from SAM-Decoding: the last occurrence is known beside the first. Where more than 32 classes are nested, as after
+    Departures from SAM-Decoding: the last occurrence is known as well as the first. If more than 32 classes are nested, as after
     that many equal tokens, the outer ones may know an earlier occurrence instead of the last.
     """
 
@@ -26,23 +26,23 @@ class SuffixAutomaton:
         self.text: list[int] = []
         self.link = [-1]  # state -> state; state 0 is the empty string
         self.length = [0]  # tokens of the longest substring of the class
-        self.first_end = [0]  # tokens of the text up to the end of the first occurrence
-        self.last_end = [0]  # and of the last one that ends before the text does
+        self.first_end = [0]  # end of the first occurrence, in tokens
+        self.last_end = [0]  # end of the last occurrence before the end of the text
         self._next: list[dict[int, int]] = [{}]  # state -> token -> state
         self._whole = 0  # the state of the whole text
 
     @property
     def match(self) -> int:
-        """The state of the longest end of the text that occurred before; 0 where none did."""
+        """Return the state of the longest suffix of the text that occurred before; 0 if there is none."""
         return max(self.link[self._whole], 0)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Appends tokens, in amortised constant time for each."""
+        """Append tokens, in amortised constant time each."""
         next_, link, length, last_end = self._next, self.link, self.length, self.last_end
         state, end = self._whole, len(self.text)
         for token in tokens:
             suffix = link[state]
-            for _ in range(MAX_CLASSES):  # the text ends here no more: an occurrence like others
+            for _ in range(MAX_CLASSES):  # no longer the end of the text: an ordinary occurrence
                 if suffix <= 0:
                     break
                 last_end[suffix] = end
@@ -67,7 +67,7 @@ class SuffixAutomaton:
         self.last_end.append(last_end)
 
     def _class(self, state: int, token: int) -> int:
-        """The state of an end of the text and ``token``, split from longer substrings that do not end where the text ends now."""
+        """Return the state of a suffix plus ``token``, split from longer substrings that do not end at the end of the text."""
         target = self._next[state][token]
         if self.length[target] == self.length[state] + 1:
             return target
@@ -82,9 +82,9 @@ class SuffixAutomaton:
 
 
 class CountedAutomaton(SuffixAutomaton):
-    """A suffix automaton that also knows how often each run of up to ``depth`` tokens stands in the text, its end included.
+    """Suffix automaton with the count of each run of up to ``depth`` tokens, including the one at the end of the text.
 
-    So it is the suffix tree of SuffixDecoding (arXiv 2411.04975), in which a node is a run and has a count.
+    It is equivalent to the suffix tree of SuffixDecoding (arXiv 2411.04975), in which a node is a run with a count.
 
     Example: in ``1 2 3 1 2`` the run ``1 2`` stands twice and ``1 2 3`` once: 3 follows with probability 1/2.
     """
@@ -95,10 +95,10 @@ class CountedAutomaton(SuffixAutomaton):
         super().__init__()
         self.depth = depth
         self.count = [0]  # by state
-        self._end, self._end_length = 0, 0  # the state of the text's last ``depth`` tokens, and how many they are
+        self._end, self._end_length = 0, 0  # state and length of the text's last ``depth`` tokens
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Appends tokens, in up to ``depth`` steps for each."""
+        """Append tokens, in up to ``depth`` steps each."""
         for token in tokens:
             super().extend((token,))
             self._end_length = min(self._end_length + 1, self.depth)
@@ -109,10 +109,9 @@ class CountedAutomaton(SuffixAutomaton):
                 state = self.link[state]
 
     def ends(self, context: Sequence[int] | None = None) -> Iterator[tuple[int, int, int]]:
-        """(state, most, fewest) tokens of the ends of a text that stand in this one, state by state, the longest first.
+        """Yield (state, most, fewest) tokens of the suffixes of ``context`` that occur in this text, the longest first.
 
-        Args:
-            context: the text, of which the last ``depth`` tokens count; this one when absent.
+        Only the last ``depth`` tokens count. None stands for this text itself.
         """
         state, length = self._end, self._end_length
         if context is not None:
@@ -129,11 +128,11 @@ class CountedAutomaton(SuffixAutomaton):
             state, length = link, self.length[link]
 
     def following(self, state: int) -> Iterator[tuple[int, int]]:
-        """(token, state) of what stands behind the runs of a state."""
+        """Return (token, state) for each continuation of a state."""
         return iter(self._next[state].items())
 
     def _within(self, state: int, length: int) -> int:
-        """The state of the last ``length`` tokens of a state's runs."""
+        """Return the state of the last ``length`` tokens of a state's runs."""
         while self.length[self.link[state]] >= length:
             state = self.link[state]
         return state
@@ -145,7 +144,7 @@ class CountedAutomaton(SuffixAutomaton):
     def _class(self, state: int, token: int) -> int:
         target, states = self._next[state][token], len(self.length)
         found = super()._class(state, token)
-        if len(self.length) > states:  # split: so far its runs stood where those of the longer ones do
+        if len(self.length) > states:  # split: its runs had the same positions as the longer ones
             self.count[found] = self.count[target]
             self._end = self._within(self._end, self._end_length) if self._end else 0
         return found

@@ -1,8 +1,8 @@
-"""Keys of what is remembered of a request: the texts that it wrote, and notes beside them.
+"""Keys of stored texts: the outputs of a request and the notes stored with them.
 
-A note is no output: it is written at once when the request has ended, and never grows. A *sketch* says what the prompt resembles
-(``decoding.sources.similar``), a *passage* is a document that the request brought along, or what its prompt has in common with
-that of another one (``decoding.sources.passages``).
+A note is written once, when the request has ended. A *sketch* summarises the prompt for similarity search
+(``decoding.sources.similar``). A *passage* is a document that the request brought along, or a part of its prompt that recurs in
+another prompt (``decoding.sources.passages``).
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ import hashlib
 
 from decoding.tree import Int32Array
 
-_CHOICE_BITS = 16  # of a text key
-MAX_CHOICES = 0xFF00  # numbers that outputs may have; those above stand for notes
+_CHOICE_BITS = 16  # choice bits of a text key
+MAX_CHOICES = 0xFF00  # choice numbers of outputs are below it; higher numbers mark notes
 _SKETCH = 0xFFFF
-MAX_RECURRING = 16  # passages found in the prompt of a request
-MAX_PASSAGES = _SKETCH - MAX_RECURRING - MAX_CHOICES  # of documents of a request
-_PASSAGE_TOKENS = 4096  # longer documents are several passages
+MAX_RECURRING = 16  # recurring passages per prompt
+MAX_PASSAGES = _SKETCH - MAX_RECURRING - MAX_CHOICES  # document passages per request
+_PASSAGE_TOKENS = 4096  # longer documents are split
 
 
 def request_hash(name: str) -> int:
-    """What stands for a request in text keys: 64 bits of the BLAKE2b hash of its name, the same in every process."""
+    """Return the hash of a request's name in text keys: 64 bits of BLAKE2b, the same in every process."""
     return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest())
 
 
 def document_hash(tokens: Int32Array) -> int:
-    """What stands for a passage where it is to be forgotten, whoever brought it: 64 bits of the BLAKE2b hash of its tokens."""
+    """Return the hash by which a passage is deleted, whichever request brought it: 64 bits of BLAKE2b of its tokens."""
     return int.from_bytes(hashlib.blake2b(tokens.astype("<i4").tobytes(), digest_size=8).digest())
 
 
 def passages_of(document: Int32Array) -> list[Int32Array]:
-    """A document as passages, in which it is remembered."""
+    """Split a document into passages."""
     return [document[at : at + _PASSAGE_TOKENS] for at in range(0, len(document), _PASSAGE_TOKENS)]
 
 
 def text_key(request_id: str) -> int:
-    """The key, below 2**80, of the text that a request writes: the hash of its name, then 16 bits for the choice.
+    """Return the key, below 2**80, of the output of a request: the hash of its name, then 16 bits for the choice.
 
-    The id ``NAME/INDEX`` of a choice of a larger request hashes NAME; INDEX is up to five digits, below 65,280. Any other id is a
-    name, of choice 0.
+    The id ``NAME/INDEX`` of a choice hashes NAME; INDEX has up to five digits and is below 65,280. Any other id is a name, choice
+    0.
 
     Example: ``text_key("chatcmpl-7/2") == request_hash("chatcmpl-7") << 16 | 2``.
     """
@@ -49,40 +49,40 @@ def text_key(request_id: str) -> int:
 
 
 def request_of(text: int) -> int:
-    """The request hash in a text key."""
+    """Return the request hash in a text key."""
     return text >> _CHOICE_BITS
 
 
 def is_note(text: int) -> bool:
-    """Whether a key is that of a sketch or a passage."""
+    """Return whether a key is that of a sketch or a passage."""
     return text & _SKETCH >= MAX_CHOICES
 
 
 def is_passage(text: int) -> bool:
-    """Whether a key is that of a passage."""
+    """Return whether a key is that of a passage."""
     return MAX_CHOICES <= text & _SKETCH < _SKETCH
 
 
 def output_key(request: int, choice: int) -> int:
-    """The key of what a request wrote as one of its choices, by its hash."""
+    """Return the key of one choice of a request, given the request's hash."""
     return request << _CHOICE_BITS | choice
 
 
 def sketch_key(request: int) -> int:
-    """The key of the sketch of a request's prompt, by its hash."""
+    """Return the key of the sketch of a request's prompt, given the request's hash."""
     return request << _CHOICE_BITS | _SKETCH
 
 
 def passage_key(request: int, place: int) -> int:
-    """The key of a passage that a request brought along, one of up to ``MAX_PASSAGES``, by the request's hash."""
+    """Return the key of document passage ``place``, below ``MAX_PASSAGES``, given the request's hash."""
     return request << _CHOICE_BITS | (MAX_CHOICES + place)
 
 
 def recurring_key(request: int, number: int) -> int:
-    """The key of a passage found in the prompt of a request, one of up to ``MAX_RECURRING``, by the request's hash."""
+    """Return the key of recurring prompt passage ``number``, below ``MAX_RECURRING``, given the request's hash."""
     return request << _CHOICE_BITS | (_SKETCH - MAX_RECURRING + number)
 
 
 def is_recurring(text: int) -> bool:
-    """Whether a key is that of a passage found in a prompt."""
+    """Return whether a key is that of a passage found in a prompt."""
     return _SKETCH - MAX_RECURRING <= text & _SKETCH < _SKETCH

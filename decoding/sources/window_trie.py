@@ -1,4 +1,4 @@
-"""Windows of texts as a trie of bounded size: what followed the ends of a text, and how often (RACER's retrieval)."""
+"""Size-bounded trie of text windows: continuations of the suffixes of a text, with counts (RACER's retrieval)."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from decoding.tree import Int32Array
 
 Int64Array = npt.NDArray[np.int64]
 
-_NUM_NODES, _FREE = 0, 1  # places in ``_Nodes.state``: how many there are without the root, and one that is free
+_NUM_NODES, _FREE = 0, 1  # indices into ``_Nodes.state``: number of nodes without the root, and the first free node
 
 
 class _Nodes(NamedTuple):
-    """The places that some tokens lead to; 0 is the root, which no token leads to."""
+    """Arrays of trie nodes; node 0 is the root, without a token."""
 
-    tokens: Int32Array  # [nodes] the last of them; of a free place, ``parents`` holds the next free one
-    parents: Int32Array  # [nodes]
-    counts: Int32Array  # [nodes] windows through it
-    children: Int32Array  # [nodes, 2] the first child and the last one, 0 for none
-    siblings: Int32Array  # [nodes, 2] the one before it and the one behind it, 0 for none
-    ages: Int32Array  # [nodes, 2] of a ring: the one seen before it and the one after; the root lies between last and first
-    slots: Int32Array  # [slots] nodes by parent and token, 0 where there is none
-    state: Int64Array  # [2] see above
+    tokens: Int32Array  # [nodes] token of each node
+    parents: Int32Array  # [nodes]; of a free node, the next free one
+    counts: Int32Array  # [nodes] windows through each node
+    children: Int32Array  # [nodes, 2] first and last child, 0 for none
+    siblings: Int32Array  # [nodes, 2] previous and next sibling, 0 for none
+    ages: Int32Array  # [nodes, 2] ring in order of visits: previous and next; the root lies between the latest and the oldest
+    slots: Int32Array  # [slots] hash table of nodes by parent and token, 0 if empty
+    state: Int64Array  # [2] see ``_NUM_NODES``
 
 
 @compiled
 def _home(parent: int, token: int, slots: int) -> int:
-    """The slot in which a search for a node begins."""
+    """Return the first slot to probe for a node."""
     key = (int(parent) * 1000003 + int(token)) * 0x9E377
     return (key ^ (key >> 17)) & (slots - 1)
 
 
 @compiled
 def _slot_of(nodes: _Nodes, parent: int, token: int) -> int:
-    """Where the node of a token below another stands, or the free slot where it may go."""
+    """Return the slot of a node by parent and token, or the free slot for it."""
     slots = nodes.slots
     at = _home(parent, token, len(slots))
     while slots[at] > 0 and (nodes.parents[slots[at]] != parent or nodes.tokens[slots[at]] != token):
@@ -49,7 +49,7 @@ def _slot_of(nodes: _Nodes, parent: int, token: int) -> int:
 
 @compiled
 def _make(nodes: _Nodes, parent: int, token: int, slot: int) -> int:
-    """A new node, the last child of its parent; it has yet to be visited."""
+    """Create a node as the last child of its parent and return it; the caller must visit it."""
     node = int(nodes.state[_FREE])
     nodes.state[_FREE] = nodes.parents[node]
     nodes.state[_NUM_NODES] += 1
@@ -69,7 +69,7 @@ def _make(nodes: _Nodes, parent: int, token: int, slot: int) -> int:
 
 @compiled
 def _visit(nodes: _Nodes, node: int) -> None:
-    """Makes a node the latest, and each above it later still."""
+    """Make a node the latest one, and then each of its ancestors in turn."""
     ages = nodes.ages
     while node != 0:
         before, after = ages[node]
@@ -82,7 +82,7 @@ def _visit(nodes: _Nodes, node: int) -> None:
 
 @compiled
 def _drop_oldest(nodes: _Nodes) -> None:
-    """Takes out the node that was seen longest ago, below which there are none."""
+    """Remove the node visited longest ago, which is a leaf."""
     node = nodes.ages[0, 1]
     parent, after = nodes.parents[node], nodes.ages[node, 1]
     nodes.ages[0, 1] = after
@@ -99,7 +99,7 @@ def _drop_oldest(nodes: _Nodes) -> None:
     slots, mask = nodes.slots, len(nodes.slots) - 1
     gap = _slot_of(nodes, parent, nodes.tokens[node])
     at = gap
-    while True:  # those behind it move up, unless they stand where their search begins or behind that
+    while True:  # close the gap: move later entries up, unless that puts them before their first slot
         at = (at + 1) & mask
         if slots[at] == 0:
             break
@@ -114,7 +114,6 @@ def _drop_oldest(nodes: _Nodes) -> None:
 
 @compiled
 def _learn(nodes: _Nodes, tokens: Int32Array, known: int, window: int, capacity: int) -> None:
-    """See ``WindowTrie.learn``."""
     for end in range(max(known + 1, window), len(tokens) + 1):
         node = 0
         for at in range(end - window, end):
@@ -129,8 +128,8 @@ def _learn(nodes: _Nodes, tokens: Int32Array, known: int, window: int, capacity:
 
 @compiled
 def _grow(nodes: _Nodes, tail: Int32Array, longest: int, least: int, count: int, tokens: Int32Array, parents: Int32Array) -> int:
-    """See ``WindowTrie.grow``; fills rows from 1 on, and returns how many there are with the root, row 0."""
-    # Opened nodes: windows through it, tokens below its end, when it was entered, itself, and the row of the node above it.
+    """Fill rows from 1 on (see ``WindowTrie.grow``); return the number of rows, with the root, row 0."""
+    # Candidates: negative count, tokens below the suffix, order of entry, node, and row of its parent.
     heap = [(np.int64(0), np.int64(0), np.int64(0), np.int64(0), np.int64(0)) for _ in range(0)]
     for length in range(longest, least - 1, -1):
         node = 0
@@ -163,23 +162,18 @@ def _grow(nodes: _Nodes, tail: Int32Array, longest: int, least: int, count: int,
 
 
 class WindowTrie:
-    """A trie of all windows of ``window`` tokens; where it holds more than ``capacity`` nodes, those seen longest ago go.
+    """Trie of all windows of ``window`` tokens (at least 2), with up to ``capacity`` nodes (at least ``window``) of 60 bytes.
 
-    A visit makes a node and all above it the latest, the node first: so a node never goes before those below it. A place takes
-    about 60 bytes.
+    Beyond it the least recently visited nodes are removed. A visit makes a node and then its ancestors the latest, so a node
+    never leaves before its descendants.
 
     Example: of the windows of 4 of ``1 2 3 4 1 2 5 4 1`` one begins with ``4 1 2``, which ``5`` follows, and two with ``1 2``,
     which ``3 4`` and ``5 4`` follow: after a further 2 the ends of the text are ``4 1 2`` and ``1 2``.
     """
 
     def __init__(self, window: int, capacity: int) -> None:
-        """
-        Args:
-            window: tokens of a window, at least 2.
-            capacity: nodes to keep, at least ``window``.
-        """
         self._window, self._capacity = window, capacity
-        places = capacity + window + 1  # with the root, and a window that is added before others go
+        places = capacity + window + 1  # plus the root, and a window that is added before others are removed
         following = np.arange(1, places + 1, dtype=np.int32)
         self._nodes = _Nodes(
             tokens=np.full(places, -1, np.int32),
@@ -196,17 +190,14 @@ class WindowTrie:
         return int(self._nodes.state[_NUM_NODES])
 
     def learn(self, tokens: Int32Array, known: int) -> None:
-        """Adds the windows of a text that end behind its first ``known`` tokens."""
+        """Add the windows of a text that end after its first ``known`` tokens."""
         _learn(self._nodes, np.array(tokens, np.int32), known, self._window, self._capacity)
 
     def grow(self, tail: Sequence[int], least: int, count: int) -> tuple[list[int], list[int]]:
-        """What followed the ends of a text that windows begin with, of ``least`` tokens and more, as a tree below the last token.
+        """Return tokens and parents of a tree of continuations of the suffixes of a text, the last token as the root.
 
-        Of all nodes at and below those ends the ``count`` are taken that were seen most often, of equals the nearest to its end;
-        what two ends have in common is taken twice, and is one row.
-
-        Returns:
-            Tokens and parents of the rows, the last token of the text first.
+        The ``count`` most frequent nodes at and below the suffixes of ``least`` or more tokens are taken, of equal ones the
+        nearest to its suffix. Equal paths below two suffixes are counted twice but share rows.
         """
         rows = np.full((2, count + 1), -1, np.int32)
         rows[0, 0] = tail[-1]

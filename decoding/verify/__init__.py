@@ -1,5 +1,1 @@
-"""What to accept of a draft tree.
-
-In: the tree and what the target says at its rows.
-Out: an ``Acceptance``.
-"""
+"""Verification of draft trees. In: the tree and the target's output at its rows. Out: an ``Acceptance``."""

@@ -9,28 +9,23 @@ from decoding.tree import DraftTree
 
 
 def verify_exact(tree: DraftTree, choose: Callable[[int], int], max_tokens: int, end_tokens: Set[int]) -> Acceptance:
-    """Choose, then match: at each row the target's own token is emitted, and the walk descends if a child holds it.
+    """Verify a tree by matching: emit the target's own token at each row, and descend if a child holds it.
 
-    Lossless for any draft, greedy and sampled, as long as ``choose`` is a function of the row's prefix alone (with position-keyed
-    randomness, see ``decoding.sampling.sampler``): every emitted token is the target's own choice. It has the distribution of the
-    published multi-candidate rule (Lookahead Decoding, arXiv 2402.02057, Algorithm 4) with one draw per visited row.
+    Lossless for any draft, greedy and sampled, if ``choose`` depends on the row's prefix alone (position-keyed randomness, see
+    ``decoding.sampling.sampler``). It has the distribution of the published multi-candidate rule (Lookahead Decoding, arXiv
+    2402.02057, Algorithm 4) with one draw per visited row. It emits 1 to ``max_tokens`` tokens.
 
     Example: root 7 with branches 1 2 and 3; the target chooses 1 at the root, 2 after 1, 9 after 1 2. The rows of 1 and 2 are
     accepted and 9 is the bonus token: three tokens for one forward.
 
     Args:
-        tree: the tree that was computed.
-        choose: row -> the target's token after the path to that row. Called for visited rows only, each once, from the root down.
-        max_tokens: tokens that may be emitted, at least 1.
-        end_tokens: tokens after which nothing is emitted; the walk stops at them even where a child holds them.
-
-    Returns:
-        The accepted rows and the bonus token: between 1 and ``max_tokens`` tokens.
+        choose: row -> the target's token after the path to that row. Called once for each visited row, from the root down.
+        end_tokens: tokens after which nothing is emitted, even if a child holds them.
     """
     if tree.num_candidates == 1:
         return Acceptance((), choose(0))
     tokens, parents, last = tree.tokens.tolist(), tree.parents.tolist(), int(tree.num_candidates)
-    reached, depth = [0], 0  # rows of the same path: parallel branches may begin alike
+    reached, depth = [0], 0  # rows with the same path: branches may begin with the same tokens
     while True:
         token = choose(reached[0])
         below = _children(tokens, parents, last, reached, token)
@@ -45,7 +40,7 @@ def verify_exact(tree: DraftTree, choose: Callable[[int], int], max_tokens: int,
 
 
 def _children(tokens: list[int], parents: list[int], last: int, rows: list[int], token: int) -> list[int]:
-    """As ``DraftTree.children``, over lists. ``rows`` ascend, and children come after their parents."""
+    """Return ``DraftTree.children`` of ascending ``rows``, computed on lists."""
     found, row = [], rows[0]
     try:
         while True:

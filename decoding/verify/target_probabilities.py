@@ -1,4 +1,4 @@
-"""The target's choices and probabilities at the rows of a computed tree, by the request's sampling parameters."""
+"""The target's choices and probabilities at the rows of a computed tree, under the request's sampling parameters."""
 
 from __future__ import annotations
 
@@ -19,9 +19,14 @@ from decoding.tree import DraftTree
 
 
 class TargetDistributions:
-    """What the target says at each row of a tree, with the request's own rules and warps at the row's own prefix.
+    """Distributions of the target at each row of a tree, with the request's rules and warps at the row's prefix.
 
-    Rows may be asked in any order, and more than once.
+    Rows may be queried in any order, and repeatedly.
+
+    Args:
+        logits: raw logits of the tree's n rows.
+        rules: logit rules with counts of the committed output, if the request ``alters_logits``. Queries move the counts: see
+            ``settle``.
     """
 
     def __init__(
@@ -32,34 +37,25 @@ class TargetDistributions:
         end_tokens: frozenset[int],
         rules: LogitRules | None = None,
     ) -> None:
-        """
-        Args:
-            request: whose tree it is; the root of the tree is its last committed token.
-            tree: as it was computed.
-            logits: of the tree's n rows, as the model gave them.
-            end_tokens: tokens that end the request.
-            rules: of the request, with counts of its committed output, where it ``alters_logits``. The counts move with the rows
-                that are asked for: see ``settle``.
-        """
         self.tree, self.params, self.end_tokens = tree, request.params, end_tokens
-        self.remaining = request.remaining  # tokens that may be emitted
+        self.remaining = request.remaining  # tokens that may still be emitted
         self.num_tokens, self.num_output = request.num_tokens, request.num_output
         self._logits, self._rules = logits, rules
         self._depths = tree.depths().tolist()
-        self._path: list[int] = []  # rows whose tokens the counts hold
+        self._path: list[int] = []  # rows whose tokens the counts include
 
     def choose(self, row: int) -> int:
-        """The request's own token below a row: exactly what plain decoding emits there."""
+        """Return the request's own token below a row: exactly what plain decoding emits there."""
         return choose(self._logits[row], self.params, self.position(row), self._rules_at(row), self._barred(row))
 
     def warped(self, row: int) -> Float64Array:
-        """[vocab] the probabilities from which a plain request draws below a row; for a greedy request 1 at its token."""
+        """Return [vocab] sampling probabilities below a row; for a greedy request 1 at its token."""
         return request_distribution(self._logits[row], self.params, self._rules_at(row), self._barred(row))
 
     def raw_logprobs(self, row: int) -> Float64Array:
-        """[vocab] log-probabilities of the model below a row, before temperature and truncation.
+        """Return [vocab] log-probabilities below a row, before temperature and truncation.
 
-        The request's bias, minimum length and penalties are in it: a token that it bans stays banned under lossy rules.
+        Bias, minimum length and penalties are applied, so that banned tokens stay banned under lossy rules.
         """
         logits, rules = self._logits[row], self._rules_at(row)
         if rules is not None:
@@ -68,29 +64,23 @@ class TargetDistributions:
         return found
 
     def position(self, row: int) -> int:
-        """The absolute position of the token to choose below a row."""
+        """Return the absolute position of the token below a row."""
         return int(self.num_tokens + self._depths[row])
 
     def uniform(self, row: int, stream: int, index: int = 0) -> float:
-        """A number in (0, 1) for the token below a row, see ``decoding.sampling.probabilities``."""
+        """Return a number in (0, 1) for the token below a row, see ``decoding.sampling.probabilities``."""
         return uniform(self.params.seed, self.position(row), stream, index)
 
     def accepts(self, row: int, probability: float, index: int = 0) -> bool:
-        """Whether a draft token below a row is accepted.
-
-        Args:
-            row: the parent of the row that holds the token.
-            probability: of acceptance; 1 or more is certain.
-            index: which candidate of the row it is.
-        """
+        """Return whether the ``index``-th draft token below ``row`` is accepted with this probability; 1 or more is certain."""
         return self.uniform(row, ACCEPT, index) < probability
 
     def draw(self, row: int, distribution: Float64Array) -> int:
-        """A token below a row in place of rejected ones, by a distribution, [vocab], of its own."""
+        """Draw a token below a row from a [vocab] distribution, to replace rejected ones."""
         return pick(distribution, self.uniform(row, RESIDUAL))
 
     def settle(self) -> None:
-        """Takes from the counts of the rules what was asked for below the committed output."""
+        """Reset the counts of the rules to the committed output."""
         if self._rules is not None:
             self._rules.truncate(self.num_output)
         self._path = []
@@ -99,7 +89,7 @@ class TargetDistributions:
         return self.end_tokens if self.num_output + self._depths[row] < self.params.min_tokens else ()
 
     def _rules_at(self, row: int) -> LogitRules | None:
-        """The rules, with the counts of the prefix that ends with a row."""
+        """Return the rules with the counts of the prefix that ends with a row."""
         if self._rules is not None and row != (self._path[-1] if self._path else 0):
             path, shared = self.tree.path(row), 0
             while shared < min(len(path), len(self._path)) and path[shared] == self._path[shared]:
@@ -114,16 +104,11 @@ class TargetDistributions:
 def request_distribution(
     logits: torch.Tensor, params: SamplingParams, rules: LogitRules | None = None, barred: Collection[int] = ()
 ) -> Float64Array:
-    """The probabilities from which a request draws its next token, of the target's logits or a draft model's.
+    """Return [vocab] probabilities from which a request draws its next token; for a greedy request 1 at its token.
 
     Args:
-        logits: [vocab] floating point, the row of the prefix.
-        params: the request's.
-        rules: its bias and penalties, with the counts of the same prefix; None where it has none.
-        barred: tokens that may not come yet (see ``LogitRules.apply``); needs ``rules``.
-
-    Returns:
-        [vocab], with sum 1. That of a greedy request has 1 at its token.
+        rules: the request's logit rules, with the counts of the same prefix as the [vocab] logits.
+        barred: tokens that may not come yet (see ``LogitRules.apply``); requires ``rules``.
     """
     if rules is not None:
         logits = rules.apply(logits, barred)
@@ -139,7 +124,7 @@ def request_distribution(
 
 
 def _distribution_of_few(logits: torch.Tensor, params: SamplingParams) -> Float64Array | None:
-    """As ``request_distribution``, where min-p, top-k or top-p leave few tokens on a CPU: no vocabulary is sorted."""
+    """Return ``request_distribution`` without sorting the vocabulary, if few tokens are left on a CPU; else None."""
     if (
         not NATIVE
         or logits.device.type != "cpu"

@@ -13,7 +13,7 @@ Int64Array = npt.NDArray[np.int64]
 
 @compiled
 def fill_depths(parents: Int32Array, depths: Int32Array) -> None:
-    """Fills [n] ``depths`` with the edges from the root."""
+    """Fill [n] ``depths`` with the edges from the root."""
     depths[0] = 0
     for row in range(1, len(parents)):
         depths[row] = depths[parents[row]] + 1
@@ -30,14 +30,7 @@ def keep_rows(
     vocab_size: int,
     kept: BoolArray,
 ) -> int:
-    """Which rows of a tree may be computed (see ``DraftTree.clipped``).
-
-    Args:
-        kept: [n] filled.
-
-    Returns:
-        How many.
-    """
+    """Fill [n] ``kept`` with the rows that may be computed (see ``DraftTree.clipped``), and return their number."""
     n = len(tokens)
     depths = np.zeros(n, np.int32)
     kept[0] = True
@@ -62,18 +55,18 @@ def lay_rows(
     chains: BoolArray,
     masks: Int8Array,
 ) -> None:
-    """Where the rows of one forward stand, and what those of each tree see (see ``engine.forward.batch.pack``).
+    """Lay out the rows of one forward, and the mask of each tree (see ``engine.forward.batch.pack``).
 
     Args:
         parents: [sum of sizes] of all trees, each counted from its own root.
-        sizes: [requests] rows of each tree, the root included; 0 without one.
-        starts: [requests] committed tokens that need not be computed.
-        ends: [requests] committed tokens; the last of them is the root of the tree.
+        sizes: [requests] rows of each tree, the root included; 0 for no tree.
+        starts, ends: [requests] range of committed tokens to compute; the last of them is the root of the tree.
         positions: [rows] filled.
-        logit_rows: [sum of sizes] filled with the rows of the batch that the rows of the trees are.
-        chains: [requests] filled: each row continues the one before it, so that plain causality holds.
-        masks: [sum of rows ** 2 over the requests with trees of several rows] filled, but for chains, with 1 where a row sees
-            another: the spine, of which each sees all before it, and below its last the tree, which sees the whole spine.
+        logit_rows: [sum of sizes] filled with the batch row of each tree row.
+        chains: [requests] filled with whether each row continues the one before it, so that a causal mask is sufficient.
+        masks: [sum of rows ** 2 over the requests with trees of several rows] filled, except for chains, with 1 where a row sees
+            another. Spine rows (uncomputed committed tokens) see all before them; tree rows see the whole spine and their
+            ancestors.
     """
     offset = below = cell = 0  # first row of the request, first row of its tree, first cell of its mask
     for one in range(len(sizes)):
@@ -108,7 +101,7 @@ def lay_rows(
 
 
 def compile_rows() -> None:
-    """Calls each function once, so that no request waits for the compiler."""
+    """Compile the functions ahead of time, so that no request waits for it."""
     parents = np.array([-1, 0], np.int32)
     kept = np.empty(2, np.bool_)
     fill_depths(parents, parents.copy())

@@ -1,5 +1,5 @@
-"""One forward of a model over the rows of a step.
+"""One forward pass of the model over all rows of a step.
 
-In: a batch of trees.
-Out: logits, the same to the last bit in any company.
+In: a batch of draft trees.
+Out: logits, bit-identical whatever else the batch contains.
 """

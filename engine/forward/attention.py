@@ -1,8 +1,8 @@
-"""Tree attention over KV slots, as an attention function that stock transformers models call.
+"""Tree attention over KV slots, as an attention function for stock transformers models.
 
-A model loaded with ``attn_implementation=TREE_ATTENTION`` hands this function the query, key and value of the new rows of all
-requests, already rotated to their tree positions. It stores the keys and values in the slots and lets each row see its own
-sequence and its own ancestors. Nothing of the model is changed or copied.
+A model loaded with ``attn_implementation=TREE_ATTENTION`` calls this function with the query, key and value of all new rows,
+already rotated to their tree positions. It stores keys and values in the slots and lets each row see its own sequence and its
+ancestors in the draft tree. The model's code is not changed.
 """
 
 from __future__ import annotations
@@ -20,27 +20,23 @@ from engine.forward.cpu.states.state_step import StateStep
 from engine.kv.kv_cache import SlotCache
 
 TREE_ATTENTION = "outrider_tree"
-# Arguments by which a model asks for attention that this function does not compute: learned biases, chosen keys.
+# Arguments for kinds of attention that are not supported here: learned biases, chosen keys.
 _UNSUPPORTED = ("position_bias", "indices", "block_indices")
 Range = tuple[int | None, int | None]  # the window and the chunk of a layer
 
 
 class Attending(Protocol):
-    """A running step as its layers see it."""
+    """Interface of a running step for the model's layers."""
 
-    windows: dict[int, int | None]  # of the layers that called, by index
+    windows: dict[int, int | None]  # per layer that called, by layer index
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Stores the new keys and values of a layer and attends to what each row sees: [1, rows, heads, value_dim]."""
+        """Store a layer's new keys and values and return the attention output, [1, rows, heads, value_dim]."""
         ...
 
 
 class StepContext:
-    """What the attention of one forward needs besides query, key and value. Masks are built once and shared by the layers.
-
-    By compiled code, or row by row, what a row is given depends on the tokens before it alone. By segments it does not: torch's
-    kernels add up in an order that follows the shape of all that they are given.
-    """
+    """State of one forward pass for its attention layers; masks are built once and shared by the layers."""
 
     def __init__(
         self,
@@ -52,15 +48,13 @@ class StepContext:
         by_row: bool = True,
         states: StateStep | None = None,
     ) -> None:
-        """
+        """Create the context of one forward pass.
+
         Args:
-            batch: the rows.
-            cache: where keys and values are kept.
-            positions: [rows] int64 on the device of the model; rows behind those of the batch see nothing.
-            dtype: of the queries.
-            compiled: over the slots, where there is such code for them.
-            by_row: what it does not compute is computed by torch row by row, and not a request's rows at once.
-            states: of a model some of whose layers have states; the others are numbered in the order in which they attend.
+            positions: [rows] int64 on the model's device; rows beyond the batch's are padding and see nothing.
+            compiled: CPU attention over the slots, if available.
+            by_row: compute what ``compiled`` cannot row by row with torch, not all rows of a request at once.
+            states: of a model with recurrent layers; its attention layers are then numbered in calling order.
         """
         self.segments, self.cache, self.states = batch.segments, cache, states
         self._compiled, self._by_row = compiled, by_row
@@ -69,7 +63,7 @@ class StepContext:
         self.rows = len(batch.token_ids)
         self._masks: dict[tuple[int, Range, int, bool], torch.Tensor | None] = {}
         self._seen: dict[tuple[int, int, Range], torch.Tensor] = {}
-        self.windows: dict[int, int | None] = {}  # of the layers that called, by index
+        self.windows: dict[int, int | None] = {}  # per layer that called, by layer index
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """See ``Attending``."""
@@ -85,6 +79,8 @@ class StepContext:
         if query.shape[2] > self.rows:
             output[:, self.rows :] = 0
         plain = call.softcap is None and call.sinks is None
+        # By row, a result depends on the preceding tokens alone. By segment it does not: torch's kernels choose the order of
+        # additions by the shape of the whole input.
         attend = _attend_by_row if self._by_row else _attend if plain else _attend_written_out
         for segment in self.segments:
             rows, at = slice(segment.offset, segment.offset + segment.rows), segment.end - segment.rows
@@ -93,14 +89,14 @@ class StepContext:
         return output
 
     def seen(self, segment: Segment, row: int, within: Range) -> torch.Tensor:
-        """The entries of the slot that a row of a segment sees, in the order of the text: int64 on the device."""
+        """Return the slot entries that a row of a segment sees, in text order, int64 on the device."""
         key = segment.offset, row, within
         if key not in self._seen:
             own = torch.arange(len(segment.before) + row + 1)
             if segment.mask is not None:
                 own = torch.from_numpy(segment.mask[row].nonzero()[0])
             entries = torch.cat([torch.arange(segment.start), segment.start + own])
-            window, chunk = within  # positions rise by one from entry to entry: each row sees a path, up to itself
+            window, chunk = within  # positions rise by one from entry to entry: each row sees one path
             if chunk is not None:
                 entries = entries[(len(entries) - 1) // chunk * chunk :]
             if window is not None:
@@ -109,14 +105,8 @@ class StepContext:
         return self._seen[key]
 
     def mask(self, segment: Segment, within: Range, repeats: int = 1, explicit: bool = False) -> torch.Tensor | None:
-        """Additive mask [repeats * rows, end] of a segment; None where a row sees everything or plain causality holds.
-
-        Args:
-            segment: of the batch.
-            within: a row sees only keys less than so many positions before it, and only those of its chunk of positions.
-            repeats: how often the mask stands below itself.
-            explicit: plain causality of several rows is a mask as well.
-        """
+        """Return a segment's additive mask, [repeats * rows, end]; None if all is visible, or for causality alone."""
+        # ``explicit``: causality of several rows is a mask, too
         window, chunk = (None if size is None or segment.end <= size else size for size in within)
         key = (segment.offset, (window, chunk), repeats, explicit)
         if key not in self._masks:
@@ -162,19 +152,14 @@ def tree_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one layer, as transformers asks for it: see ``AttentionCall``.
+    """Compute a layer's attention for transformers; return [1, rows, heads, value_dim], and None for the weights.
 
     Args:
-        module: the attention module; its ``layer_idx`` names the layer.
-        attention_mask: absent; visibility comes from ``tree_step``.
-        tree_step: the running step.
-        s_aux: a sink for each head.
-
-    Returns:
-        [1, rows, heads, value_dim], and None for the weights.
+        attention_mask: must be None; visibility comes from ``tree_step``.
+        s_aux: [heads] attention sinks.
 
     Raises:
-        ModelLoadError: the model does not hand ``tree_step`` down, or asks for attention of another kind.
+        ModelLoadError: the model does not pass ``tree_step`` on, or needs an unsupported kind of attention.
     """
     if tree_step is None:
         raise ModelLoadError(
@@ -195,7 +180,7 @@ def tree_attention(
 
 
 def _limits(config: Any, layer: int, window: int | None) -> Range:
-    """Window and chunk of a layer. Of some, models tell their masks alone, which are not made here."""
+    """Return window and chunk of a layer; some models apply them only in their own masks, which are not built here."""
     kinds = getattr(config, "layer_types", None)
     kind = kinds[layer] if kinds and 0 <= layer < len(kinds) else None
     if kind == "sliding_attention" and window is None:
@@ -206,10 +191,7 @@ def _limits(config: Any, layer: int, window: int | None) -> Range:
 def _attend_by_row(
     step: StepContext, segment: Segment, call: AttentionCall, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """As ``_attend``, each row by itself over what it sees, side by side: its numbers can depend on nothing else.
-
-    Slow, and for every type, device and model.
-    """
+    """Compute the rows of a request one at a time, so that each depends only on the entries it sees; slow, for any input."""
     _, heads, rows, size = query.shape
     group, found = heads // keys.shape[1], []
     sinks = None if call.sinks is None else call.sinks.view(-1, group, 1)
@@ -226,10 +208,9 @@ def _eager(
     keys: torch.Tensor,
     values: torch.Tensor,
     mask: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,  # [kv_heads, rows, 1]
 ) -> torch.Tensor:
-    """[..., rows, value_dim], by the operations and in the types of transformers' eager attention, so that half precision rounds
-    alike; only a float64 model has its softmax in float64. Sinks are [kv_heads, rows, 1]: one more key each."""
+    """Compute attention as transformers' eager code does, [..., rows, value_dim], so that half precision rounds alike."""
     scores = torch.matmul(query, keys.transpose(-2, -1)) * call.scale
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap
@@ -237,6 +218,7 @@ def _eager(
         scores = scores + mask
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], -1)
+    # Only a float64 model has its softmax in float64.
     weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
     return torch.matmul(weights[..., : keys.shape[-2]], values)
 
@@ -244,17 +226,12 @@ def _eager(
 def _attend(
     step: StepContext, segment: Segment, call: AttentionCall, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """One request's rows, [1, rows, heads, head_dim].
-
-    With grouped-query attention, the heads that share keys become further rows of one head, so that the keys are read once;
-    torch's own grouped attention reads them once for each head. Plain causality, a prefill, keeps the kernel that skips masked
-    blocks. On a GPU rows behind a context are computed by flash kernels, which take no mask: see
-    ``engine.forward.attention_parts``.
-    """
+    """Compute one request's rows, [1, rows, heads, head_dim], by torch's fused attention."""
     scaling = call.scaling
     _, heads, rows, size = query.shape
     group = heads // keys.shape[1]
     whole = all(limit is None or segment.end <= limit for limit in call.within)
+    # On a GPU, flash kernels compute rows behind a context; they take no mask: see ``engine.forward.attention_parts``.
     if segment.start > 0 and whole and fits(query, keys, values):
         if segment.mask is None and rows > 1:
             return attend_causal(query, keys, values, scaling).transpose(1, 2)
@@ -264,6 +241,8 @@ def _attend(
             return attend_parts(query, keys, values, segment.start, own, scaling).transpose(1, 2)
     mask = step.mask(segment, call.within)
     causal = mask is None and rows > 1
+    # Plain causality keeps the kernel that skips masked blocks. Otherwise heads that share keys are folded into rows of one head,
+    # so that keys are read once; torch's own grouped attention reads them once per head.
     if group == 1 or causal:
         attended = torch.nn.functional.scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=group > 1
@@ -279,7 +258,7 @@ def _attend(
 def _attend_written_out(
     step: StepContext, segment: Segment, call: AttentionCall, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """As ``_attend``, with bounded scores and sinks, which torch's fused attention cannot do."""
+    """Compute ``_attend`` with softcap and sinks, which torch's fused attention does not support."""
     _, heads, rows, size = query.shape
     group = heads // keys.shape[1]
     mask = step.mask(segment, call.within, group, explicit=True)

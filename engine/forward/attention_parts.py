@@ -1,11 +1,10 @@
-"""Attention of the rows of one request in parts: its context by a library's flash kernel, its own block by plain mathematics.
+"""Attention of one request's rows in two parts: flash kernels for the shared context, plain matrix products for the draft tree.
 
-All rows see all of the context, so that part needs no mask, which the fast kernels do not take, and the query heads that share
-keys can be further rows of one head: the keys are read once. Only among themselves do the rows of a tree see some and not others,
-and that block is as small as the tree.
+All rows see the whole context: that part needs no mask, which flash kernels do not take, and query heads that share keys can be
+rows of one head, so that keys are read once. Only the small block of rows among themselves needs a mask.
 
-The parts are merged by their log-sum-exps, as in FlashDecoding: a part counts as one more key, whose score is the log-sum-exp of
-its scores and whose value is what the part gave. Example: a context with scores log 1 and log 2 and the values 3 and 6 gives 5,
+The parts are merged by their log-sum-exps, as in FlashDecoding: a part counts as one more key whose score is the log-sum-exp of
+its scores and whose value is its output. Example: a context with scores log 1 and log 2 and the values 3 and 6 gives 5,
 with log-sum-exp log 3. Beside a block of one key with score log 1 and value 1 the weights are 3/4 and 1/4, and the result is 4:
 (1 * 3 + 2 * 6 + 1 * 1) / 4.
 """
@@ -24,16 +23,16 @@ from engine.errors import one_line
 
 logger = logging.getLogger(__name__)
 
-Library = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]  # output, log-sum-exps, what dropout left
+Library = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]  # output, log-sum-exps, dropout mask
 
-MOST_BLOCK_ROWS = 256  # of a tree; the scores of its block are in memory at once, which for larger ones is no small matter
+MOST_BLOCK_ROWS = 256  # rows of a tree whose block scores are held in memory at once
 _HALF = (torch.bfloat16, torch.float16)
 _MOST_HEAD_DIM, _HEAD_DIM_STEP = 256, 8  # of the flash kernels
 _LEAST_CAPABILITY = (8, 0)
 
 
 def fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether a flash kernel of a GPU takes such inputs, see ``attend_causal``."""
+    """Return whether a flash kernel of the GPU takes these inputs, see ``attend_causal`` for their shapes."""
     if not (query.is_cuda and query.dtype == keys.dtype and query.dtype in _HALF):
         return False
     size = query.shape[3]
@@ -46,16 +45,11 @@ def fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
 
 
 def attend_causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None = None) -> torch.Tensor:
-    """Rows at the end of a text, each of which sees all entries up to its own: a chunk of a prefill, without a mask in memory.
+    """Return causal attention of the last rows of a text, [1, heads, rows, head_dim], without a mask in memory.
 
     Args:
         query: [1, heads, rows, head_dim].
-        keys: [1, kv_heads, entries, head_dim]; the last ``rows`` are those of the rows themselves.
-        values: as keys.
-        scaling: of the scores; 1 / sqrt(head_dim) when None.
-
-    Returns:
-        [1, heads, rows, head_dim].
+        keys: [1, kv_heads, entries, head_dim]; the last ``rows`` entries belong to the rows themselves; ``values`` likewise.
     """
     bias = causal_lower_right(query.shape[2], keys.shape[2])
     return torch.nn.functional.scaled_dot_product_attention(
@@ -71,13 +65,11 @@ def attend_parts(
     mask: torch.Tensor | None = None,
     scaling: float | None = None,
 ) -> torch.Tensor:
-    """Rows behind a context of ``start`` entries, at least one, that all of them see: see ``attend_causal``.
-
-    A single row without a mask has no block: it sees all entries, its own as well, as one part.
+    """Return attention of rows that all see a context of ``start`` entries, at least one; see ``attend_causal`` for shapes.
 
     Args:
-        mask: [rows, entries - start], which is added to the scores: 0 where a row sees an entry behind the context, else minus
-            infinity; each row sees one at least. None for plain causality of ``start + rows`` entries.
+        mask: [rows, entries - start], added to the scores: 0 for a visible entry behind the context, else minus infinity; each
+            row sees at least one. None for plain causality of ``start + rows`` entries.
     """
     _, heads, rows, size = query.shape
     kv_heads, entries = keys.shape[1:3]
@@ -87,7 +79,7 @@ def attend_parts(
     folded = query.reshape(1, kv_heads, -1, size)  # [1, kv_heads, group * rows, head_dim]
     shared = entries if rows == 1 and mask is None else start
     output, sums = _attend_context(folded, keys[:, :, :shared], values[:, :, :shared], scale)
-    if shared < entries:
+    if shared < entries:  # a single row sees all entries: no block
         exact = torch.promote_types(query.dtype, torch.float32)
         scores = torch.matmul(folded[0].to(exact), keys[0, :, shared:].to(exact).transpose(1, 2))
         bias = scores.new_full((rows, rows), float("-inf")).triu_(1) if mask is None else mask
@@ -97,13 +89,10 @@ def attend_parts(
 
 
 def _merge(scores: torch.Tensor, values: torch.Tensor, output: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-    """[kv_heads, rows, head_dim]: what some keys and a part give together.
+    """Merge the attention over a block of keys into that over a part.
 
-    Args:
-        scores: [kv_heads, rows, columns] of the keys, in the type to compute in.
-        values: [kv_heads, columns, head_dim] of the keys, in the same type.
-        output: [kv_heads, rows, head_dim] of the part.
-        sums: [kv_heads, rows], the log-sum-exps of the part.
+    ``scores``, [kv_heads, rows, columns], and ``values``, [kv_heads, columns, head_dim], have the dtype to compute in. The part's
+    ``output`` and the result are [kv_heads, rows, head_dim], its log-sum-exps ``sums`` [kv_heads, rows].
     """
     columns = scores.shape[2]
     weights = torch.softmax(torch.cat([scores, sums[..., None].to(scores.dtype)], 2), 2)
@@ -113,7 +102,7 @@ def _merge(scores: torch.Tensor, values: torch.Tensor, output: torch.Tensor, sum
 def _attend_context(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [1, kv_heads, rows, head_dim] and log-sum-exps [1, kv_heads, rows] of rows that see all keys of a part."""
+    """Return output [1, kv_heads, rows, head_dim] and log-sum-exps [1, kv_heads, rows] of rows that see all keys of a part."""
     if not query.is_cuda:
         on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, scale=scale)
         return on_cpu[0], on_cpu[1]
@@ -127,7 +116,7 @@ def _attend_context(
 def _by_library(
     library: Library, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As torch's own, by flash-attn, which has rows before heads, in all but the log-sum-exps."""
+    """Compute ``_attend_context`` with flash-attn, which has rows before heads in all but the log-sum-exps."""
     by_row = [part.transpose(1, 2) for part in (query, keys, values)]
     output, sums, _ = library(*by_row, softmax_scale=scale, return_attn_probs=True)
     return output.transpose(1, 2), sums
@@ -135,7 +124,7 @@ def _by_library(
 
 @cache
 def _library(device: torch.device) -> Library | None:
-    """Return the function of the flash-attn library; None where it is not installed, or not for this torch or this GPU."""
+    """Return flash-attn's function; None if it is not installed or does not support this torch or GPU."""
     try:
         from flash_attn import flash_attn_func
     except ImportError:
@@ -144,12 +133,10 @@ def _library(device: torch.device) -> Library | None:
 
 
 def usable(library: Library, device: torch.device) -> Library | None:
-    """Return a function of flash-attn where it runs on a GPU, as one small call shows; None, with a line of the log, elsewhere.
-
-    A build has code for the architectures that it was made for and no other (FLASH_ATTN_CUDA_ARCHS).
-    """
+    """Return a flash-attn function if a small call with it succeeds on the GPU; otherwise log a warning and return None."""
     probe = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16, device=device)
     try:
+        # A build has code only for the architectures it was made for (FLASH_ATTN_CUDA_ARCHS).
         library(probe, probe, probe, softmax_scale=1.0, return_attn_probs=True)
         accelerator().synchronize(device)
     except RuntimeError as error:
@@ -164,5 +151,4 @@ def usable(library: Library, device: torch.device) -> Library | None:
 
 @cache
 def _has_flash(device: torch.device) -> bool:
-    """Return whether torch has its flash kernels, and the GPU can run them."""
     return torch.backends.cuda.is_flash_attention_available() and accelerator().capability(device) >= _LEAST_CAPABILITY

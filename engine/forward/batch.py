@@ -1,4 +1,4 @@
-"""Trees of several requests as the flat arrays of one forward."""
+"""Scheduled work of a step, and its packing into the flat arrays of one forward pass."""
 
 from __future__ import annotations
 
@@ -16,26 +16,25 @@ from decoding.verify.rules import Rule
 from decoding.verify.tree_rows import lay_rows
 
 
-@dataclass(slots=True)  # not frozen, which would take longer to make: there is one for each request in each step
+@dataclass(slots=True)  # not frozen, for speed: one is created per request and step
 class Work:
-    """What one step computes for one request: committed tokens ``start:end``, and a tree below the last of them.
+    """Scheduled work of one request in one step: committed tokens ``start:end`` and a draft tree below the last of them.
 
-    ``start`` tokens have their KV in the slot. With a tree, ``end`` is the length of the committed sequence and the root is its
-    last token; without one, the chunk ends before the sequence does and nothing is verified. One rule serves decoding (one token
-    and its tree), prefill, chunked prefill and recomputation after a preemption.
+    The first ``start`` tokens have KV in the slot. With a tree, ``end`` is the number of committed tokens, and the last of them
+    is the tree's root. Without one (a prefill chunk, also after a preemption), ``end`` is smaller and nothing is verified.
     """
 
     request: Request
     start: int
     end: int
     tree: DraftTree | None
-    end_tokens: frozenset[int]  # tokens that end the request
-    rule: Rule | None = None  # how the tree is verified; None: ``verify_exact``
+    end_tokens: frozenset[int]  # stop tokens of the request
+    rule: Rule | None = None  # verification rule of the tree; None: ``verify_exact``
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A sequence that is no request."""
+    """Synthetic sequence, used for example by profiling, self-checks and draft models."""
 
     slot: int
     tokens: Int32Array  # [n]
@@ -45,7 +44,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class LineWork:
-    """What is computed of a line, as ``Work`` says it of a request."""
+    """Scheduled work of a ``Line``; same fields as ``Work``."""
 
     request: Line
     start: int
@@ -56,66 +55,66 @@ class LineWork:
 Span = Work | LineWork
 
 
-@dataclass(slots=True)  # not frozen, which would take longer to make: there is one for each request in each step
+@dataclass(slots=True)  # not frozen, for speed: one is created per request and step
 class Segment:
-    """The rows of one request in the flat batch."""
+    """Rows of one request in the flat batch."""
 
     slot: int
     start: int  # KV entries that all rows see
     offset: int  # first row in the batch
     rows: int
-    mask: BoolArray | None  # [rows, before + rows] which rows behind ``start`` each sees; None where each sees all before it
-    before: tuple[int, ...] = ()  # positions of rows of the tree that an earlier forward computed
-    parents: Int32Array | None = None  # of the last rows, which are a tree: see ``DraftTree``; None where all are committed
-    adapter: str | None = None  # that computes its rows; None: the model alone
-    reach: int = 0  # length of text by which its rows are rotated at least: see ``engine.forward.rope``
+    mask: BoolArray | None  # [rows, before + rows] visibility of the entries behind ``start``; None: plain causality
+    before: tuple[int, ...] = ()  # positions of this tree's rows that an earlier forward pass computed
+    parents: Int32Array | None = None  # of the last rows, which form a tree, see ``DraftTree``; None without a tree
+    adapter: str | None = None  # LoRA adapter of the rows; None: base model
+    reach: int = 0  # least sequence length for length-dependent RoPE, see ``engine.forward.rope``
 
     @property
     def end(self) -> int:
-        """Entries of the slot behind which nothing is seen or stored."""
+        """Return the end of the slot entries that this forward pass reads or writes."""
         return self.start + len(self.before) + self.rows
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One forward. Rows of a request lie side by side: committed tokens first, then the tree without its root."""
+    """Input of one forward pass; each request's rows are adjacent, committed tokens first, then the tree without its root."""
 
     token_ids: npt.NDArray[np.int64]  # [rows]
     positions: npt.NDArray[np.int64]  # [rows]
     segments: tuple[Segment, ...]
-    logit_rows: npt.NDArray[np.int64]  # [m] rows whose logits are wanted: all of each tree
-    logit_starts: tuple[int | None, ...]  # per request, where its tree begins in logit_rows; None without a tree
+    logit_rows: npt.NDArray[np.int64]  # [m] rows whose logits are computed: all rows of each tree
+    logit_starts: tuple[int | None, ...]  # per request, index of its tree's first row in logit_rows; None without a tree
 
 
-@dataclass(slots=True)  # not frozen, as above: there is one for each layer in each forward
+@dataclass(slots=True)  # not frozen, for speed: one is created per layer and forward pass
 class AttentionCall:
-    """What one layer asks its attention in a forward."""
+    """Inputs of one layer's attention."""
 
-    layer: int  # its index
+    layer: int  # layer index
     query: torch.Tensor  # [1, heads, rows, head_dim]
     key: torch.Tensor  # [1, kv_heads, rows, head_dim]
     value: torch.Tensor  # [1, kv_heads, rows, value_dim]
-    scaling: float | None = None  # of the scores; 1 / sqrt(head_dim) when None
+    scaling: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
     window: int | None = None  # a row sees only keys less than this many positions before it
-    softcap: float | None = None  # scores are bounded by it, ``softcap * tanh(score / softcap)``, before they are masked
-    chunk: int | None = None  # a row sees only keys of the chunk of so many positions that it is in
-    sinks: torch.Tensor | None = None  # [heads]: of each head the score of one more key, which has no value
+    softcap: float | None = None  # bound of the scores before masking, ``softcap * tanh(score / softcap)``
+    chunk: int | None = None  # a row sees only keys in its own chunk of this many positions
+    sinks: torch.Tensor | None = None  # [heads] attention sinks: the score of one extra key per head that has no value
 
     @property
     def within(self) -> tuple[int | None, int | None]:
-        """Window and chunk."""
+        """Return window and chunk."""
         return self.window, self.chunk
 
     @property
     def scale(self) -> float:
-        """Of the scores."""
+        """Return the scaling of the scores."""
         return self.query.shape[3] ** -0.5 if self.scaling is None else self.scaling
 
 
 def pack(works: Sequence[Span]) -> Batch:
-    """Flattens the work of one step. Every sequence has a slot and at least one row."""
+    """Flatten the work of one step; every sequence has a slot and at least one row."""
     if all(work.end - work.start == 1 and work.tree is not None and len(work.tree.tokens) == 1 for work in works):
-        return _pack_roots(works)
+        return _pack_roots(works)  # plain decoding
     tokens: list[npt.NDArray[np.int32]] = []
     parents: list[npt.NDArray[np.int32]] = []
     sizes: list[int] = []
@@ -146,7 +145,6 @@ def pack(works: Sequence[Span]) -> Batch:
 
 
 def _pack_roots(works: Sequence[Span]) -> Batch:
-    """As ``pack``, where each request has its root alone: plain decoding."""
     segments = []
     for row, work in enumerate(works):
         one = work.request
@@ -180,7 +178,7 @@ def _segments(works: Sequence[Span], sizes: Sequence[int], chains: Sequence[bool
 
 
 def adapters_of(batch: Batch, numbers: Mapping[str, int]) -> npt.NDArray[np.int64] | None:
-    """[rows] the number of each row's adapter, -1 for none; None where no row has one."""
+    """Return the adapter number of each row, [rows], -1 for none; None if no row has an adapter."""
     if not numbers or all(segment.adapter is None for segment in batch.segments):
         return None
     found = np.full(len(batch.token_ids), -1, np.int64)
@@ -191,18 +189,14 @@ def adapters_of(batch: Batch, numbers: Mapping[str, int]) -> npt.NDArray[np.int6
 
 
 def cut(batch: Batch, rows: int) -> Iterator[tuple[Batch, npt.NDArray[np.int64]]]:
-    """Parts of a batch, to be computed in order.
+    """Split a batch into parts of at most ``rows`` rows, to be computed in order.
 
     Example: 100 tokens of a prompt and a tree of 5 rows below them, 64 rows a part: the second part has 36 tokens and the tree,
-    and counts the 64 tokens of the first as committed. In parts of 102 rows it has the last three rows of the tree; of the tree's
-    first two, which each of them sees or does not, it is told the positions.
-
-    Args:
-        batch: that nobody has cut yet.
-        rows: the most of a part, at least 1.
+    and treats the 64 tokens of the first part as committed. With 102 rows a part, the second part has the last three rows of the
+    tree; its ``before`` holds the positions of the tree's first two rows, which each of its rows may or may not see.
 
     Yields:
-        A part, without ``logit_starts``, and for each of its ``logit_rows`` the place in the batch's.
+        A part without ``logit_starts``, and the indices of its ``logit_rows`` in the batch's.
     """
     assert rows >= 1 and not any(segment.before for segment in batch.segments), (rows, batch.segments)
     for first in range(0, len(batch.token_ids), rows):
@@ -218,13 +212,13 @@ def cut(batch: Batch, rows: int) -> Iterator[tuple[Batch, npt.NDArray[np.int64]]
 
 
 def _part(batch: Batch, segment: Segment, first: int, last: int, offset: int) -> Segment:
-    """The rows ``first:last`` of the batch, which are of one segment, in a batch that begins at ``offset``."""
+    """Return rows ``first:last`` of the batch, all of one segment, for a part that starts at ``offset``."""
     done, end = first - segment.offset, last - segment.offset
     told: dict[str, Any] = {"adapter": segment.adapter, "reach": segment.reach}
-    if segment.mask is None:  # each sees all before it: those are as good as committed
+    if segment.mask is None:  # plain causality: earlier rows count as committed
         return Segment(segment.slot, segment.start + done, first - offset, end - done, None, **told)
     seen = segment.mask[done:end, :done].all(0)
-    common = done if seen.all() else int(seen.argmin())  # rows before, from the first on, that all of these see: a chain
+    common = done if seen.all() else int(seen.argmin())  # leading earlier rows that all rows of this part see
     before = tuple(batch.positions[segment.offset + common : first].tolist())
     mask = np.ascontiguousarray(segment.mask[done:end, common:end])
     return Segment(segment.slot, segment.start + common, first - offset, end - done, mask, before, **told)

@@ -1,16 +1,14 @@
-"""Whether every number of a row is a function of the tokens before it alone, to the last bit: checked when an engine starts.
+"""Self-check at engine start that every number of a row depends on its preceding tokens alone, bit for bit.
 
-In floating point a sum depends on its order. A library's product of one row and of many, and attention over contexts of different
-lengths, take other kernels, which add up in other orders; where the two best tokens are nearly even, that decides which one is
-emitted. So on a CPU products and attention are computed by code of our own, whose order is that of the text
-(``engine.forward.cpu.products.native_linear``, ``engine.forward.cpu.native_attention``), for any number of rows. On a GPU every
-forward has the same number of rows, with nothing in those that are not needed, and attention in the order of the text; so it is
-wherever the first form fails.
+A floating-point sum depends on its order. Library kernels for one row and for many rows, and attention over contexts of different
+lengths, add in different orders; if the two best tokens are nearly tied, that decides which one is emitted. So on a CPU, our own
+code computes products and attention in text order for any number of rows (``engine.forward.cpu.products.native_linear``,
+``engine.forward.cpu.native_attention``). On a GPU, and wherever that form fails, every forward pass has the same number of rows,
+padded, and attention in text order.
 
-Nobody promises that the rest of a model, its norms and activations and what else its code does, is of this kind. ``check`` looks.
-
-On a GPU a step is a captured graph, which computes what was captured whatever became of the model since. So what shortens the
-model to its first layers computes without graphs, and ``check_graphs`` compares the graphs with the model's code.
+The rest of a model's code (norms, activations) may still depend on the number of rows, so ``check`` tests it. A captured CUDA
+graph does not follow later changes of the model: checks that shorten the model to its first layers run without graphs, and
+``check_graphs`` compares the graphs with the model's code.
 """
 
 from __future__ import annotations
@@ -30,29 +28,26 @@ from engine.forward.cuda.slot_attention import SPLIT
 from engine.forward.cuda.static_runner import StaticRunner
 from engine.forward.runner import ModelRunner
 
-_TOKENS = 76  # that are computed one by one: no multiple of anything
-_TOKENS_ON_GPU = 2 * SPLIT + 20  # rows of the last of them merge three splits of the attention kernels
-_TREE_ROWS = 65  # a root and the rows that a request may draft by default
-_MANY = (257, 300)  # rows of a piece of a prompt
+_TOKENS = 76  # computed one by one; deliberately not a round number
+_TOKENS_ON_GPU = 2 * SPLIT + 20  # the last of them merge three splits of the attention kernels
+_TREE_ROWS = 65  # root and default maximum of drafted rows per request
+_MANY = (257, 300)  # rows of a prefill chunk
 _PIECE = 50
-_NEAR = 8  # tokens before the end of a text that are compared
-_BLOCK_ROWS = 32  # of logits that are compared at once
-_LAST = 4  # tokens of the whole model that are computed one by one
-# Part of a row's logits, in the median, that may lie between tree attention and a model's own. In half precision both round, by
-# some hundredths; attention of another kind is off by more, but for models that hardly attend.
+_NEAR = 8  # compared tokens at the end of a text
+_BLOCK_ROWS = 32  # rows of logits compared at once
+_LAST = 4  # tokens that the whole model computes one by one
+# Allowed median difference between tree attention and the model's own, relative to the size of a row's logits. In half precision
+# both round, by some hundredths; a wrong kind of attention differs by more, except in models that hardly use attention.
 _STRAYING = {torch.float64: 0.02, torch.float32: 0.02}
 _STRAYING_HALF = 0.15
 
 
 @dataclass(slots=True)
 class _Found:
-    """What was compared."""
-
     rows: int = 0
     differing: int = 0
 
     def compare(self, expected: torch.Tensor, given: torch.Tensor) -> None:
-        """Rows [n, ...] of the one and the other."""
         assert expected.shape == given.shape, (expected.shape, given.shape)
         self.rows += len(expected)
         self.differing += int((expected != given).flatten(1).any(1).sum())
@@ -60,14 +55,11 @@ class _Found:
 
 @torch.inference_mode()
 def check(runner: ModelRunner) -> str | None:
-    """Compute some tokens alone and in other company, at other places and in other cuts, and compare every bit.
+    """Compute tokens alone and in different batches, slots and chunks, and return a difference in any bit as text, or None.
 
-    Used while no request has a slot: the first two slots are written to. A runner whose forwards have any number of rows tries
-    each up to that of the largest tree, and some beyond, on the first layer of each kind. One on a GPU tries on these layers, and
-    without graphs, the borders of the splits that its attention kernels merge. Then, on all layers, prompts in pieces and trees.
-
-    Returns:
-        What differs, for a person; None where all bits are the same.
+    Must run while no request has a slot, because it writes to the first two. Without ``fixed_rows``, every number of rows up to
+    the largest tree, and some larger ones, are tried on the first layer of each kind. On a GPU, the borders of the attention
+    kernels' splits are tried on these layers, without graphs. Then follow chunked prefill and trees on all layers.
     """
     vocab, longest = int(runner.model.config.get_text_config().vocab_size), _longest(runner)
     tokens = np.random.default_rng(0).integers(0, vocab, max(_MANY) + _LAST).astype(np.int32)
@@ -80,7 +72,7 @@ def check(runner: ModelRunner) -> str | None:
     elif isinstance(runner, StaticRunner):
         with first_layers(runner.model), runner.uncaptured():
             _splits(runner, _tokens_of(runner), found)
-    for reach in (0,) if runner.rope is None else (0, runner.rope.border + 1):  # with each set of frequencies
+    for reach in (0,) if runner.rope is None else (0, runner.rope.border + 1):  # once per set of frequencies
         if not found.differing:
             _trees(runner, tokens, found, reach)
     return f"{found.differing} of {found.rows} rows were computed otherwise in other company" if found.differing else None
@@ -88,21 +80,17 @@ def check(runner: ModelRunner) -> str | None:
 
 @torch.inference_mode()
 def check_attention(runner: ModelRunner) -> str | None:
-    """Compute some tokens with tree attention and with the model's own, as stock ``transformers`` does, on the first layers.
+    """Compare tree attention with the model's own (stock ``transformers``); return a difference beyond rounding as text, or None.
 
-    That finds what a consistent mistake hides from ``check``: positions that a model counts itself, or attention of a kind that
-    is not computed here. What begins beyond these tokens, a window say, it does not see. No graph is replayed: a graph computes
-    all layers.
-
-    Returns:
-        How far they are apart, for a person; None where it is rounding.
+    This finds consistent errors that ``check`` cannot see: positions that a model counts itself, or an unsupported kind of
+    attention. It does not see effects beyond the compared tokens, for example of a window.
     """
     model, tokens = runner.model, _tokens_of(runner)
-    with first_layers(model), _uncaptured(runner):
+    with first_layers(model), _uncaptured(runner):  # graphs compute all layers
         ours = _text_logits(runner, tokens)
         model.set_attn_implementation("eager")
         try:
-            with torch.compiler.set_stance("force_eager"):  # layers that are compiled are so for tree attention
+            with torch.compiler.set_stance("force_eager"):  # layers are compiled for tree attention only
                 given = model(input_ids=torch.from_numpy(tokens).long()[None].to(ours.device), use_cache=False)
         finally:
             model.set_attn_implementation(TREE_ATTENTION)
@@ -111,11 +99,7 @@ def check_attention(runner: ModelRunner) -> str | None:
 
 @torch.inference_mode()
 def check_graphs(runner: ModelRunner) -> str | None:
-    """Compute a text with captured graphs and by the model's code, once in steps of each captured size.
-
-    Returns:
-        How far they are apart, for a person; None where it is rounding, or nothing is captured.
-    """
+    """Compare captured CUDA graphs of each size with the model's code; return a difference beyond rounding as text, or None."""
     if not isinstance(runner, StaticRunner):
         return None
     tokens = _tokens_of(runner)
@@ -133,8 +117,8 @@ def check_graphs(runner: ModelRunner) -> str | None:
 
 
 def _straying(ours: torch.Tensor, own: torch.Tensor, dtype: torch.dtype) -> str | None:
-    """Return how far [n, vocab] logits are apart in the median, where that is beyond rounding."""
-    # In blocks of rows: the slots have left a GPU little memory, and a vocabulary may have 256,000 tokens.
+    """Return the median difference of [n, vocab] logits as text if it is beyond rounding."""
+    # In blocks of rows: the KV slots leave a GPU little memory, and a vocabulary may have 256,000 tokens.
     apart = [
         (a.float() - b.float()).norm(dim=1) / (b.float() - b.float().mean(1, keepdim=True)).norm(dim=1)
         for a, b in zip(ours.split(_BLOCK_ROWS), own.split(_BLOCK_ROWS), strict=True)
@@ -145,7 +129,7 @@ def _straying(ours: torch.Tensor, own: torch.Tensor, dtype: torch.dtype) -> str 
 
 
 def _tokens_of(runner: ModelRunner) -> Int32Array:
-    """Return a text as long as it takes on the runner's device, and as there are entries and positions for."""
+    """Return random tokens, as many as the checks need on this device and as slot and positions allow."""
     most = _TOKENS_ON_GPU if isinstance(runner, StaticRunner) else _TOKENS
     vocab = int(runner.model.config.get_text_config().vocab_size)
     return np.random.default_rng(0).integers(0, vocab, min(most, _longest(runner))).astype(np.int32)
@@ -156,7 +140,7 @@ def _uncaptured(runner: ModelRunner) -> AbstractContextManager[None]:
 
 
 def _text_logits(runner: ModelRunner, tokens: Int32Array) -> torch.Tensor:
-    """Return [n, vocab] of a text; on a GPU in pieces of the most rows that its attention kernels take at once."""
+    """Return the logits of a text, [n, vocab]; on a GPU in chunks of the most rows that its attention kernels take."""
     piece = runner.sizes[-1] if isinstance(runner, StaticRunner) else len(tokens)
     return torch.cat(
         [_chain(runner, tokens[: start + piece], start, reach=len(tokens)) for start in range(0, len(tokens), piece)]
@@ -164,20 +148,20 @@ def _text_logits(runner: ModelRunner, tokens: Int32Array) -> torch.Tensor:
 
 
 def _chain(runner: ModelRunner, tokens: Int32Array, start: int, reach: int = 0) -> torch.Tensor:
-    """Return [n, vocab] of the tokens from ``start`` on, in one forward behind those before it."""
+    """Return the logits of the tokens from ``start`` on, [n, vocab]."""
     count = len(tokens) - start
     return _logits(runner, tokens[: start + 1], start, tokens[start + 1 :], range(-1, count - 1), reach)
 
 
 def _longest(runner: ModelRunner) -> int:
-    """Tokens of a text for which there are entries in a slot and positions in the model."""
+    """Return the longest text that a slot and the model's positions allow."""
     positions = getattr(runner.model.config.get_text_config(), "max_position_embeddings", None)
     return min(runner.cache.capacity, positions or runner.cache.capacity)
 
 
 @contextmanager
 def first_layers(model: PreTrainedModel) -> Iterator[int]:
-    """Has a model compute its first layers only, as many as it takes to have one of each kind; tells how many."""
+    """Shorten the model to its first layers, enough for one layer of each kind, and yield their number."""
     config = model.config.get_text_config()
     lists = [
         (name, module)
@@ -207,21 +191,21 @@ def _shapes(module: torch.nn.Module) -> list[torch.Size]:
 
 
 def _every_number_of_rows(runner: ModelRunner, tokens: Int32Array, layers: int, found: _Found) -> None:
-    """The last 2, 3, 4, ... tokens at once behind the others, beside all of them one by one: each number of rows, each cut."""
+    """Compare the last 2, 3, 4, ... tokens in one forward pass with the same tokens one by one."""
     count = len(tokens)
     logits = torch.cat([_logits(runner, tokens[: at + 1], at) for at in range(count)])
     expected = _entries(runner, 0, count, layers)
     most = min(_TREE_ROWS, count)
     if count > most:
         _prefill(runner, 0, tokens[: count - most], count)
-    for rows in range(most, 1, -1):  # each forward begins one token further than the one before: a state can go no other way
+    for rows in range(most, 1, -1):  # each begins one token later: a recurrent state cannot go back
         given = _logits(runner, tokens[: count - rows + 1], count - rows, tokens[count - rows + 1 :], range(-1, rows - 1))
         found.compare(logits[count - rows :], given)
         found.compare(expected, _entries(runner, 0, count, layers))
 
 
 def _many_rows(runner: ModelRunner, tokens: Int32Array, layers: int, found: _Found) -> None:
-    """A prompt in small pieces, and its beginning at once in another slot, where there is one."""
+    """Compare a prompt in small chunks with its beginning in one forward pass, in another slot if there are several."""
     _prefill(runner, 0, tokens, _PIECE)
     expected, states, slot = _entries(runner, 0, len(tokens), layers), runner.state(0), min(1, runner.cache.slots - 1)
     for rows in (min(rows, len(tokens)) for rows in _MANY):
@@ -233,20 +217,18 @@ def _many_rows(runner: ModelRunner, tokens: Int32Array, layers: int, found: _Fou
 
 
 def _splits(runner: StaticRunner, tokens: Int32Array, found: _Found) -> None:
-    """Compare tokens around the borders of splits, and the last ones, one by one and as rows of a chain and of a tree.
-
-    One by one, a row's context is computed by the first kernel; in a chain the second one computes a part of it.
-    """
+    """Compare tokens near the borders of splits, and the last ones, one by one with rows of a chain and of a tree."""
     rows, count = runner.sizes[-1], min(len(tokens), runner.cache.capacity - _NEAR)  # the tree ends behind its text
     ends = [end for end in (SPLIT + 4, 2 * SPLIT + 4, count) if end <= count]
-    for end in ends:  # the shorter texts first: a tree writes behind the end of its text
+    for end in ends:  # shorter texts first: a tree writes behind the end of its text
         _prefill(runner, 0, tokens[:end], rows)
         chosen = range(max(0, end - _NEAR), end)
         plain = torch.cat([_logits(runner, tokens[: at + 1], at) for at in chosen])
         for first in (max(0, end - rows), chosen[0]):
+            # For a single row, kernel 1 computes the context; in a chain, kernel 2 computes a part of it.
             chain = _logits(runner, tokens[: first + 1], first, tokens[first + 1 : end], range(-1, end - first - 1))
             found.compare(plain, chain[-len(chosen) :])
-        # Each token of the text has a sibling before it: its entry lies elsewhere than its position says.
+        # Each token of the text follows a sibling: its entry index differs from its position.
         pairs = [token for at in chosen[1:] for token in (0, int(tokens[at]))]
         parents = [-1] + [max(0, 2 * (at // 2)) for at in range(len(pairs))]
         tree = _logits(runner, tokens[: chosen[0] + 1], chosen[0], pairs[: rows - 1], parents[:rows])
@@ -255,22 +237,18 @@ def _splits(runner: StaticRunner, tokens: Int32Array, found: _Found) -> None:
 
 
 def _entries(runner: ModelRunner, slot: int, length: int, layers: int) -> torch.Tensor:
-    """[length, layers, kv_heads, head_dim + value_dim]: keys and values of the first layers, token by token."""
     return runner.entries(slot, length, layers)
 
 
 def _trees(runner: ModelRunner, tokens: Int32Array, found: _Found, reach: int) -> None:
-    """The last tokens one by one, and in trees, behind a prompt in one piece and in several, beside another request.
-
-    ``reach`` is that of the text, whose frequencies may depend on it: see ``engine.forward.rope``.
-    """
+    """Compare the last tokens one by one with trees, different prefill chunks and another request in the batch."""
     most = runner.fixed_rows or _TREE_ROWS
     length = max(1, min(_TOKENS - 1, _longest(runner) - min(most, 8) - _LAST))
     _prefill(runner, 0, tokens[:length], length, reach)
     plain = torch.cat([_logits(runner, tokens[: length + 1 + k], length + k, reach=reach) for k in range(_LAST)])
     a, b, c = tokens[length + 1 : length + _LAST].tolist()
     root = int(tokens[length])
-    _prefill(runner, 0, tokens[:length], max(1, length // 3), reach)  # the same entries again, computed in other cuts
+    _prefill(runner, 0, tokens[:length], max(1, length // 3), reach)  # the same entries in other chunks
     siblings = max(1, min(most - 1, runner.cache.capacity - length - 1))
     crowd = _logits(runner, tokens[: length + 1], length, [a] * siblings, [-1] + [0] * siblings, reach)
     found.compare(_rows(plain, [0] + [1] * siblings), crowd)
@@ -280,7 +258,7 @@ def _trees(runner: ModelRunner, tokens: Int32Array, found: _Found, reach: int) -
     path = [row for row in (0, 2, 5, 6) if row < len(tree)]
     found.compare(plain[: len(path)], _rows(tree, path))
     if runner.cache.slots > 1:
-        text = tokens[: length + 1]  # whole in the one slot, and its last token in the other
+        text = tokens[: length + 1]  # all rows in one slot, only the last in the other
         lines = [(Line(slot, text, reach=reach), start) for slot, start in ((1, 0), (0, length))]
         works = [LineWork(line, start, length + 1, _tree(root)) for line, start in lines]
         found.compare(_rows(plain, [0, 0]), runner.forward(pack(works)))
@@ -299,7 +277,7 @@ def _logits(
     runner: ModelRunner, tokens: Int32Array, start: int, rows: Sequence[int] | Int32Array = (), parents: Sequence[int] = (-1,),
     reach: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    """[n, vocab] of a tree below the last of the tokens, which is its root."""
+    """Return the logits, [n, vocab], of a tree below the last token, which is its root."""
     tree = _tree(int(tokens[-1]), rows, parents)
     return runner.forward(pack([LineWork(Line(0, tokens, reach=reach), start, len(tokens), tree)])).clone()
 

@@ -1,10 +1,9 @@
-"""Rotations whose frequencies change with the length of the text: long rope and dynamic rope, row by row.
+"""Length-dependent RoPE (longrope and dynamic NTK), computed row by row.
 
-transformers takes the frequencies of a forward from its greatest position, so that the other requests of a step, and refused
-drafts, would change an output. Here each row has the frequencies that it has in ``generate`` (5.23), which computes the prompt in
-one forward and then token by token: those of the length ``max(reach, position + 1)``, where the *reach* of a request is the
-length of its prompt. Some models, Phi-3 and Phi-MoE, give up their cache when a text becomes longer than the first frequencies
-are for, and compute it anew: all rows of such a text have the second ones.
+transformers derives the frequencies of a forward pass from its greatest position, so that other requests and rejected drafts
+would change an output. Here a row has the frequencies of length ``max(reach, position + 1)``, as in ``generate`` of transformers
+5.23, where the *reach* of a request is the length of its prompt. Phi-3 and Phi-MoE drop their cache when a text outgrows the
+first set of frequencies and recompute it: all rows of such a text have the second set.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from engine.errors import ModelLoadError
 from engine.forward.batch import Segment
 
 _ORIGINAL = "original_max_position_embeddings"
-_NEVER = 2**31  # rows deep
+_NEVER = 2**31  # unlimited depth, in rows
 
 
 @dataclass(frozen=True, slots=True)
 class LengthRope:
-    """How a model's frequencies follow the length of a text."""
+    """Dependence of a model's RoPE frequencies on the sequence length."""
 
-    border: int  # tokens of a text up to which its rows have the first frequencies
-    longest: int  # tokens of a text that the frequencies are for
-    dynamic: bool  # each length beyond the border has its own; otherwise all of these have the same
-    recomputes: bool  # a text that crosses the border is computed anew
+    border: int  # longest sequence, in tokens, whose rows have the first set of frequencies
+    longest: int  # longest sequence, in tokens, that the frequencies support
+    dynamic: bool  # every length beyond the border has its own frequencies; otherwise they share one set
+    recomputes: bool  # a sequence that crosses the border is recomputed
 
     def reach(self, request: Request) -> int:
-        """The length of text by which all rows of a request go at least; 0 where each goes by its position alone.
+        """Return the least sequence length by which a request's rows are rotated; 0 if each row's own position decides.
 
-        Rows of two requests with the same reach, and the same tokens before them, have the same keys and values.
+        Rows of two requests with equal reach and equal preceding tokens have the same keys and values.
         """
         length = request.num_tokens if self.recomputes else request.num_prompt
         if length <= self.border:
@@ -47,11 +46,12 @@ class LengthRope:
         return length if self.dynamic else self.border + 1
 
     def depth(self, request: Request) -> int:
-        """How deep a tree may be: no row lies behind the border before the text has crossed it."""
+        """Return the greatest depth of a draft tree."""
+        # No draft row may lie beyond the border before the text itself crosses it.
         return self.border - request.num_tokens if self.recomputes and request.num_tokens <= self.border else _NEVER
 
     def lengths(self, segments: Sequence[Segment], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
-        """[rows] lengths whose frequencies the rows of a forward have, 0 for the first ones; None where all have these."""
+        """Return the length that selects each row's frequencies, [rows], 0 for the first set; None if all have the first set."""
         found = positions + 1
         for segment in segments:
             if segment.reach:
@@ -64,10 +64,7 @@ class LengthRope:
 
 
 def length_rope(config: PreTrainedConfig) -> LengthRope | None:
-    """By a model's configuration; None where frequencies stay the same as far as the model goes, or cannot be followed by row.
-
-    They cannot be where kinds of layers have rotations of their own.
-    """
+    """Return the length dependence of a model's RoPE; None if it has none, or if kinds of layers have rotations of their own."""
     text = config.get_text_config()
     rope, own = getattr(text, "rope_parameters", None) or {}, getattr(text, "max_position_embeddings", None)
     kind = rope.get("rope_type")
@@ -76,7 +73,7 @@ def length_rope(config: PreTrainedConfig) -> LengthRope | None:
     if kind == "dynamic":
         longest = int(own * (rope.get("factor") or 1.0))
         return LengthRope(int(own), longest, True, False) if longest > own else None
-    border = rope.get(_ORIGINAL)  # which is the configuration's own, where it has one
+    border = rope.get(_ORIGINAL)  # equals the configuration's own value, if it has one
     if border is None or border >= own:
         return None
     prepare = inspect.unwrap(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].prepare_inputs_for_generation)
@@ -85,16 +82,15 @@ def length_rope(config: PreTrainedConfig) -> LengthRope | None:
 
 
 class RowRope(torch.nn.Module):
-    """In the place of a model's rotation, which it asks once for each length that its rows have."""
+    """Replacement of a model's rotary embedding that calls the original once per distinct length."""
 
     def __init__(self, own: torch.nn.Module, rope: LengthRope) -> None:
-        """Takes over a rotation of transformers, whose class has ``dynamic_rope_update``."""
         super().__init__()
         self.own, self.rope = own, rope
-        self.lengths: npt.NDArray[np.int64] | None = None  # of the rows of the next forward; see ``LengthRope.lengths``
+        self.lengths: npt.NDArray[np.int64] | None = None  # of the rows of the next forward pass, see ``LengthRope.lengths``
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
-        """What the rotation itself gives for [1, rows] positions: one tensor or several, [1, rows, ...]."""
+        """Return the rotary embedding of [1, rows] positions: one tensor or several, [1, rows, ...]."""
         if self.lengths is None:
             return self._at(x, position_ids, 0)
         distinct = np.unique(self.lengths).tolist()
@@ -111,10 +107,11 @@ class RowRope(torch.nn.Module):
         return tuple(made) if isinstance(found, tuple) else made[0]
 
     def _at(self, x: torch.Tensor, positions: torch.Tensor, length: int) -> Any:
-        """By the frequencies of a length: what the rotation says where its greatest position is the last of the length."""
-        if self.rope.dynamic:  # as if nothing had been computed before
+        """Return the embedding with the frequencies of ``length``; with the first set if it is 0."""
+        if self.rope.dynamic:  # reset, as if nothing had been computed before
             self.own.inv_freq = self.own.original_inv_freq
             self.own.max_seq_len_cached = self.own.original_max_seq_len
+        # The original selects frequencies by the greatest position: append that of the length's last token, and drop its row.
         if not length:
             return self.own(x, position_ids=positions)
         last = torch.full((1, 1), length - 1, dtype=positions.dtype, device=positions.device)
@@ -123,16 +120,16 @@ class RowRope(torch.nn.Module):
 
 
 def ropes_by_row(model: PreTrainedModel) -> list[RowRope]:
-    """Replaces the rotations of a model whose frequencies change with the length of a text, in place; none of others.
+    """Replace a model's rotary embeddings with length-dependent RoPE in place, and return the replacements, if it needs any.
 
     Raises:
-        ModelLoadError: they were not found.
+        ModelLoadError: the embeddings were not found.
     """
     rope = length_rope(model.config)
     if rope is None:
         return []
     kept = [module for module in model.modules() if isinstance(module, RowRope)]
-    if kept:  # in a copy of a model that has them
+    if kept:  # a copy of a model that was already changed
         return kept
     kinds = ("longrope", "dynamic")
     found = [name for name, module in model.named_modules() if getattr(module, "rope_type", None) in kinds]

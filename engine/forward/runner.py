@@ -1,4 +1,4 @@
-"""One forward of a stock model over the rows of a batch."""
+"""Runner of a stock model: one forward pass over the rows of a batch."""
 
 from __future__ import annotations
 
@@ -32,16 +32,15 @@ from engine.loading.outline import outline
 from engine.loading.weights.adapters import Adapter
 from engine.text.grammar import Grammars
 
-_PROBE_ROWS = 5  # of the first forward with an adapter
+_PROBE_ROWS = 5  # rows of the first forward pass with an adapter
 
 
 def kv_shape(model: PreTrainedModel) -> KVShape:
-    """What a model stores per token, by its configuration."""
+    """Return the KV shape of a token by the model's configuration."""
     return outline(model.config).kv_shape(model.dtype, model.device)
 
 
 def _refuse_states(model: PreTrainedModel) -> None:
-    """Raises ``ModelLoadError`` where a model whose layers keep states is in a place without code for them."""
     if not has_kernels(model.device, model.dtype):
         where = f"in {str(model.dtype).removeprefix('torch.')} on {model.device}"
         kinds = "states, which are computed on CPUs with numba, in bfloat16, float16 or float32"
@@ -49,16 +48,16 @@ def _refuse_states(model: PreTrainedModel) -> None:
 
 
 class ModelRunner:
-    """A causal language model and the KV slots of the sequences it works on."""
+    """Causal language model with the KV slots of the sequences that it computes."""
 
-    ranks = 1  # processes that take part in a forward
-    capture_failures: Mapping[int, str] = MappingProxyType({})  # why steps of so many rows are no CUDA graphs
-    exact = False  # whether each row was seen to have the same bits in every company: see ``engine.forward.exactness``
+    ranks = 1  # processes that take part in a forward pass
+    capture_failures: Mapping[int, str] = MappingProxyType({})  # rows of a step: why no CUDA graph was captured for them
+    exact = False  # whether the self-check found each row bit-identical in every batch, see ``engine.forward.exactness``
     _adapters: Adapters | None = None
-    # [>= rows, hidden size] the bits of what the last forward made its logits from, row by row, until the next one; None where
+    # [>= rows, hidden size] bits of the last forward pass's final hidden states, row by row, valid until the next one; None if
     # the model was not computed by ``RowModel``.
     hidden: SignedArray | None = None
-    _by_rows = True  # KV lies as compiled code for any rows reads it, where there is such code
+    _by_rows = True  # lay out KV for the compiled CPU attention, if it supports this shape
 
     def __init__(
         self,
@@ -70,23 +69,21 @@ class ModelRunner:
         fixed_rows: int | None = None,
         kept: int | None = 0,
     ) -> None:
-        """
+        """Prepare a model for tree attention, replacing some of its modules in place, and allocate its KV slots.
+
         Args:
-            model: loaded with ``attn_implementation=TREE_ATTENTION``, in evaluation mode. Some modules are replaced in place: see
-                ``engine.forward.thin_modules``.
+            model: loaded with ``attn_implementation=TREE_ATTENTION``, in evaluation mode.
             slots: sequences held at once.
-            capacity: entries of one slot: longest sequence and draft rows.
-            shape: of the heads and layers that are here; of the whole model when absent.
-            cache: what keeps the KV.
-            fixed_rows: every forward computes exactly so many rows, larger batches in several: see ``engine.forward.exactness``.
-                When absent, forwards have as many rows as there are.
-            kept: more slots, which keep what ended sequences left. None: see ``engine.loading.memory.kept_slots``.
+            capacity: entries of one slot: longest sequence plus draft rows.
+            shape: of the local heads and layers; None: of the whole model.
+            fixed_rows: rows of every forward pass, padded or split (see ``engine.forward.exactness``); None: any number.
+            kept: additional slots for the prefixes of ended sequences; None: see ``engine.loading.memory.kept_slots``.
 
         Raises:
             ModelLoadError: the KV slots do not fit, or the model's layers do not use the attention function.
         """
         self.model = model
-        self.grammars: Grammars | None = None  # for the model's tokenizer, where it has one that is known
+        self.grammars: Grammars | None = None  # for the model's tokenizer, if it is of a known kind
         if model.device.type == "cpu":
             model.set_experts_implementation("eager")  # each expert's rows are rows of a linear layer
         states = outline(model.config).states if bind_mixers(model) else {}
@@ -97,14 +94,14 @@ class ModelRunner:
             shape = kv_shape(model)
         if self._by_rows:
             shape = laid_out(shape)
-        self.sequences = slots  # in one forward; what is kept of others comes on top
+        self.sequences = slots  # per forward pass; slots for kept prefixes come on top
         if kept is None:
             slot_bytes = shape.bytes_per_token() * capacity + (StateCache.bytes_of(sites, slots) // slots if sites else 0)
             kept = kept_slots(slots, slot_bytes, left_bytes(model.device))
         slots += kept
         size = shape.bytes_per_token() * slots * capacity + (StateCache.bytes_of(sites, slots) if sites else 0)
         try:
-            if model.device.type == "cpu" and size > free_bytes():  # it would be given out, and taken when it is written to
+            if model.device.type == "cpu" and size > free_bytes():  # allocation would succeed; writing would kill the process
                 raise MemoryError
             self.cache = cache(shape, slots, capacity)
             if sites:
@@ -115,24 +112,24 @@ class ModelRunner:
             need = f"{what} need {size / 2**30:.1f} GiB, which {model.device} does not have"
             raise ModelLoadError(f"{need}: lower model.max_model_len or {option}") from error
         self._ropes = ropes_by_row(model)
-        if row_linears(model):  # of a model that another runner has, nothing may move
+        if row_linears(model):  # the weights of a model that another runner uses must not move
             give_back(model)
         thin_modules(model)
         if states:
             round_alike(model, {number: shape.heads for number, shape in states.items() if shape.delta})
-        self._device, self._dtype = model.device, model.dtype  # which the model finds by going through its parameters
+        self._device, self._dtype = model.device, model.dtype  # the model's properties search its parameters
         self._compiled = RowAttention.over(self.cache)
         self.fixed_rows = fixed_rows
         self._states = None
         if states:
             assert self.cache.states is not None and fixed_rows is None, "see ``make_runner``"
             self._states = States(states, self.cache.states, model.dtype)
-        self._asked: tuple[int, list[int]] | None = None  # layers that attended in the last forward, and sites that were asked
+        self._asked: tuple[int, list[int]] | None = None  # attention layers and state sites of the last forward pass
         windows = self._probe()
         self._whole = RowModel.over(model, self.cache, windows, self._states) if fixed_rows is None else None
 
     def _probe(self) -> dict[int, int | None]:
-        """Runs one row, so that a model that cannot be served fails at start; returns the layers' windows."""
+        """Compute one row, so that an unsupported model fails at start; return the layers' attention windows."""
         zero = np.zeros(1, np.int64)
         batch = Batch(zero, zero, (Segment(0, 0, 0, 1, None),), zero, (0,))
         try:
@@ -146,10 +143,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def adapt(self, adapters: Sequence[Adapter]) -> None:
-        """Has segments name adapters of the model; to be called once at most, and before any does.
+        """Add LoRA adapters that segments may name; to be called at most once, before any segment names one.
 
         Raises:
-            ModelLoadError: they cannot be added to this model.
+            ModelLoadError: an adapter does not fit this model.
         """
         if not adapters:
             return
@@ -159,7 +156,7 @@ class ModelRunner:
         rows = np.arange(min(_PROBE_ROWS, self.fixed_rows or _PROBE_ROWS, self.cache.capacity))
         for adapter in adapters:
             segment = Segment(0, 0, 0, len(rows), None, adapter=adapter.name)
-            self._modules(Batch(rows, rows, (segment,), rows[:1], (0,)))
+            self._modules(Batch(rows, rows, (segment,), rows[:1], (0,)))  # records in ``called`` which layers run as modules
         missed = sorted(self._adapters.layers - self._adapters.called)
         if missed:
             name = type(self.model).__name__
@@ -167,36 +164,34 @@ class ModelRunner:
         self.cache.prefixes.clear()
 
     def form(self) -> dict[str, Any]:
-        """How forwards are computed, where that changes what they take: as JSON values."""
+        """Return the properties that step times depend on, as JSON values."""
         compiled = any(module._compiled_call_impl is not None for module in self.model.modules())
         kinds = sorted({weight.kind for weight in self.model.parameters() if type(weight) is PackedWeight})
         return {"rows": self.fixed_rows, "graphs": None, "compiled": compiled} | ({"packed": kinds} if kinds else {})
 
     @property
     def full_rows(self) -> tuple[int, ...]:
-        """Numbers of rows of a step beyond which one row more takes another forward, or a forward of a slower kind."""
+        """Return the step sizes, in rows, beyond which one more row needs another or a slower forward pass."""
         return () if self.fixed_rows is None else tuple(self.fixed_rows * count for count in (1, 2, 3))
 
     @property
     def rope(self) -> LengthRope | None:
-        """How the model's frequencies follow the length of a text; None where they stay the same."""
+        """Return how the model's RoPE depends on the sequence length; None if it does not."""
         return self._ropes[0].rope if self._ropes else None
 
     def _told(self, positions: torch.Tensor) -> dict[str, Any]:
-        """What else a model is given: Llama 4 scales queries by their positions, and takes these from its cache."""
+        """Return extra model arguments: Llama 4 scales queries by position and takes the positions from its cache."""
         scales = getattr(self.model.config.get_text_config(), "attn_temperature_tuning", None)
         return {"past_key_values": _Places(positions)} if scales else {}
 
     def entries(self, slot: int, length: int, layers: int) -> torch.Tensor:
-        """[length, layers, kv_heads, head_dim + value_dim], copies: keys and values of the first layers, token by token.
-
-        Of a model some of whose layers have states, of those that attended in the last forward.
-        """
+        """Return a copy of the first attention layers' keys and values, [length, layers, kv_heads, head_dim + value_dim]."""
+        # With recurrent states: the attention layers of the last forward pass.
         layers = layers if self._asked is None else self._asked[0]
         return torch.cat([entries[:layers] for entries in self.cache.entries(slot, length)], -1).movedim(2, 0)
 
     def state(self, slot: int) -> torch.Tensor:
-        """[n], a copy: the bytes of the slot's state in the layers that the last forward computed; none without states."""
+        """Return a copy of the slot's state in the layers of the last forward pass, [n] bytes; empty without states."""
         found = [torch.empty(0, dtype=torch.uint8)]
         if self.cache.states is not None and self._asked is not None:
             found += [self.cache.states.state(slot, site) for site in self._asked[1]]
@@ -209,31 +204,30 @@ class ModelRunner:
         return StepContext(batch, self.cache, positions, self._dtype, self._compiled, by_row, states)
 
     def _padded(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """[rows] with zeros behind them, up to the number of rows that every forward has, where there is one."""
+        """Return [rows] values, padded with zeros to ``fixed_rows`` if it is set."""
         missing = 0 if self.fixed_rows is None else self.fixed_rows - len(values)
         return np.concatenate((values, np.zeros(missing, np.int64))) if missing else values
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Compute all rows, store their KV and return the wanted logits, [len(batch.logit_rows), vocab]."""
-        with accelerator().current(self._device):  # streams and graphs are those of the thread's current device
+        """Compute all rows, store their KV and return the logits of ``logit_rows``, [len(batch.logit_rows), vocab]."""
+        with accelerator().current(self._device):  # streams and graphs belong to the thread's current device
             return self._in_parts(batch)
 
     def _in_parts(self, batch: Batch) -> torch.Tensor:
-        """Compute a batch in as many forwards as ``fixed_rows`` asks for."""
         if self.fixed_rows is None or len(batch.token_ids) <= self.fixed_rows:
             return self._compute(batch)
         logits = computed = torch.empty(0)
         for part, places in cut(batch, self.fixed_rows):
             computed = self._compute(part)
-            if len(places):  # which lie side by side
+            if len(places):  # places are adjacent
                 if not len(logits):
                     logits = computed.new_empty(len(batch.logit_rows), computed.shape[1])
                 logits[places[0] : places[-1] + 1] = computed
         return logits if len(logits) else computed
 
     def _compute(self, batch: Batch) -> torch.Tensor:
-        """As ``forward``, in one."""
+        """Run a batch that fits into a single forward pass."""
         if self._whole is not None and not (self.model._forward_hooks or self.model._forward_pre_hooks):
             logits, self.hidden = self._whole.forward(batch), self._whole.hidden
             if self._states is not None:
@@ -243,7 +237,6 @@ class ModelRunner:
         return self._modules(batch)
 
     def _modules(self, batch: Batch) -> torch.Tensor:
-        """As ``forward``, by the modules of the model."""
         if self._adapters is None:
             return self._forward(self._context(batch), batch.token_ids, batch.logit_rows)
         with self._adapters.rows(adapters_of(batch, self._adapters.numbers)):
@@ -276,22 +269,22 @@ class ModelRunner:
 
 
 class _Places:
-    """In place of a cache, for a model that asks one how many tokens are before the first row, and counts rows from there on."""
+    """Minimal ``Cache`` replacement that reports per-row positions to models that call ``get_seq_length`` (Llama 4)."""
 
     def __init__(self, positions: torch.Tensor) -> None:
         self._before = positions - torch.arange(len(positions), device=positions.device)
 
     def get_seq_length(self, layer: int = 0) -> torch.Tensor:
-        """Of each row, what makes its place in the forward its position."""
+        """Return each row's position minus its index in the forward pass, [rows]."""
         return self._before
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The new ones: attention keeps them."""
+        """Return the new keys and values; the attention function stores them."""
         return keys, values
 
 
 def wanted_rows(logits: torch.Tensor, rows: npt.NDArray[np.int64]) -> torch.Tensor:
-    """[m, vocab]: some rows of [n, vocab] logits, in place where they lie side by side."""
+    """Return the given rows of [n, vocab] logits, [m, vocab]; a view if they are adjacent."""
     if not len(rows) or (np.diff(rows) == 1).all():
         first = int(rows[0]) if len(rows) else 0
         return logits[first : first + len(rows)]

@@ -1,4 +1,4 @@
-"""Which runner a model gets: by its device, and by what the check of exactness says."""
+"""Choice of a model's runner by its device and by the result of the exactness self-check."""
 
 from __future__ import annotations
 
@@ -22,23 +22,20 @@ logger = logging.getLogger(__name__)
 
 RunnerMaker = Callable[[PreTrainedModel, int, EngineOptions, int], ModelRunner]  # see ``make_runner``
 
-# Rows of every forward, None for any number: the forms that are tried until one is exact. On a GPU the weights are read once for
-# 64 rows as for one, and a prompt in forwards of one row would take minutes; on a CPU each row costs time.
+# Rows of every forward pass (None: any number), in the order in which they are tried until one is exact. On a GPU, weights are
+# read once for 64 rows as for one, and prefill with one row per forward pass would take minutes; on a CPU each row costs time.
 _FORMS: dict[str, tuple[int | None, ...]] = {"cuda": (64,), "cpu": (None, 16, 1)}
 
 
 def make_runner(model: PreTrainedModel, capacity: int, options: EngineOptions, tree_rows: int = TREE_ROWS) -> ModelRunner:
-    """Return a runner of a whole model, which was seen to be exact unless ``options.exact`` is ``rounding``.
+    """Return a runner of a whole model that passed the exactness self-check, unless ``options.exact`` is ``rounding``.
 
     Args:
-        model: see ``ModelRunner``.
         capacity: entries of one slot.
-        options: of the engine: ``max_running``, ``kv_slots``, ``exact`` and ``compile`` count here.
-        tree_rows: the most rows of a request's tree, its root included.
+        tree_rows: maximum rows of a request's tree, including its root.
 
     Raises:
-        ModelLoadError: see ``ModelRunner``; its own attention says other things; no form is exact, or none is fast enough to be
-            served; ``rounding`` on a CPU, where nothing is gained by it; or layers are to be compiled and there are no graphs.
+        ModelLoadError: see ``ModelRunner`` and ``refuse_form``; tree attention differs from the model's own; no form is exact.
     """
     with accelerator().current(model.device):
         return _checked(model, capacity, options, tree_rows)
@@ -77,16 +74,10 @@ def _checked(model: PreTrainedModel, capacity: int, options: EngineOptions, tree
 
 
 def refuse_form(name: str, config: PreTrainedConfig, shape: KVShape, options: EngineOptions) -> None:
-    """Refuse options that a model cannot be served with on its device, whatever its weights are.
-
-    Args:
-        name: of the model's class.
-        config: of the model.
-        shape: of its KV, with its type and device.
-        options: ``exact`` and ``compile`` count.
+    """Refuse options that a model cannot be served with on its device, independent of its weights.
 
     Raises:
-        ModelLoadError: it cannot.
+        ModelLoadError: ``options.exact`` or ``options.compile`` is not supported for this configuration and KV shape.
     """
     on_gpu = shape.device.type == "cuda"
     if options.compile and not (on_gpu and lacks_graphs(config, shape) is None):
@@ -102,10 +93,8 @@ def refuse_form(name: str, config: PreTrainedConfig, shape: KVShape, options: En
 
 
 def _refuse_strays(runner: ModelRunner) -> None:
-    """Raises ``ModelLoadError`` where a model says other things here than by its own code.
-
-    Layers with states compute by no code but ours once they are bound: families that have some are compared in the tests.
-    """
+    """Raise ``ModelLoadError`` if the model's outputs differ from those of its own attention or code."""
+    # Layers with states can run only by our code once they are bound: tests compare those model families instead.
     if runner.cache.states is not None:
         return
     name = type(runner.model).__name__
@@ -132,27 +121,21 @@ def _made(
 
 
 def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> int:
-    """Has torch compile a model's layers when they are first called, for any number of rows; returns how many there are.
+    """Compile a model's layers with torch at their first call, for any number of rows; return the number of layers.
 
-    Norms, rotations and products by element become few kernels instead of many: in a CUDA graph what is left of a small operation
-    is the time in which the GPU starts it. The layers have the same code, so one of them is compiled and all of them use it; the
-    attention stays as it is.
-
-    Args:
-        model: see ``ModelRunner``.
-        backend: torch's name of it.
+    Norms, RoPE and element-wise products become few kernels: in a CUDA graph, a small operation's cost is mostly its launch.
 
     Raises:
-        ModelLoadError: it has no list of layers.
+        ModelLoadError: the model has no list of layers.
     """
     wanted = model.config.get_text_config().num_hidden_layers
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == wanted]
     if not lists:
         raise ModelLoadError(f"engine.compile=true is not for {type(model).__name__}: its layers were not found. Leave it out")
-    # What a layer hands its attention is read by that alone: nothing is compiled anew for the number of a layer.
+    # Excluded from compilation, so that layers are not recompiled for each layer index that attention reads.
     AttentionInterface.register(TREE_ATTENTION, torch.compiler.disable(tree_attention))
-    # Between two operations that become one, half precision rounds as the model's own code does.
+    # Half precision rounds between fused operations as the model's own code does.
     options = {"emulate_precision_casts": True} if backend == "inductor" else None
     for layer in lists[0]:
-        layer.compile(dynamic=True, backend=backend, options=options)
+        layer.compile(dynamic=True, backend=backend, options=options)  # all layers share one compiled code
     return wanted

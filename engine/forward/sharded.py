@@ -1,9 +1,8 @@
-"""One model of which several ranks compute a part each, in every forward: what the leader's runner tells the others.
+"""Runners of a model that is split over several ranks, and the messages from the leader's runner to the others.
 
-All ranks compute the same batches in the same order, each for the heads (tensor parallelism) or the layers (pipeline) whose
-weights it has, and keep the KV of these in slots of their own. Only the leader knows requests: it packs and verifies, and what it
-moves in its slots the others move in theirs before the next forward. So the engine, its drafters and the executor are those of
-one process.
+All ranks compute the same batches in the same order, each for its heads (tensor parallelism) or layers (pipeline), with KV slots
+of their own. Only the leader knows requests: it packs and verifies. The other ranks repeat its KV copies and compactions before
+the next forward pass. So the engine, the drafters and the executor are the same as with one process.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from engine.kv.kv_cache import KVShape, SlotCache
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """See ``SlotCache.copy``."""
+    """Recorded call of ``SlotCache.copy``."""
 
     source: int
     target: int
@@ -35,7 +34,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Compaction:
-    """See ``SlotCache.compact``."""
+    """Recorded call of ``SlotCache.compact``."""
 
     slot: int
     start: int
@@ -49,10 +48,9 @@ Together = Callable[[Sequence[Move], Batch], AbstractContextManager[None]]
 
 
 class RecordedCache(SlotCache):
-    """Slots that remember what was moved in them since they were last asked."""
+    """KV cache that records copies and compactions for the other ranks."""
 
     def __init__(self, shape: KVShape, slots: int, capacity: int) -> None:
-        """See ``SlotCache``."""
         super().__init__(shape, slots, capacity)
         self._moves: list[Move] = []
 
@@ -68,24 +66,21 @@ class RecordedCache(SlotCache):
         super().copy(source, target, length, start)
 
     def take_moves(self) -> list[Move]:
-        """What was moved since the last call, in order."""
+        """Return the recorded copies and compactions since the last call, in order."""
         moves, self._moves = self._moves, []
         return moves
 
 
 class LeadingRunner(ModelRunner):
-    """The leader's part of the model: tells the other ranks of each forward, then computes its own share of it."""
+    """Runner of the leading rank, which sends each batch to the other ranks and computes its own part."""
 
     def __init__(self, model: PreTrainedModel, slots: int, capacity: int, shape: KVShape, together: Together, ranks: int) -> None:
-        """See ``ModelRunner``. All ranks' runners are made at the same time, since each tries a forward, in which all take part.
+        """Create the runner, at the same time as all other ranks, which take part in its first forward pass.
 
         Args:
-            model: the leader's part.
-            slots: sequences held at once.
-            capacity: entries of one slot.
-            shape: of the heads and layers that are here.
-            together: tells all other ranks of moves and a batch; the leader's own share is computed inside the block.
-            ranks: of the group.
+            shape: of the local heads and layers.
+            together: sends moves and a batch to all other ranks; the leader computes its own part inside the context.
+            ranks: number of ranks in the group.
         """
         super().__init__(model, slots, capacity, shape, RecordedCache)
         self._together, self.ranks = together, ranks
@@ -99,12 +94,7 @@ class LeadingRunner(ModelRunner):
 
 @torch.inference_mode()
 def probe_logits(model: PreTrainedModel, shape: KVShape) -> torch.Tensor:
-    """What a model says below a few made-up rows, [rows, vocab] float32 on the CPU.
-
-    Args:
-        model: whole, or a part in whose forward the other ranks take part now.
-        shape: of the heads and layers that are here.
-    """
+    """Return the logits of a few made-up rows, [rows, vocab] float32 on the CPU; all ranks of a split model must take part."""
     rows = np.arange(_PROBE_ROWS)
     batch = Batch(rows + 1, rows, (Segment(0, 0, 0, _PROBE_ROWS, None),), rows, (0,))
     positions = torch.from_numpy(rows).to(model.device)
@@ -120,15 +110,16 @@ def probe_logits(model: PreTrainedModel, shape: KVShape) -> torch.Tensor:
 
 
 def following_runner(model: PreTrainedModel, slots: int, capacity: int, shape: KVShape) -> ModelRunner:
-    """Another rank's part, whose slots hold zeros: what the leader has cleared, nobody tells the others."""
+    """Return the runner of another rank's part of the model."""
     runner = ModelRunner(model, slots, capacity, shape)
+    # The leader's clearing of slots is not sent to the other ranks.
     for slot in range(slots):
         runner.cache.zero(slot, capacity)
     return runner
 
 
 def apply_moves(cache: SlotCache, moves: Sequence[Move]) -> None:
-    """Does in another rank's slots what was done in the leader's."""
+    """Apply the leader's copies and compactions to another rank's slots."""
     for move in moves:
         if isinstance(move, Copy):
             cache.copy(move.source, move.target, move.length, move.start)

@@ -1,8 +1,7 @@
-"""Modules that take the places of a stock model's own: they say the same, and cost less per call or round alike for any rows.
+"""Faster replacements for modules of a stock model, with the same results and a rounding independent of the number of rows.
 
-A decoding step of a small model spends as long in calls as in numbers. What a model's code looks up by name in itself, a norm or
-the list of its layers, can be replaced in the instance as ``engine.forward.cpu.products.row_linear`` does; nothing of
-transformers is changed.
+A decoding step of a small model spends as long in Python calls as in arithmetic. Modules that a model looks up by name in itself,
+such as norms and the list of layers, are replaced in the instance; transformers itself is not changed.
 """
 
 from __future__ import annotations
@@ -21,29 +20,26 @@ from engine.forward.cpu.products.row_linear import DTYPES, has_kernels
 from engine.forward.cpu.threads import Kernel
 
 _PROBE_ROWS = 32
-_REGISTERS = 64  # numbers that torch computes at once: two registers of bfloat16
-_PART, _GELU_PART = 32768, 16384  # numbers from which on torch has more than one thread compute
-_DIFFERING = 0.01  # of the numbers of a norm may be rounded to the other side, because they are added up in another order
+_REGISTERS = 64  # elements that torch computes at once: two registers of bfloat16
+_PART, _GELU_PART = 32768, 16384  # elements from which on torch uses several threads
+_DIFFERING = 0.01  # share of a norm's elements that may round differently, because the order of additions differs
 
 
 class CompiledNorm(torch.nn.Module):
-    """An RMS norm as Llama's or Gemma's, in one call of compiled code."""
+    """RMS norm of Llama's or Gemma's kind, in one call of compiled code."""
 
     def __init__(self, weight: torch.nn.Parameter, epsilon: float, above: float | None = None) -> None:
-        """Takes over the weight of a norm: [size], of a type in ``DTYPES``, a multiple of sixteen.
+        """Take over the weight of a norm, [size] of a dtype in ``DTYPES``, with size a multiple of 16.
 
-        Args:
-            weight: of the norm.
-            epsilon: of the norm.
-            above: of a norm that rounds once, at its end: what is added to the weight, 1 in Gemma's.
+        For a norm that rounds only its end result, ``above`` is added to the weight, 1 in Gemma's.
         """
         super().__init__()
         self.weight, self.variance_epsilon, self._size = weight, epsilon, weight.shape[0]
         self.wide = above is not None
-        self.factors: torch.Tensor = weight.detach() if above is None else weight.detach().float() + above  # as they are used
+        self.factors: torch.Tensor = weight.detach() if above is None else weight.detach().float() + above  # factors as used
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[..., size] to the same."""
+        """Return normalized hidden states, [..., size]."""
         weight, size = self.weight, self._size
         assert hidden_states.dtype == weight.dtype and hidden_states.shape[-1] == size, hidden_states.shape
         rows = hidden_states.contiguous()
@@ -56,28 +52,24 @@ class CompiledNorm(torch.nn.Module):
 
 @cache
 def _norm_kernel(dtype: str) -> tuple[Kernel, Callable[..., ctypes.Structure]]:
-    """The compiled function, which no module holds: a model can be copied and pickled."""
+    """Return the compiled function, which is cached here and not in a module, so that models can be copied and pickled."""
     from engine.forward.cpu.native_norm import Norm, entry_point  # needs numba
 
     return Kernel(entry_point(dtype).address), Norm
 
 
 class RowActivation(torch.nn.Module):
-    """An activation by element that gives a number the same bits wherever it stands.
-
-    torch computes the last numbers of each thread's part, fewer than two registers, by another function than the others. Here
-    every part is filled up to whole registers.
-    """
+    """Element-wise activation that gives equal inputs equal bits at every index."""
 
     def __init__(self, activation: torch.nn.Module) -> None:
-        """Takes the place of an activation of a model on a CPU."""
         super().__init__()
         self.activation = activation
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Of any shape to the same."""
+        """Return the activation, of the same shape."""
         input = input.contiguous()
         count = input.numel()
+        # torch computes the last elements of each thread's part, fewer than two registers, by another function.
         filled = whole_parts(count)
         if filled == count:
             output: torch.Tensor = self.activation(input)
@@ -87,8 +79,7 @@ class RowActivation(torch.nn.Module):
 
 
 def whole_parts(count: int, size: int = 1) -> int:
-    """The least number from ``count`` on of rows of a size that torch cuts into parts of whole registers, be it for GELU or for
-    others."""
+    """Return the least number of rows of ``size`` elements >= ``count`` that torch splits into parts of whole registers."""
     threads = torch.get_num_threads()
     while True:
         parts, of_gelu = min(threads, max(1, -(-count * size // _PART))), threads if count * size > _GELU_PART else 1
@@ -100,7 +91,7 @@ def whole_parts(count: int, size: int = 1) -> int:
 
 
 class WholeList(torch.nn.ModuleList):
-    """A list of layers that gives itself where all of it is asked for; torch makes a new list of modules for every slice."""
+    """List of layers that returns itself for a full slice; torch makes a new ``ModuleList`` for every slice."""
 
     def __getitem__(self, index: Any) -> Any:
         """See ``torch.nn.ModuleList``."""
@@ -114,11 +105,7 @@ _ACTIVATIONS = {kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS
 
 @torch.inference_mode()
 def thin_modules(model: PreTrainedModel) -> int:
-    """Replaces the list of layers of a model and, on a CPU, RMS norms and activations in place; returns how many modules.
-
-    Some models look in every forward whether to warn of padding, which there is none of, and on a GPU wait for the answer: they
-    no longer do.
-    """
+    """Replace a model's list of layers and, on a CPU, norms and activations in place; return the number of replaced modules."""
     do_not_warn(model)
     replaced: dict[str, torch.nn.Module] = {}
     layers = model.config.get_text_config().num_hidden_layers
@@ -132,14 +119,14 @@ def thin_modules(model: PreTrainedModel) -> int:
                 replaced[name] = compiled
         elif model.device.type == "cpu" and type(module) in _ACTIVATIONS and id(module) not in held:
             replaced[name] = RowActivation(module)
-    for name, module in sorted(replaced.items(), key=lambda item: -item[0].count(".")):  # what lies in a list before the list
+    for name, module in sorted(replaced.items(), key=lambda item: -item[0].count(".")):  # members of a list before the list
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, module)
     return len(replaced)
 
 
 def do_not_warn(model: PreTrainedModel) -> None:
-    """Has a model not look for padding."""
+    """Disable the model's search for padding, which is never present and makes a GPU synchronize in every forward pass."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.warn_if_padding_and_no_attention_mask = _unwarned
@@ -150,7 +137,7 @@ def _unwarned(*_: object) -> None:
 
 
 def _compiled_norm(norm: torch.nn.Module) -> CompiledNorm | None:
-    """A norm's replacement, where it says the same: there are other kinds under the same name."""
+    """Return the replacement of an RMS norm, if a probe gives the same result: different norms have the same name."""
     weight, epsilon = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if not isinstance(weight, torch.nn.Parameter) or not isinstance(epsilon, float):
         return None

@@ -1,5 +1,5 @@
-"""Keys and values: slots, and what may be reused in them.
+"""KV cache: slots, prefix reuse, and recurrent states.
 
 In: tokens.
-Out: where they are computed already.
+Out: slots with the KV of their first tokens.
 """

@@ -16,73 +16,72 @@ from engine.kv.state_cache import StateCache
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What a model stores per token."""
+    """Shape and memory format of the KV entries of a model."""
 
     layers: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
     device: torch.device
-    first_layer: int = 0  # index of the first of the layers, where another process has those before it
-    padding: int = 0  # numbers behind those of a head in each entry, which compiled code wants to be whole vectors
-    panel: int = 1  # entries whose keys lie side by side, number by number, as compiled code reads them; 1: as values do
-    value_dim: int | None = None  # numbers of a head's value, where they are not as many as those of its key
-    value_padding: int = 0  # as ``padding``
-    ragged: bool = False  # some layers have fewer heads, or smaller ones: the other places stay zeros
+    first_layer: int = 0  # index of the first layer, if another process has those before it
+    padding: int = 0  # unused numbers per key and head, so that entries are whole SIMD vectors
+    panel: int = 1  # entries with interleaved keys, for compiled code; 1: not interleaved
+    value_dim: int | None = None  # numbers per value and head, if different from those of a key
+    value_padding: int = 0  # unused numbers per value and head
+    ragged: bool = False  # some layers have fewer or smaller heads: the remaining numbers stay zero
 
     @property
     def entry_size(self) -> int:
-        """Numbers of a key of one head."""
+        """Return the numbers per key and head, including padding."""
         return self.head_dim + self.padding
 
     @property
     def values(self) -> int:
-        """Numbers of a value of one head, without padding."""
+        """Return the numbers per value and head, without padding."""
         return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def value_size(self) -> int:
-        """Numbers of a value of one head."""
+        """Return the numbers per value and head, including padding."""
         return self.values + self.value_padding
 
     def bytes_per_token(self) -> int:
-        """Bytes of keys and values of one token in all layers."""
+        """Return the bytes of keys and values of one token in all layers."""
         return self.layers * self.kv_heads * (self.entry_size + self.value_size) * self.dtype.itemsize
 
 
 class SlotLayout(NamedTuple):
-    """How the entries of all slots lie in memory, for compiled code."""
+    """Memory layout of the entries of all slots, for compiled code."""
 
     layers: int
-    layer_entries: int  # from one layer to the next, each of one head
+    layer_entries: int  # entries per layer, counted per head
     heads: int  # KV heads
     room: int  # entries of a slot
     wide: int  # bytes of a key of one head
     value_wide: int  # bytes of a value of one head
-    panel: int  # entries whose keys lie side by side
-    piece: int  # bytes of a key that do
+    panel: int  # entries with interleaved keys
+    piece: int  # bytes of a key that are contiguous within a panel
 
 
 class SlotCache:
-    """KV of ``slots`` sequences. Entry i of a slot belongs to token i of its sequence; draft rows lie behind the committed ones.
+    """KV of ``slots`` sequences; entry i of a slot belongs to token i, and draft rows follow the committed ones.
 
-    Memory is taken once. A slot needs no clearing: entries are written before they are read. Keys that lie in panels are a
-    matrix of [room, entry_size] for each layer, slot and head, laid out as the weights of ``cpu.products.row_linear``.
+    Memory is allocated once, ``capacity`` entries per slot, and not cleared: entries are written before they are read. Keys in
+    panels form a [room, entry_size] matrix per layer, slot and head, in the layout of ``cpu.products.row_linear`` weights.
     """
 
     def __init__(self, shape: KVShape, slots: int, capacity: int) -> None:
-        """``capacity`` are the entries of one slot: the longest sequence and the draft rows behind it."""
-        self.room = -(-capacity // shape.panel) * shape.panel  # entries of a slot that there is memory for
+        self.room = -(-capacity // shape.panel) * shape.panel  # allocated entries per slot
         size = (shape.layers, slots, shape.kv_heads, self.room)
-        # What is behind a head's numbers is read.
+        # Padding is read by compiled code, so it must be initialised.
         empty = torch.zeros if shape.padding or shape.value_padding or shape.ragged else torch.empty
         self._keys = empty((*size, shape.entry_size), dtype=shape.dtype, device=shape.device)
         self._values = empty((*size, shape.value_size), dtype=shape.dtype, device=shape.device)
         self.shape, self.slots, self.capacity = shape, slots, capacity
         self._first = shape.first_layer
         self.prefixes = PrefixCache(slots)
-        self.states: StateCache | None = None  # of layers that have some, beside the KV of the others
-        # [layers, slots, kv_heads, panels, panel, numbers], or pairs of numbers, of keys in panels
+        self.states: StateCache | None = None  # recurrent states of layers without KV, if any
+        # [layers, slots, kv_heads, panels, panel, numbers] view of the keys; pairs of numbers in bfloat16
         of_pairs = self._keys.view(torch.int32) if shape.dtype == torch.bfloat16 else self._keys
         self._in_panels = of_pairs.view(*size[:3], -1, of_pairs.shape[-1], shape.panel).transpose(-1, -2)
         wide, value_wide = (each * shape.dtype.itemsize for each in (shape.entry_size, shape.value_size))
@@ -90,23 +89,15 @@ class SlotCache:
         self.layout = SlotLayout(shape.layers, entries, shape.kv_heads, self.room, wide, value_wide, shape.panel, piece)
 
     def add_states(self, states: StateCache) -> None:
-        """Keeps the states of layers that have some, of the same slots."""
+        """Attach the recurrent states of the same slots."""
         self.states = self.prefixes.states = states
 
     def write(
         self, layer: int, slot: int, start: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores new rows behind ``start`` entries and returns all entries up to and including them.
+        """Store new rows behind the first ``start`` entries and return views of all entries, [kv_heads, start + rows, head_dim].
 
-        Args:
-            layer: index of the layer.
-            slot: of the sequence.
-            start: entries that are valid.
-            keys: [kv_heads, rows, head_dim], of a layer that may have fewer and smaller heads than others.
-            values: as keys, or with ``value_dim`` numbers.
-
-        Returns:
-            Views of keys and values, [kv_heads, start + rows, head_dim].
+        ``keys`` are [kv_heads, rows, head_dim], and may have fewer and smaller heads than other layers; so may ``values``.
         """
         heads, rows, size = keys.shape
         end, at = start + rows, layer - self._first
@@ -122,28 +113,25 @@ class SlotCache:
         return self._panel_entries(panels, end)[..., :size], slot_values[:, :end]
 
     def _places(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Panels and places in them of some entries."""
+        """Return the panel and the index in the panel of each entry."""
         entries = torch.arange(start, end, device=self._keys.device)
         return entries // self.shape.panel, entries % self.shape.panel
 
     def _panel_entries(self, panels: torch.Tensor, end: int) -> torch.Tensor:
-        """The first keys of some slots, [..., end, head_dim], from [..., panels, panel, numbers]."""
+        """Return the first ``end`` keys, [..., end, head_dim], from [..., panels, panel, numbers]."""
         keys = panels[..., *self._places(0, end), :].view(self.shape.dtype)
         return keys[..., : self.shape.head_dim]
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys and values of a layer, [slots, kv_heads, capacity, head_dim] each."""
+        """Return all keys and values of a layer, [slots, kv_heads, room, size] each."""
         return self._keys[layer - self._first], self._values[layer - self._first]
 
     def addresses(self, layer: int) -> tuple[int, int]:
-        """Of a layer's keys, [slots, kv_heads, room, entry_size] numbers, and of its values."""
+        """Return the addresses of a layer's keys, [slots, kv_heads, room, entry_size] numbers, and of its values."""
         return self._keys[layer - self._first].data_ptr(), self._values[layer - self._first].data_ptr()
 
     def compact(self, slot: int, start: int, rows: Sequence[int]) -> None:
-        """Moves accepted rows together: entry ``start + rows[i]`` becomes entry ``start + i``, in all layers.
-
-        Rows increase. Nothing is copied when they already lie at ``start``.
-        """
+        """Move accepted rows together: entry ``start + rows[i]``, in ascending order, becomes ``start + i`` in all layers."""
         if self.states is not None:
             self.states.accept(slot, rows)
         if rows[-1] == len(rows) - 1:
@@ -153,13 +141,13 @@ class SlotCache:
             for entries in (self._keys, self._values):
                 entries[:, slot, :, start : start + len(rows)] = entries[:, slot].index_select(2, source)
             return
-        from engine.forward.cpu.native_attention import move_entries  # needs numba, as slots with panels do
+        from engine.forward.cpu.native_attention import move_entries  # needs numba, like panels
 
         keys, values = (entries[:, slot].data_ptr() for entries in (self._keys, self._values))
         move_entries(keys, values, self.layout, start, np.array(rows, np.int64))
 
     def place(self, tokens: Int32Array, scope: str | None, free: Sequence[int]) -> tuple[int, int]:
-        """The slot for a request, and how many of its first tokens it holds, be it as copies: see ``PrefixCache.place``."""
+        """Return the slot for a request and how many of its first tokens it holds, after copying (``PrefixCache.place``)."""
         found = self.prefixes.place(tokens, scope, free)
         if found.source is not None:
             self.copy(found.source, found.slot, found.length, found.start)
@@ -168,17 +156,17 @@ class SlotCache:
         return found.slot, found.length
 
     def zero(self, slot: int, length: int) -> None:
-        """Makes the first entries of a slot zeros: unwritten memory may hold numbers that are slow to compute with."""
+        """Zero the first entries of a slot, because unwritten memory may hold numbers that are slow to compute with."""
         self._in_panels[:, slot][:, :, *self._places(0, length)] = 0
         self._values[:, slot, :, :length] = 0
         if self.states is not None:
             self.states.forget(slot)
 
     def copy(self, source: int, target: int, length: int, start: int = 0) -> None:
-        """Copies the entries ``start:length`` of one slot to the same place in another, in all layers."""
+        """Copy the entries ``start:length`` of one slot to the same positions of another, in all layers."""
         self._values[:, target, :, start:length] = self._values[:, source, :, start:length]
         panel, keys = self.shape.panel, self._in_panels
-        first, last = -(-start // panel), length // panel  # whole panels are copied as they lie
+        first, last = -(-start // panel), length // panel  # whole panels are copied without indexing
         if first >= last:
             parts = [(start, length)]
         else:
@@ -190,6 +178,6 @@ class SlotCache:
                 keys[:, target][:, :, *places] = keys[:, source][:, :, *places]
 
     def entries(self, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of a slot's first entries, [layers, kv_heads, length, head_dim] each: for tests and inspection."""
+        """Copy a slot's first entries, [layers, kv_heads, length, head_dim] each; for tests and inspection."""
         values = self._values[:, slot, :, :length, : self.shape.values].clone()
         return self._panel_entries(self._in_panels[:, slot], length).clone(), values

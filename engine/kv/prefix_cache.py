@@ -1,4 +1,4 @@
-"""Prefix cache: the KV of live and ended requests in the slots, reused by a request that begins alike."""
+"""Prefix cache: KV of live and ended requests in the slots, reused by requests with a common prefix."""
 
 from __future__ import annotations
 
@@ -10,48 +10,42 @@ import numpy as np
 from decoding.tree import Int32Array
 from engine.kv.state_cache import StateCache
 
-WORTH_COPYING = 16  # tokens: fewer are computed in the time that it takes to copy their entries, or nearly
+WORTH_COPYING = 16  # tokens; computing fewer is about as fast as copying their entries
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a request goes, and what of it is there."""
+    """Slot of a request, and the KV that it can reuse."""
 
     slot: int
-    length: int  # its first tokens whose KV the slot holds, once it is copied
-    source: int | None = None  # slot to copy from; None where nothing is copied
-    start: int = 0  # entries that need no copying
-    state: int = 0  # where the state behind them is, of a model whose layers have some: see ``StateCache``
+    length: int  # number of its first tokens with KV in the slot, after copying
+    source: int | None = None  # slot to copy from; None if nothing is copied
+    start: int = 0  # first entry to copy
+    state: int = 0  # place of the recurrent state behind them, see ``StateCache``
 
 
 class PrefixCache:
-    """What the slots of one ``SlotCache`` hold.
+    """Tokens whose KV the slots of one ``SlotCache`` hold.
 
-    Entry i of a slot depends on the tokens up to i and on nothing else, so a request may take over, or copy, the entries of the
-    longest prefix that it has in common with what a slot holds. Prefixes are found by comparing tokens: there are as many slots
-    as requests in a step, and a comparison of some thousand tokens takes microseconds.
-
-    What a slot holds belongs to a *scope*: a name for those who may reuse each other's entries. How long a request's first step
-    takes tells whether its prompt was seen before, so nothing is reused across scopes, and of a request without one nothing is
-    kept.
+    Entry i of a slot depends only on the tokens up to i, so a request may take over, or copy, the entries of the longest common
+    prefix. Entries are reused only within a *scope*, a name for the requests that may share KV, because the time of a first step
+    reveals whether its prompt was cached. Nothing is kept of a request without a scope.
 
     Example: slot 0 holds 100 tokens of a live request, and slot 1, free, 8 tokens. A request of the same scope begins as both,
     for 60 tokens as slot 0 and for 8 as slot 1: it is placed in slot 1, where 52 entries are copied from slot 0, and 60 of its
     tokens count as computed. Were it 20 and 8 tokens, 12 entries would not be worth copying, and 8 would count.
-
-    Of a model whose layers have states a prefix counts up to the last token behind which a state is at hand.
     """
 
     def __init__(self, slots: int) -> None:
-        self._held: list[tuple[str, Int32Array] | None] = [None] * slots  # scope, and the tokens of the first entries
-        self.states: StateCache | None = None  # of the same slots
+        self._held: list[tuple[str, Int32Array] | None] = [None] * slots  # scope and tokens of the first entries
+        self.states: StateCache | None = None  # recurrent states of the same slots
 
     def keep(self, slot: int, scope: str | None, tokens: Int32Array) -> None:
-        """Says that the first entries of a slot are those of some tokens, which nobody writes to any more."""
+        """Record the tokens of the first entries of a slot, which are not written to any more."""
         self._held[slot] = None if scope is None else (scope, tokens)
 
     def cut(self, slot: int, length: int) -> None:
-        """Says that the entries of a slot from ``length`` on are going to be overwritten."""
+        """Record that the entries of a slot from ``length`` on will be overwritten."""
         held = self._held[slot]
         if held is not None and len(held[1]) > length:
             self._held[slot] = (held[0], held[1][:length]) if length else None
@@ -59,30 +53,25 @@ class PrefixCache:
             self.states.forget(slot)
 
     def clear(self) -> None:
-        """Forgets what all slots hold."""
+        """Forget the contents of all slots."""
         self._held = [None] * len(self._held)
         if self.states is not None:
             self.states.clear()
 
     def tokens(self, slot: int) -> Int32Array:
-        """[n] tokens of the first entries of a slot; empty where nothing is known of it."""
+        """Return the known tokens of the first entries of a slot, [n]."""
         held = self._held[slot]
         return np.zeros(0, np.int32) if held is None else held[1]
 
     def place(self, tokens: Int32Array, scope: str | None, free: Sequence[int]) -> Placement:
-        """The slot for a request, which counts as its own from now on; the caller copies what is to be copied.
+        """Choose one of the ``free`` slots (in order of release) for a request and record it; the caller copies the entries.
 
-        A free slot at least half of which is the request's own prefix is taken in place: a conversation that goes on. Otherwise
-        the slot that was released longest ago is overwritten, an empty one before all others, and what another slot, live or
-        free, has more of the prefix is copied: a system prompt survives in the slot of the conversation that it began.
-
-        Args:
-            tokens: [n] of the request, at least one. The last one is always left to compute.
-            scope: of the request; None reuses nothing.
-            free: slots to choose from, at least one, the one that was released longest ago first.
+        A slot is reused in place if the common prefix is at least half of its tokens (a continued conversation). Otherwise the
+        slot released longest ago is overwritten, empty ones first, and a longer common prefix is copied from another slot, so
+        that a system prompt survives in its slot. The last token is always left to compute.
         """
         common, states = ({}, {}) if scope is None else self._common(tokens[:-1], scope)
-        slot = min(free, key=lambda one: self._held[one] is not None)  # of equals the first
+        slot = min(free, key=lambda one: self._held[one] is not None)  # the first of equal ones
         best = max(free, key=lambda one: common.get(one, 0))
         if common.get(best, 0) >= WORTH_COPYING and 2 * common[best] >= len(self.tokens(best)):
             slot = best
@@ -97,27 +86,28 @@ class PrefixCache:
         return Placement(slot, length, source, start, state)
 
     def _common(self, tokens: Int32Array, scope: str) -> tuple[dict[int, int], dict[int, int]]:
-        """Tokens that slots of a scope have in common with a sequence, and where the states behind them are, by slot; those with
-        none are left out."""
+        """Return, by slot of a scope, the length of the common prefix and the place of its state; omit slots without one."""
         common, states = {}, {}
         for slot, held in enumerate(self._held):
             if held is None or held[0] != scope:
                 continue
+            # Comparing some thousand tokens takes microseconds, and there are few slots.
             length, state = common_prefix(held[1], tokens), slot
             if length and self.states is not None:
+                # With recurrent states, a prefix ends at the last token with an available state.
                 length, state = self.states.usable(slot, scope, tokens, length)
             if length:
                 common[slot], states[slot] = length, state
         return common, states
 
     def check_integrity(self, capacity: int) -> None:
-        """Asserts that no slot is said to hold more entries than it has."""
+        """Assert that no slot is recorded with more tokens than it has entries."""
         for slot, held in enumerate(self._held):
             assert held is None or len(held[1]) <= capacity, (slot, len(held[1]), capacity)
 
 
 def common_prefix(one: Int32Array, other: Int32Array) -> int:
-    """Tokens that two sequences have in common at their beginning."""
+    """Return the length of the common prefix of two sequences."""
     length = min(len(one), len(other))
     if not length or one[0] != other[0]:
         return 0

@@ -1,10 +1,8 @@
-"""States of recurrent layers and short convolutions: one place for each slot, and snapshots from which requests may begin.
+"""States of recurrent layers and short convolutions: one per slot, and snapshots from which requests may start.
 
-Keys and values of a text are there for each of its tokens; a state is there for one position alone, and no way leads back from
-it. So a forward advances the state of a slot over committed tokens only, up to the *anchor*, the root of a tree. What it computes
-below that leaves the state as it is, and the inputs of these rows are kept: the next forward of the slot advances the state over
-those that were accepted, before its own rows. Whoever needs fewer of them, because another rank's walk was the one that counts,
-advances over fewer.
+A state exists for one position only and cannot be rewound. So a forward advances the state of a slot over committed tokens only,
+up to the *anchor*, the root of the draft tree. The inputs of the rows below are kept: the next forward of the slot first advances
+the state over those that were accepted.
 """
 
 from __future__ import annotations
@@ -19,21 +17,21 @@ import torch
 
 from decoding.tree import Int32Array
 
-_ALIGNED = 64  # bytes: the state of a layer begins at a multiple of them
-_ANYWHERE, _LOST = -1, -2  # positions of a state that says nothing of a text, and of one that a forward left behind
-_SNAPSHOTS = 3  # for each slot that there is room for, and as many again
-_FIRST = 128  # tokens of a prompt behind which there is a snapshot, and behind twice as many, four times, ...
+_ALIGNED = 64  # bytes; alignment of the state of a layer
+_ANYWHERE, _LOST = -1, -2  # positions: state of no text; state of an unfinished forward
+_SNAPSHOTS = 3  # snapshots per slot, plus the same number once
+_FIRST = 128  # tokens of a prompt before its first snapshot; then twice as many, four times, ...
 
 
 class StateSite(NamedTuple):
-    """A place in a layer that keeps something of the tokens before: a convolution or a rule."""
+    """Module of a layer with a state: a convolution or a recurrent rule."""
 
-    state_bytes: int  # of one slot
-    row_bytes: int  # of the inputs of one row
+    state_bytes: int  # bytes of the state of one slot
+    row_bytes: int  # bytes of the inputs of one row
 
 
 class SegmentRows(Protocol):
-    """What is told of the rows of a request: see ``engine.forward.batch.Segment``."""
+    """Rows of a request: see ``engine.forward.batch.Segment``."""
 
     slot: int
     start: int
@@ -43,54 +41,50 @@ class SegmentRows(Protocol):
 
 @dataclass(slots=True)
 class StatePlan:
-    """What a forward does with the state of one slot."""
+    """Operations of a forward on the state of one slot."""
 
     slot: int
-    fresh: bool  # it begins from nothing
-    path: Sequence[int]  # rows of the last forward that it advances over first, of those whose inputs are kept
-    spine: int  # rows that it advances over then
-    saves: list[tuple[int, int]]  # after so many rows of the spine it is copied to a place
-    keep: int  # rows behind the spine whose inputs are kept: those of a tree, none of rows that have nothing in common
-    known: bool  # it is that of a text
+    fresh: bool  # starts from the zero state
+    path: Sequence[int]  # kept rows of the last forward to advance over first
+    spine: int  # committed rows to advance over next
+    saves: list[tuple[int, int]]  # (rows of the spine, place to copy the state to)
+    keep: int  # rows of the tree, whose inputs are kept; 0 if the tree has several roots
+    known: bool  # whether the state belongs to a text
 
 
 class StateSnapshot(NamedTuple):
-    """The state behind a text."""
+    """Scope and tokens of a stored state."""
 
     scope: str
     tokens: Int32Array
 
 
 class StateCache:
-    """States of ``slots`` sequences, and as many snapshots as there is room for; what was used longest ago gives way.
+    """States of ``slots`` sequences, and snapshots with least-recently-used eviction, each in a *place*; slots come first."""
 
-    A *place* holds the state of all layers after one text. The first places are those of the slots.
-    """
-
-    kept_rows = 65  # of a tree, its root included, whose inputs a slot keeps; more when larger trees come
+    kept_rows = 65  # rows per slot whose inputs are kept, with the root; grows with larger trees
 
     def __init__(self, sites: Sequence[StateSite], slots: int) -> None:
-        """For the sites of a model, in the order in which they are numbered."""
         self.sites, self.slots = tuple(sites), slots
         self._offsets, self.place_bytes = _laid([site.state_bytes for site in sites])
         places = slots + self._snapshots(slots)
         self._places = torch.zeros(places, self.place_bytes, dtype=torch.uint8)
         self._kept = self._room(self.kept_rows)
-        self._anchors = [_ANYWHERE] * slots  # the position of each slot's state
-        self._paths: list[Sequence[int]] = [()] * slots  # committed rows behind the anchor, of those whose inputs are kept
+        self._anchors = [_ANYWHERE] * slots  # position of each slot's state
+        self._paths: list[Sequence[int]] = [()] * slots  # committed rows behind the anchor, among the kept ones
         self._snapshot: list[StateSnapshot | None] = [None] * (places - slots)
         self._used, self._clock = [0] * (places - slots), itertools.count(1)
         self._wanted: dict[int, list[tuple[int, int, StateSnapshot]]] = {}  # by slot: position, place and text
 
     @classmethod
     def bytes_of(cls, sites: Sequence[StateSite], slots: int) -> int:
-        """Memory that states, snapshots and kept inputs take."""
+        """Return the bytes of states, snapshots and kept inputs."""
         places = slots + cls._snapshots(slots)
         rows = sum(site.row_bytes for site in sites)
         return _laid([site.state_bytes for site in sites])[1] * places + rows * slots * cls.kept_rows
 
     def _room(self, rows: int) -> list[torch.Tensor]:
-        """For each site [slots, rows, bytes of a row]; memory that is never written to is never taken."""
+        # Memory is committed only when it is written.
         return [torch.empty(self.slots, rows, site.row_bytes, dtype=torch.uint8) for site in self.sites]
 
     def _make_room(self, rows: int) -> None:
@@ -104,25 +98,25 @@ class StateCache:
         return _SNAPSHOTS * (slots + 1)
 
     def address(self, site: int) -> int:
-        """Of a site's state in the first place; the next place is ``place_bytes`` further."""
+        """Return the address of a site's state in the first place; the next place is ``place_bytes`` further."""
         return self._places.data_ptr() + self._offsets[site]
 
     def kept_address(self, site: int) -> int:
-        """Of a site's kept inputs, [slots, kept_rows, bytes of a row]."""
+        """Return the address of a site's kept inputs, [slots, kept_rows, bytes of a row]."""
         return self._kept[site].data_ptr()
 
     def state(self, slot: int, site: int) -> torch.Tensor:
-        """[bytes] of a site's state of a slot, a copy: for checks."""
+        """Copy the state of a slot and site, [bytes]; for checks."""
         begin = self._offsets[site]
         return self._places[slot, begin : begin + self.sites[site].state_bytes].clone()
 
     # ---- a forward ------------------------------------------------------------------------------------------------------------
 
     def begin(self, segments: Sequence[SegmentRows]) -> list[StatePlan]:
-        """What a forward is to do; until ``finish`` nobody may count on the states of its slots.
+        """Plan a forward; the states of its slots are invalid until ``finish``.
 
         Raises:
-            RuntimeError: a slot's state is not where the rows begin, nor can be brought there.
+            RuntimeError: a state cannot be advanced to the first row.
         """
         plans = []
         for segment in segments:
@@ -130,6 +124,7 @@ class StateCache:
             spine = segment.rows - (0 if segment.parents is None else len(segment.parents))
             path: Sequence[int] = ()
             if segment.start and anchor != _ANYWHERE:
+                # The path is cut if this rank accepted more rows than the rank whose verification counted.
                 path = self._paths[slot][: max(0, segment.start - anchor)]
                 if anchor == _LOST or anchor + len(path) != segment.start:
                     raise RuntimeError(
@@ -148,7 +143,7 @@ class StateCache:
         return plans
 
     def finish(self, segments: Sequence[SegmentRows], plans: Sequence[StatePlan]) -> None:
-        """Says that the forward of ``begin`` was computed."""
+        """Record that the forward of ``begin`` was computed."""
         for segment, plan in zip(segments, plans, strict=True):
             slot = segment.slot
             self._anchors[slot] = segment.start + plan.spine if plan.known else _ANYWHERE
@@ -157,32 +152,26 @@ class StateCache:
                 self._snapshot[place - self.slots] = snapshot
 
     def accept(self, slot: int, rows: Sequence[int]) -> None:
-        """Says which rows of the last forward's tree, its root first, are committed; until then it is the root alone."""
+        """Set the committed rows of the last forward's tree, its root first; before the call it is the root alone."""
         self._paths[slot] = tuple(rows)
 
     def forget(self, slot: int) -> None:
-        """Says that a slot's state is that of no text: it is taken as it is until a text begins there."""
+        """Mark the state of a slot as belonging to no text; it is used unchecked until a text begins there."""
         self._anchors[slot], self._paths[slot] = _ANYWHERE, ()
 
     def anchor(self, slot: int) -> int:
-        """Where the state of a slot is; below 0 where it is that of no text."""
+        """Return the position of a slot's state; negative if it belongs to no text."""
         return self._anchors[slot]
 
     # ---- snapshots ------------------------------------------------------------------------------------------------------------
 
     def want(self, slot: int, scope: str | None, tokens: Int32Array, start: int, anchor: int, num_prompt: int) -> None:
-        """Has the next forward, which brings a slot's state from ``start`` to ``anchor``, leave snapshots of a prompt behind.
+        """Request snapshots of a prompt from the next forward, which advances a slot's state from ``start`` to ``anchor``.
 
-        Args:
-            slot: of the request.
-            scope: of the request; None keeps nothing.
-            tokens: of the request.
-            start: where its rows begin.
-            anchor: where its state will be.
-            num_prompt: tokens of the prompt, of which the last one is always computed.
+        Nothing is stored without a scope, or of the last prompt token, which is always computed.
 
         Raises:
-            RuntimeError: the slot's state is that of no text, and rows behind one are to be computed.
+            RuntimeError: the rows follow a text, but the slot's state belongs to none.
         """
         if start and self._anchors[slot] == _ANYWHERE:
             raise RuntimeError(f"the state of slot {slot} is that of no text, and rows from {start} on are to be computed")
@@ -203,7 +192,7 @@ class StateCache:
             self._wanted[slot] = found
 
     def _find(self, snapshot: StateSnapshot) -> int | None:
-        """Its place, where there is one; it counts as used."""
+        """Return the place of an equal snapshot, marking it as used; None if there is none."""
         for at, held in enumerate(self._snapshot):
             if held is not None and held.scope == snapshot.scope and np.array_equal(held.tokens, snapshot.tokens):
                 self._used[at] = next(self._clock)
@@ -211,7 +200,7 @@ class StateCache:
         return None
 
     def _take(self) -> int | None:
-        """A place for a snapshot: that which was used longest ago, of those that no forward is to write to."""
+        """Evict the least recently used snapshot that no forward will write to, and return its place."""
         busy = {place - self.slots for wanted in self._wanted.values() for _, place, _ in wanted}
         at = min((at for at in range(len(self._snapshot)) if at not in busy), key=self._used.__getitem__, default=None)
         if at is None:
@@ -220,7 +209,7 @@ class StateCache:
         return self.slots + at
 
     def usable(self, slot: int, scope: str, tokens: Int32Array, common: int) -> tuple[int, int]:
-        """How many of a request's first ``common`` tokens, which a slot holds, can be built upon, and the place of the state.
+        """Return how many of a slot's first ``common`` tokens a request can reuse, and the place of the state behind them.
 
         Example: a slot holds 300 tokens of a request's text, and there are snapshots behind 128 and 256 of them: 256.
         """
@@ -234,7 +223,7 @@ class StateCache:
         return best, place
 
     def restore(self, slot: int, place: int, length: int) -> None:
-        """Makes the state of a slot that of a place, which is behind ``length`` tokens."""
+        """Set the state of a slot to that of a place, which is behind ``length`` tokens."""
         if not length:
             self.forget(slot)
             return
@@ -245,7 +234,7 @@ class StateCache:
         self._anchors[slot], self._paths[slot] = length, ()
 
     def clear(self) -> None:
-        """Forgets all states and snapshots."""
+        """Forget all states and snapshots."""
         self._snapshot = [None] * len(self._snapshot)
         self._wanted.clear()
         for slot in range(self.slots):
@@ -253,7 +242,7 @@ class StateCache:
 
 
 def _laid(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where things of some sizes begin, one behind the other, and the bytes of all."""
+    """Return the aligned offsets of consecutive items and their total size in bytes."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)

@@ -1,4 +1,4 @@
-"""GPUs by their data sheets, and one of them in the place of those of this process, for a plan without a GPU."""
+"""Data sheets of GPUs, and a stand-in for this process's GPUs that lets a plan run without one."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One model of GPU. Rates are a second's, and dense: without sparsity."""
+    """GPU model. Rates are per second and without sparsity."""
 
     name: str
-    sheet_gb: int  # memory by the data sheet
-    memory_gib: float  # of which the driver gives a process so much, as ``torch.cuda.mem_get_info`` has it
-    bandwidth: float  # bytes of its memory
-    half_flops: float  # bfloat16 or float16, summed in float32
+    sheet_gb: int  # GB by the data sheet
+    memory_gib: float  # available to a process, the total of ``torch.cuda.mem_get_info``
+    bandwidth: float  # bytes per second
+    half_flops: float  # bfloat16 or float16, accumulated in float32
     single_flops: float  # float32, without TF32
     capability: tuple[int, int]
     sources: tuple[str, ...]
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that the driver gives a process."""
+        """Return the bytes available to a process."""
         return int(self.memory_gib * GIB)
 
     def flops(self, dtype: torch.dtype) -> float:
-        """Return operations a second in a type."""
+        """Return the operations per second in a type."""
         return self.half_flops if dtype.itemsize == 2 else self.single_flops
 
 
-# Memory: the total that torch names when it runs out, in the issue that is cited.
+# Memory: total in torch's out-of-memory message, from the cited issue.
 _A100 = "NVIDIA A100 datasheet, SXM: 312 and 19.5 TFLOP/s"
 _HOPPER = "SXM: 989 and 67 TFLOP/s"
 CARDS: dict[str, Card] = {
@@ -86,7 +86,7 @@ CARDS: dict[str, Card] = {
 
 
 def find_card(name: str) -> Card:
-    """Return a card by its name, however it is spaced and written. Raises ``ValueError`` that names those there are."""
+    """Return a card by name, ignoring case and punctuation. Raises ``ValueError`` with the known names."""
     known = {_plain(each): card for each, card in CARDS.items()}
     if _plain(name) not in known:
         raise ValueError(f"--gpu {name!r} is not known: it is one of {', '.join(CARDS)}")
@@ -99,7 +99,7 @@ def _plain(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PlannedGpu:
-    """What of ``engine.accelerator.Accelerator`` is asked before a model is loaded, of a card of which nothing is taken yet."""
+    """``Accelerator`` with the memory and capability of an unused card; only methods that planning calls."""
 
     card: Card
 
@@ -120,7 +120,7 @@ class PlannedGpu:
         return self.card.capability
 
     def has_kernels(self, dtype: torch.dtype) -> bool:
-        """See ``Accelerator``; Triton is taken to be there."""
+        """See ``Accelerator``; Triton is assumed to be installed."""
         return dtype in (torch.bfloat16, torch.float16, torch.float32)
 
     def memory(self, device: torch.device) -> tuple[int, int]:
@@ -140,5 +140,5 @@ class PlannedGpu:
 
 
 def planned(card: Card) -> AbstractContextManager[None]:
-    """Have the engine ask a card in the place of this machine's GPUs within a block. Nothing can be computed in it."""
+    """Make the engine see a card instead of this machine's GPUs within a block. Nothing can be computed in it."""
     return use(cast(Accelerator, PlannedGpu(card)))

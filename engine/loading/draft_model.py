@@ -1,4 +1,4 @@
-"""A small model that drafts for the target, in this process and with KV slots of its own."""
+"""Small model in this process that drafts for the target, with KV slots separate from the target's."""
 
 from __future__ import annotations
 
@@ -23,28 +23,24 @@ from engine.loading.model import LoadedModel, load_config, load_model
 
 
 class _Slot:
-    """What the draft model has of the request in one slot."""
+    """Tokens of one request whose KV the draft model has in a slot."""
 
     def __init__(self, capacity: int) -> None:
         self.request: Request | None = None
         self.tokens = np.empty(capacity, np.int32)
-        self.length = 0  # entries that are computed: of ``tokens``, one after the other
-        self._agreed = 0  # of the request's tokens, which never change, those that ``tokens`` begins with
+        self.length = 0  # computed entries: the first ones of ``tokens``
+        self._agreed = 0  # number of the request's tokens, which never change, at the start of ``tokens``
 
     def begin(self, request: Request, computed: int) -> None:
-        """Another request, the KV of whose first tokens is there."""
+        """Start another request, of which ``computed`` tokens have their KV in the slot."""
         self.request, self.length, self._agreed = request, computed, computed
         self.tokens[:computed] = request.tokens[:computed]
 
     def align(self, chain: Sequence[int], known: int) -> int:
-        """Makes ``tokens`` begin with the request's and then the chain, and ``length`` the entries that are theirs.
+        """Set ``tokens`` to the request's tokens and the chain, and cut ``length`` at the first change; return the total length.
 
-        Args:
-            chain: behind the request's tokens.
-            known: tokens of the draft model's vocabulary. The target's may have more; what is beyond is read as the last one.
-
-        Returns:
-            The length of request and chain.
+        Ids from ``known``, the size of the draft model's vocabulary, are replaced by the last one: the target may have more
+        tokens.
         """
         assert self.request is not None
         committed = self.request.tokens
@@ -55,7 +51,7 @@ class _Slot:
         return len(committed) + len(chain)
 
     def hold(self, span: LineWork) -> None:
-        """After a forward: the entries up to the end, and the rows of the tree as long as each continues the one before it."""
+        """Record the entries of a forward: up to its end, and the tree's rows as far as each continues the row before it."""
         self.length = span.end
         if span.tree is not None and len(span.tree) > 1:
             forks = np.flatnonzero(np.diff(span.tree.parents) != 1)
@@ -64,7 +60,7 @@ class _Slot:
             self.length += len(chain)
 
     def _follow(self, at: int, tokens: Int32Array) -> None:
-        """Makes ``tokens`` go on from a place with others; entries are theirs up to the first difference."""
+        """Overwrite ``tokens`` at a position, and cut ``length`` at the first difference."""
         end = at + len(tokens)
         if self.length > at:
             same = common_prefix(self.tokens[at : min(self.length, end)], tokens)
@@ -74,20 +70,17 @@ class _Slot:
 
 
 class LocalDraftModel:
-    """A draft model (``decoding.drafters.with_model.draft_model.DraftModel``) over the same slot numbers as the target's.
+    """Draft model (``decoding.drafters.with_model.draft_model.DraftModel``) with the target's slot numbers.
 
-    An entry of a slot is valid as long as the tokens up to it are those it was computed from: refused drafts, preemption, and
-    slots that change hands are noticed by comparing tokens. Requests of a scope take over what others of it left, as they do of
-    the target (``engine.kv.prefix_cache``); of a request without a scope nobody does.
+    A KV entry is valid if the tokens up to it are those it was computed from; comparing tokens detects rejected drafts,
+    preemption and reused slots. As in the target (``engine.kv.prefix_cache``), requests of one scope share KV, and those without
+    a scope share none.
     """
 
     def __init__(self, runner: ModelRunner, vocab_size: int, max_model_len: int, step_tokens: int) -> None:
-        """
-        Args:
-            runner: of the small model, with a slot for each of the target's.
-            vocab_size: of the target.
-            max_model_len: tokens of a sequence that both models can hold.
-            step_tokens: rows of one forward.
+        """Create a draft model over a runner with a slot for each of the target's, and the size of the target's vocabulary.
+
+        A sequence has at most ``max_model_len`` tokens, which both models can hold, and a forward at most ``step_tokens`` rows.
         """
         self.runner, self.vocab_size, self.max_model_len = runner, vocab_size, max_model_len
         self._cache, self._step_tokens = runner.cache, step_tokens
@@ -95,7 +88,7 @@ class LocalDraftModel:
         self._slots = [_Slot(self._cache.capacity) for _ in range(self._cache.slots)]
 
     def catch_up(self, requests: Sequence[Request]) -> list[bool]:
-        """See ``DraftModel``. Requests that lack least are served first; what they leave of a step goes to the others in order.
+        """Compute missing tokens, for requests with the fewest first; remaining rows go to others in order. See ``DraftModel``.
 
         Example: with 512 rows a step, requests that lack 2, 1 and 900 tokens: the first two can be drafted for, and of the third
         509 tokens are computed.
@@ -131,7 +124,7 @@ class LocalDraftModel:
         return list(logits.split([len(tree) for tree in trees]))
 
     def _span(self, request: Request, chain: Sequence[int], tree: DraftTree | None = None) -> LineWork:
-        """What is missing of a request and a chain behind it, with a tree below, or the root of one."""
+        """Return the work for a request's missing tokens and a chain after them, with a tree or only its root."""
         slot = self._slot(request)
         end = slot.align(chain, self._known)
         if tree is None:
@@ -141,7 +134,7 @@ class LocalDraftModel:
         return LineWork(Line(_number(request), slot.tokens[:end]), min(slot.length, end - 1), end, known)
 
     def _lacking(self, request: Request) -> int:
-        """Rows of the next forward for a request: what is missing, and its last token in any case."""
+        """Return the rows of a request's next forward: its missing tokens, at least the last one."""
         slot = self._slot(request)
         slot.align((), self._known)
         computed = min(slot.length, request.num_tokens - 1)
@@ -149,7 +142,7 @@ class LocalDraftModel:
         return request.num_tokens - computed
 
     def _slot(self, request: Request) -> _Slot:
-        """The slot of a request. One that was another's takes over what others of the scope have of its tokens."""
+        """Return the slot of a request. A reused slot takes over KV of other requests of the scope."""
         number = _number(request)
         slot = self._slots[number]
         if slot.request is not request:
@@ -157,7 +150,7 @@ class LocalDraftModel:
         return slot
 
     def _forward(self, spans: Sequence[LineWork]) -> torch.Tensor:
-        """Computes spans; returns logits over the target's vocabulary, -inf where the draft model has no token."""
+        """Compute spans; return logits over the target's vocabulary, -inf for tokens that the draft model lacks."""
         for span in spans:
             assert span.end + (0 if span.tree is None else len(span.tree) - 1) <= self._cache.capacity, (span.end, span.tree)
         logits = self.runner.forward(pack(spans))
@@ -176,15 +169,13 @@ def _number(request: Request) -> int:
 def load_draft_model(
     path: str, options: ModelOptions, target: LoadedModel, slots: int, step_tokens: int, draft_rows: int
 ) -> LocalDraftModel:
-    """A draft model with the type and on the device of its target.
+    """Load a draft model with the type, the device and the number of slots of its target.
 
     Args:
         path: folder or name on the hub, or a key of ``SELF``.
-        options: of the target, as are ``slots``.
-        target: that it drafts for.
-        slots: sequences held at once.
-        step_tokens: rows of one forward.
-        draft_rows: rows that it must hold behind a request's tokens.
+        options: of the target.
+        step_tokens: most rows of one forward.
+        draft_rows: rows that a slot must hold after a request's tokens.
 
     Raises:
         ModelLoadError: it cannot be used, or its tokens are not the target's.
@@ -200,7 +191,7 @@ def load_draft_model(
     vocab_size = int(target.model.config.get_text_config().vocab_size)
     most = min(vocab_size, int(loaded.model.config.get_text_config().vocab_size))
     check_vocabularies(options.path, target.tokenizer, path, loaded.tokenizer, most)
-    rope = length_rope(loaded.model.config)  # drafts go by their positions alone: beyond the border they would be poor
+    rope = length_rope(loaded.model.config)  # drafts use constant frequencies, which are poor beyond the border
     max_model_len = min(target.max_model_len, loaded.max_model_len if rope is None else rope.border)
     runner = ModelRunner(loaded.model, slots, max_model_len + draft_rows)
     return LocalDraftModel(runner, vocab_size, max_model_len, step_tokens)
@@ -209,9 +200,9 @@ def load_draft_model(
 def check_vocabularies(
     target_name: str, target: PreTrainedTokenizerFast, draft_name: str, draft: PreTrainedTokenizerFast, most: int
 ) -> None:
-    """Raises ``ModelLoadError`` unless every id that both models can emit, those below ``most``, is the same token in both.
+    """Raise ``ModelLoadError`` unless the ids below ``most``, which both models can emit, are the same tokens in both.
 
-    They may be more than the tokenizers know: vocabularies are padded.
+    Ids that a tokenizer does not know are ignored, because vocabularies are padded.
     """
     ours = {number: token for token, number in target.get_vocab().items() if number < most}
     theirs = {number: token for token, number in draft.get_vocab().items() if number < most}

@@ -1,4 +1,4 @@
-"""What serving a model takes of this machine's memory, from its configuration and the headers of its files."""
+"""Memory that serving a model takes on this machine, from its configuration and the headers of its files."""
 
 from __future__ import annotations
 
@@ -24,50 +24,50 @@ from engine.loading.weights.adapters import find_merged
 from engine.loading.weights.packing import ROUNDED, refuse_unpackable
 from engine.loading.weights.quantized import quantization_of
 
-_SLICED = ("tensor", "pipeline")  # modes whose ranks share one copy of the weights
+_SLICED = ("tensor", "pipeline")  # modes that divide the weights among ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What one rank needs, in bytes, and what there is."""
+    """Memory that one rank needs and has. Sizes are in bytes."""
 
     model: str
     architecture: str
     parameters: int
-    has_weights: bool  # whether the folder holds any
+    has_weights: bool  # whether the folder has weight files
     dtype: str
     weights: str  # ``model.weights``
     device: str
-    ranks: int  # that share one copy of the weights and the KV
+    ranks: int  # ranks that share one copy of weights and KV
     weight_bytes: int
     kv_bytes_per_token: int
     max_model_len: int
-    draft_rows: int  # entries of a slot behind those of the longest text
+    draft_rows: int  # entries of a slot beyond ``max_model_len``, for drafts
     max_running: int
     kv_slots: int
     slot_bytes: int
-    free_bytes: int  # of a GPU what a replica may take of it
-    reserved_bytes: int = 0  # on a GPU, see ``slot_memory.reserved_bytes``; with the weights of a draft model
-    context_len: int = 0  # as set, or the model's own: max_model_len is less where that does not fit
-    advice: tuple[str, ...] = ()  # what would make it smaller
+    free_bytes: int  # on a GPU, within the replica's share
+    reserved_bytes: int = 0  # on a GPU, see ``slot_memory``; with weights of a draft model
+    context_len: int = 0  # as set or the model's own, before ``max_model_len`` is shortened to fit
+    advice: tuple[str, ...] = ()  # settings that need less memory
 
     @property
     def need_bytes(self) -> int:
-        """Weights, all slots, and what is kept back."""
+        """Return the bytes of weights, all slots, and reserved memory."""
         return self.weight_bytes + self.kv_slots * self.slot_bytes + self.reserved_bytes
 
     @property
     def slots_that_fit(self) -> int:
-        """Requests of ``max_model_len`` for which there is memory beside the weights."""
+        """Return the number of requests of ``max_model_len`` that fit beside the weights."""
         return max(0, self.free_bytes - self.weight_bytes - self.reserved_bytes) // self.slot_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether a server starts with these settings."""
+        """Return whether a server starts with these settings."""
         return self.need_bytes <= self.free_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, as JSON values."""
+        """Return all values as JSON."""
         return asdict(self) | {"need_bytes": self.need_bytes, "slots_that_fit": self.slots_that_fit, "fits": self.fits}
 
 
@@ -77,11 +77,7 @@ def footprint(
     speculation: SpeculationOptions,
     parallelism: ParallelismOptions,
 ) -> Footprint:
-    """See the module. No weight is read, and nothing is fetched but a configuration.
-
-    Raises:
-        ModelLoadError: the model cannot be served; the message says why.
-    """
+    """Return the memory of a served model, downloading at most its configuration. Raises ``ModelLoadError`` if it is refused."""
     base = base_of(model.path)
     known = PACKAGED_MODELS.get(base)
     if known is not None and not is_whole(kept_models() / base, known):
@@ -89,7 +85,7 @@ def footprint(
     config, files, device = served_config(model.path), find_files(model.path), device_of(model.device)
     refuse_place(config, device.type, model.dtype)
     found, dtype = outline(config), _dtype(model, config, files)
-    stay = device.type == "cuda" and quantization_of(config) is not None  # as they are in the files
+    stay = device.type == "cuda" and quantization_of(config) is not None  # weights stay quantized as in the files
     refuse_unpackable(model.weights, device, dtype)
     packed = stays_packed(model.path, model.weights, device, dtype)
     if is_adapter(model.path):
@@ -99,7 +95,7 @@ def footprint(
     length, rows = context_length(config, model), speculation.most_draft_tokens * (1 if sliced else _width(parallelism))
     per_token = -(-_per_token(found, dtype, device) // ranks)
     has_weights = is_gguf(files) or any(any(Path(files).expanduser().glob(f"*.{end}")) for end in ("safetensors", "bin"))
-    # Without files nobody knows how much quantized weights take: as if they were not quantized.
+    # Without files, the size of quantized weights is unknown: count them as not quantized.
     held: torch.dtype | Literal["auto"] = "auto" if stay and has_weights else dtype
     made = Footprint(
         model=model.path, architecture=config.architectures[0] if config.architectures else type(config).__name__,
@@ -111,7 +107,7 @@ def footprint(
         kv_slots=engine.most_slots(True), free_bytes=left_bytes(device, 1.0 if sliced else engine.gpu_memory_utilization),
         context_len=length,
     )  # fmt: skip
-    if device.type == "cuda" and not sliced:  # whose parts take slots of the whole context
+    if device.type == "cuda" and not sliced:  # sliced models take slots of the whole context
         options = engine if parallelism.mode == "none" else replace(engine, kv_slots=made.kv_slots)
         may_shorten, room = model.max_model_len is None, made.free_bytes - made.weight_bytes
         slots = slot_memory(config, dtype, device, room, length, may_shorten, options, speculation, _width(parallelism))
@@ -126,7 +122,7 @@ def footprint(
 
 
 def _weight_bytes(weights: str, parameters: int, files: str, dtype: torch.dtype | Literal["auto"], packed: bool = False) -> int:
-    """Of the weights as they are held, with ``auto`` as in the files; of those quantized at load as if all of them were."""
+    """Return the bytes of the weights in memory; with quantization at load, as if all of them were quantized."""
     if weights in ROUNDED:
         form = FORMATS[ROUNDED[weights]]
         return parameters * form.block_bytes // (form.block * PANEL)
@@ -143,7 +139,7 @@ def _dtype(model: ModelOptions, config: PreTrainedConfig, files: str) -> torch.d
 
 
 def _width(parallelism: ParallelismOptions) -> int:
-    """Ranks that each have the whole model and widen a step's trees."""
+    """Return the number of ranks that each hold the whole model and share a step's trees."""
     return parallelism.world_size if parallelism.mode == "lookahead" and isinstance(parallelism.world_size, int) else 1
 
 
@@ -172,7 +168,7 @@ def _advice(made: Footprint, found: Outline, dtype: torch.dtype, device: torch.d
 
 
 def shown_bytes(count: float) -> str:
-    """In the largest unit of which there is one at least.
+    """Return a size in the largest unit that it reaches.
 
     >>> shown_bytes(0), shown_bytes(1536), shown_bytes(5 * 2**30)
     ('0 B', '1.5 KiB', '5.0 GiB')

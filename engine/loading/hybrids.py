@@ -1,4 +1,4 @@
-"""Models some of whose layers keep a state: which are served, where, and why others are not."""
+"""Support for hybrid models, some of whose layers keep a state: which are served, on which devices, and why others are not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 from decoding.jit import NATIVE
 from engine.errors import ModelLoadError
 
-# By the name of their class, what their layers with a state compute: see ``engine.forward.cpu.states``.
+# Rule of the layers with a state, by the model's class: see ``engine.forward.cpu.states``.
 SERVED = {
     **dict.fromkeys(("Lfm2ForCausalLM", "Lfm2MoeForCausalLM"), "short convolutions"),
     **dict.fromkeys(
@@ -23,7 +23,7 @@ SERVED = {
 
 _MAMBA_1 = "the selective scan of Mamba-1"
 _KIMI = "Kimi's delta rule, with a decay for each channel"
-_REFUSED = {  # by the type of their configuration
+_REFUSED = {  # by ``model_type`` of the configuration
     "mamba": _MAMBA_1, "falcon_mamba": _MAMBA_1, "jamba": _MAMBA_1, "zamba": _MAMBA_1,
     "mamba2": "Mamba-2 alone, without a layer that attends",
     "minimax": "lightning attention, which transformers computes inside the layer",
@@ -36,12 +36,12 @@ _REFUSED = {  # by the type of their configuration
 
 
 def is_hybrid(config: PreTrainedConfig) -> bool:
-    """Whether a model is one of those that are served and whose layers keep states."""
+    """Return whether a model is a supported hybrid."""
     return _name(config) in SERVED
 
 
 def refuse_state(config: PreTrainedConfig) -> None:
-    """Raises ``ModelLoadError`` for a model whose layers keep a state by a rule that is not computed here."""
+    """Raise ``ModelLoadError`` for a model whose layers keep a state by an unsupported rule."""
     rule = _REFUSED.get(config.model_type)
     if rule is not None:
         raise ModelLoadError(
@@ -51,13 +51,7 @@ def refuse_state(config: PreTrainedConfig) -> None:
 
 
 def refuse_place(config: PreTrainedConfig, device: str, dtype: str) -> None:
-    """Raises ``ModelLoadError`` for a model with states where these cannot be computed.
-
-    Args:
-        config: of any model.
-        device: where it would be, such as ``cuda``.
-        dtype: as in ``ModelOptions``.
-    """
+    """Raise ``ModelLoadError`` for a hybrid that cannot run on a device type (such as ``cuda``) or with a ``model.dtype``."""
     if not is_hybrid(config):
         return
     name = f"{_name(config)} cannot be served"
@@ -70,13 +64,7 @@ def refuse_place(config: PreTrainedConfig, device: str, dtype: str) -> None:
 
 
 def refuse_role(config: PreTrainedConfig, field: str, advice: str) -> None:
-    """Raises ``ModelLoadError`` for a model with states where only others can be used.
-
-    Args:
-        config: of any model.
-        field: of the configuration, and what it says.
-        advice: what to set instead.
-    """
+    """Raise ``ModelLoadError`` for a hybrid that an option (``field``) does not support; ``advice`` says what to do."""
     if is_hybrid(config):
         raise ModelLoadError(f"{field} is not for {_name(config)}, whose layers keep states: {advice}")
 

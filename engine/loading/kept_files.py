@@ -1,4 +1,4 @@
-"""Kept folders that several processes share: put in place whole, by one process at a time. Files: ``decoding.private_files``."""
+"""Cached folders that several processes share, moved into place whole by one process at a time. Files: ``private_files``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,7 @@ from decoding.private_files import make_folder
 
 
 def keep_folder(made: Path, folder: Path, replaced: Path) -> None:
-    """Puts a folder of files in place whole, on the disk, too: who finds it finds all of it.
-
-    Args:
-        made: the folder, in the same file system.
-        folder: where it goes.
-        replaced: where one goes that is there already.
-    """
+    """Sync ``made`` to disk and move it to ``folder``, so that readers find all of it; an old folder moves to ``replaced``."""
     for path in (*made.iterdir(), made):
         _sync(path)
     if os.path.lexists(folder):
@@ -29,10 +23,7 @@ def keep_folder(made: Path, folder: Path, replaced: Path) -> None:
 
 @contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """One process at a time: the others wait. The lock ends with the process that has it, however that ends.
-
-    The folder of its file is made when it does not exist.
-    """
+    """Hold a lock file, creating its folder if need be. Other processes wait; the lock ends with its process at the latest."""
     make_folder(path.parent)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

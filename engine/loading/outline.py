@@ -1,7 +1,7 @@
-"""What a model's layers ask of attention and how many weights it has, from its configuration alone.
+"""Outline of a model from its configuration alone: attention of its layers, and number of weights.
 
-The stock model is built without memory, on torch's meta device, and computes one row: what its attention is called with tells
-more than any list of names, and in a fraction of a second, before weights are read.
+The stock model is built on torch's meta device and computes one row before weights are read, in a fraction of a second. The
+arguments of its attention calls tell more than a list of known names.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from engine.kv.state_cache import StateCache, StateSite
 
 @dataclass(frozen=True, slots=True)
 class LayerOutline:
-    """What one layer asks of its attention."""
+    """Attention parameters of one layer."""
 
     heads: int
     kv_heads: int
-    head_dim: int  # numbers of a query and of a key
-    value_dim: int  # numbers of a value
+    head_dim: int  # size of a query and of a key
+    value_dim: int  # size of a value
     window: int | None
     chunk: int | None
     sinks: bool
@@ -41,19 +41,19 @@ class LayerOutline:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A model without its weights."""
+    """Shape of a model without its weights."""
 
-    layers: tuple[LayerOutline, ...]  # those that attend
+    layers: tuple[LayerOutline, ...]  # layers with attention
     parameters: int
-    states: Mapping[int, StateShape] = field(default_factory=dict)  # of what other layers keep, by the numbers of their mixers
-    widest: int = 0  # numbers that the widest product of a layer makes or takes of a row, with all experts that the row goes to
-    routed: bool = False  # a mixture of experts: how many rows an expert computes at once depends on the tokens
-    embeddings: int = 0  # parameters of which a forward reads single rows
-    expert_parameters: int = 0  # of all experts
-    expert_share: float = 1.0  # of a layer's experts, that a row goes to
+    states: Mapping[int, StateShape] = field(default_factory=dict)  # states of other layers, by number of the mixer
+    widest: int = 0  # largest input or output width of a layer's matrix, times the experts per row
+    routed: bool = False  # mixture of experts: the rows of an expert's product depend on the tokens
+    embeddings: int = 0  # parameters of untied input embeddings, read by single rows
+    expert_parameters: int = 0  # parameters of all experts
+    expert_share: float = 1.0  # share of a layer's experts used per row
 
     def kv_shape(self, dtype: torch.dtype, device: torch.device) -> KVShape:
-        """What is stored per token. Where layers are not alike, each has as much room as the largest of them needs."""
+        """Return the shape of the KV of a token. If layers differ, each has as much room as the largest."""
         shapes = {(layer.kv_heads, layer.head_dim, layer.value_dim) for layer in self.layers}
         kv_heads, head_dim, value_dim = (max(sizes) for sizes in zip(*shapes, strict=True))
         return KVShape(
@@ -62,32 +62,28 @@ class Outline:
         )  # fmt: skip
 
     def sites(self, dtype: torch.dtype) -> list[StateSite]:
-        """Of the states, in the order of their numbers, of a model of a type."""
+        """Return the states of the layers for a model of a type, ordered by mixer number."""
         return [self.states[number].site(dtype) for number in sorted(self.states)]
 
     def state_bytes(self, dtype: torch.dtype, slots: int) -> int:
-        """What states, their snapshots and kept rows take for so many slots."""
+        """Return the bytes of states, their snapshots and kept rows for ``slots`` slots."""
         return StateCache.bytes_of(self.sites(dtype), slots) if self.states else 0
 
     @property
     def is_plain(self) -> bool:
-        """Whether all layers are alike, without sinks and chunks, and values are as long as keys: for the kernels of GPUs."""
+        """Return whether the GPU kernels apply: uniform layers without sinks and chunks, and values as long as keys."""
         alike = len({(layer.heads, layer.kv_heads, layer.head_dim) for layer in self.layers}) == 1
         odd = any(layer.sinks or layer.chunk or layer.value_dim != layer.head_dim for layer in self.layers)
         return alike and not odd
 
 
 def outline(config: PreTrainedConfig) -> Outline:
-    """See the module.
-
-    Raises:
-        ModelLoadError: the model cannot be served; the message says why.
-    """
+    """Return the outline of a model (cached). Raises ``ModelLoadError`` if the model is not supported."""
     return _outline(_Key(config))
 
 
 class _Key:
-    """A configuration that is looked up by its contents."""
+    """Configuration as a cache key, compared by its contents."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self.config, self._contents = config, (type(config), config.to_json_string(use_diff=False))
@@ -100,7 +96,7 @@ class _Key:
 
 
 class _Listener:
-    """A step that computes nothing and takes down what layers ask for."""
+    """Step that records the attention calls of the layers and computes nothing."""
 
     def __init__(self) -> None:
         self.windows: dict[int, int | None] = {}
@@ -127,7 +123,7 @@ def _outline(key: _Key) -> Outline:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=TREE_ATTENTION).eval()
         do_not_warn(model)
-        model.set_experts_implementation("batched_mm")  # whose shapes are no matter of what a router says
+        model.set_experts_implementation("batched_mm")  # its shapes do not depend on the router
         has_states = bool(bind_mixers(model))
         step = survey if has_states else listener
         with torch.inference_mode():
@@ -138,7 +134,7 @@ def _outline(key: _Key) -> Outline:
             return Outline(attending, model.num_parameters(), survey.shapes, _widest(model), _routed(model), **_parts(model))
     except ModelLoadError:
         raise
-    except Exception as error:  # the code of any model, with any configuration
+    except Exception as error:  # model code may raise anything
         elsewhere = (isinstance(error, KeyError) and TREE_ATTENTION in str(error)) or (
             not listener.calls and not getattr(_architecture(config), "_supports_attention_backend", False)
         )
@@ -178,7 +174,7 @@ def _parts(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _widest(model: PreTrainedModel) -> int:
-    experts = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1  # whose weights are [experts, .., ..]
+    experts = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1  # expert weights are [experts, .., ..]
     ends = (*(one for one in model.modules() if isinstance(one, torch.nn.Embedding)), model.get_output_embeddings())
     layers = [one for one in model.modules() if all(one is not end for end in ends)]
     weights = [weight for layer in layers for weight in layer.parameters(recurse=False) if weight.ndim > 1]
@@ -193,7 +189,7 @@ def _architecture(config: PreTrainedConfig) -> Any:
 
 
 def _still(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy whose rotations look at no position: those that do need numbers, and shapes are no matter of theirs."""
+    """Copy a configuration with default rotary embeddings: others read positions, which have no values on the meta device."""
     copied = deepcopy(config)
     if hasattr(copied, "quantization_config"):
         del copied.quantization_config

@@ -1,7 +1,7 @@
-"""What a start on a GPU comes to, from a model's configuration and a card's data sheet: without weights, and without a GPU.
+"""Plan of a start on a GPU, from a model's configuration and a card's data sheet: without weights, and without a GPU.
 
-It asks the functions that a start asks. Bytes of weights, KV slots, attention states and step buffers are those that the engine
-allocates; activations, graphs and libraries are an allowance, and times are computed by the roofline, not measured.
+It calls the functions of a real start. Bytes of weights, KV slots, attention states and step buffers are those that the engine
+allocates; activations, graphs and libraries are estimates, and times are computed by the roofline, not measured.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from engine.loading.roofline import Roofline
 from engine.loading.slot_memory import STRICT_ROWS, Reserved, SlotMemory, refuse_unfitting, reserved
 
 STEP_ROWS = (1, STRICT_ROWS)
-STEP_CONTEXT = 2048  # tokens before a step's rows, where the context is as long
-PROMPTS = (2048, 8192)  # tokens
-ALLOWED = ("activations", "graphs_and_libraries")  # of ``Plan.memory``: see ``engine.loading.slot_memory.reserved``
+STEP_CONTEXT = 2048  # tokens before a step's rows, or less in a shorter context
+PROMPTS = (2048, 8192)  # lengths in tokens
+ALLOWED = ("activations", "graphs_and_libraries")  # estimates in ``Plan.memory``, see ``engine.loading.slot_memory``
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A model that starts on a card. Sizes are in bytes."""
+    """Start of a model on a card. Sizes are in bytes."""
 
     card: Card
     footprint: Footprint
-    exact: bool  # but for the check at the start, which decides
-    not_exact: str  # why, in a few words; empty where it is
-    graphs: tuple[int, ...]  # rows of the steps that are captured
-    no_graphs: str  # why, in a few words; empty where there are some
+    exact: bool  # expected; the check at the start decides
+    not_exact: str  # short reason; empty if exact
+    graphs: tuple[int, ...]  # row counts of captured steps
+    no_graphs: str  # short reason; empty if steps are captured
     reserved: Reserved
-    context: int  # of the steps that are timed
+    context: int  # tokens before the rows of timed steps
     step_ms: dict[int, float]  # by rows
-    prefill_ms: dict[int, float]  # by tokens of the prompt, those that fit the context
+    prefill_ms: dict[int, float]  # by prompt length, for prompts that fit the context
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes by purpose. ``beyond`` is left to others by ``engine.gpu_memory_utilization``."""
+        """Return bytes by purpose. ``beyond`` is outside of ``engine.gpu_memory_utilization``."""
         found, kept = self.footprint, self.reserved
         kv = found.kv_slots * found.slot_bytes
         parts = {
@@ -58,7 +58,7 @@ class Plan:
         return parts | {"free": free, "beyond": self.card.memory_bytes - found.free_bytes}
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, as JSON values."""
+        """Return all values as JSON."""
         parts = {name: getattr(self, name) for name in ("exact", "not_exact", "graphs", "no_graphs", "context", "memory")}
         times = {"computed_step_ms": self.step_ms, "computed_prefill_ms": self.prefill_ms}
         return self.footprint.to_json() | {"card": asdict(self.card)} | parts | times
@@ -71,11 +71,7 @@ def plan(
     parallelism: ParallelismOptions,
     card: Card,
 ) -> Plan:
-    """Return what a start of one rank on a card comes to.
-
-    Raises:
-        ModelLoadError: it does not start; the message is that of the start.
-    """
+    """Return the plan of one rank on a card. Raises ``ModelLoadError`` with the message of a real start if that fails."""
     if parallelism.mode in ("tensor", "pipeline"):
         raise ModelLoadError(f"--gpu is for models on one GPU, and parallelism.mode is {parallelism.mode}: leave one of them out")
     with planned(card):

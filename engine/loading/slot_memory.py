@@ -1,4 +1,4 @@
-"""Memory of a GPU beside the weights: what forwards take, and how long and how many the KV slots are that fit into the rest."""
+"""GPU memory beside the weights: what forwards take, and the length and number of the KV slots that fit into the rest."""
 
 from __future__ import annotations
 
@@ -22,53 +22,53 @@ from engine.loading.outline import outline
 
 logger = logging.getLogger(__name__)
 
-LENGTHS = (131072, 65536, 32768, 16384, 8192, 4096)  # tokens of prompt and output, where the model's own context does not fit
-STRICT_ROWS = 64  # of every forward with ``engine.exact=strict``, see ``engine.forward.runners``
-# What ``reserved_bytes`` does not count: the CUDA context with the kernels' code, 0.39 GiB as vLLM reported it (its issue 11251);
-# executables of graphs, 0.36 GiB for 16 of vLLM's (gpustack/runner, pull request 251); workspaces of cuBLAS and cuBLASLt, 32 MiB
-# each on Hopper (PyTorch, pull request 120925), in the two streams of a warm-up. A model's buffers take less than 1 MiB.
+LENGTHS = (131072, 65536, 32768, 16384, 8192, 4096)  # shorter contexts to try, in tokens
+STRICT_ROWS = 64  # rows of every forward with ``engine.exact=strict``, see ``engine.forward.runners``
+# Allowance for the CUDA context with kernel code, 0.39 GiB in vLLM's issue 11251; graph executables, 0.36 GiB for 16 of vLLM's
+# (gpustack/runner, pull request 251); workspaces of cuBLAS and cuBLASLt, 32 MiB each on Hopper (PyTorch, pull request 120925) in
+# the two streams of a warm-up; and a model's buffers, less than 1 MiB.
 _LIBRARIES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class SlotMemory:
-    """KV slots on a GPU, and what is kept back beside them. Sizes are in bytes."""
+    """KV slots on a GPU, and the memory reserved beside them. Sizes are in bytes."""
 
     max_model_len: int
     slots: int
     slot_bytes: int
     reserved_bytes: int
-    room_bytes: int  # what weights have left
+    room_bytes: int  # memory that the weights leave
 
     @property
     def need_bytes(self) -> int:
-        """Bytes of all slots."""
+        """Return the bytes of all slots."""
         return self.slots * self.slot_bytes
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that slots may take."""
+        """Return the bytes that slots may take."""
         return max(0, self.room_bytes - self.reserved_bytes)
 
     @property
     def fits(self) -> bool:
-        """True where there is room for all slots."""
+        """Return whether all slots fit."""
         return self.need_bytes <= self.free_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Bytes of a GPU that KV slots never take. The engine allocates ``states`` and ``buffers``, the rest is an allowance."""
+    """GPU bytes that KV slots never take: ``states`` and ``buffers`` as the engine allocates them, the rest estimated."""
 
     activations: int
     graph_logits: int
-    states: int = 0  # that attention keeps between its two kernels
-    buffers: int = 0  # inputs of the steps that are captured
+    states: int = 0  # attention states between the two kernels
+    buffers: int = 0  # inputs of captured steps
     libraries: int = _LIBRARIES
 
     @property
     def total(self) -> int:
-        """Sum of all parts."""
+        """Return the sum of all parts."""
         return self.activations + self.graph_logits + self.states + self.buffers + self.libraries
 
 
@@ -80,26 +80,22 @@ def reserved(
     capacity: int,
     tree_rows: int = TREE_ROWS,
 ) -> Reserved:
-    """Return what is kept back of a GPU beside weights and KV slots.
+    """Return the GPU memory to reserve beside weights and KV slots.
 
-    A forward holds of each row at once, besides what is a layer's for a moment:
+    A forward holds per row, in addition to short-lived tensors of a layer:
 
         logits               2 x vocabulary in the model's type (a bound of scores makes a copy), 1 x in float32
         an MLP or attention  4 x the widest product: gate, up, activation and their product, or queries and what is rotated
         residual and norm    4 x hidden in the model's type, 3 x in float32
 
-    The largest forward outside of graphs has STRICT_ROWS rows, or ``max_step_tokens`` in rounding; the largest graph has as many
-    rows as steps that are captured. Graphs share the memory of their layers, and each keeps its logits. Between its two kernels
-    attention keeps the state of each row, head and split, [rows, heads, splits, head_dim + 4] in float32: one buffer, of the
-    largest graph.
+    The largest forward without a graph has STRICT_ROWS rows, or ``max_step_tokens`` in rounding mode; the largest graph has as
+    many rows as the largest captured step. Graphs share the memory of their layers, and each keeps its logits. Attention keeps
+    one buffer of the largest graph between its two kernels: a state per row, head and split, [rows, heads, splits, head_dim + 4]
+    float32.
 
     Args:
-        config: of the model.
-        dtype: of its weights.
-        device: a GPU, whose capability counts.
-        options: ``exact``, ``max_step_tokens`` and ``max_running`` count.
         capacity: entries of a slot.
-        tree_rows: the most rows of a request's tree, its root included.
+        tree_rows: most rows of a request's tree, with its root.
     """
     text, found = config.get_text_config(), outline(config)
     vocab, hidden, wide = int(text.vocab_size), int(getattr(text, "hidden_size", found.widest)), dtype.itemsize
@@ -114,7 +110,7 @@ def reserved(
     for size in sizes:
         inputs = sum(buffer_sizes(size, per_tile, *step_room(size, options.max_running, tree_rows))) * torch.int32.itemsize
         for logits in step_kinds(fixed):
-            buffers += inputs + (size * torch.int64.itemsize if logits else 0)  # and the numbers of the rows that have logits
+            buffers += inputs + (size * torch.int64.itemsize if logits else 0)  # indices of the rows with logits
     states = math.prod(states_size(sizes[-1], heads, capacity, shape.head_dim)) * torch.float32.itemsize
     return Reserved((rows + sizes[-1]) * of_row, sum(sizes[:-1]) * vocab * wide, states, buffers)
 
@@ -130,21 +126,14 @@ def slot_memory(
     speculation: SpeculationOptions,
     world_size: int,
 ) -> SlotMemory:
-    """Return the KV slots of a model on a GPU: of the longest context that fits, running requests' first.
+    """Return the KV slots of a model on a GPU that fit, or the shortest that were tried if none fit.
 
     Args:
-        config: of the model.
-        dtype: of its weights.
-        device: where it is.
         room: bytes beside the weights.
         length: tokens of prompt and output.
-        may_shorten: where slots of that length do not fit, they have the longest of ``LENGTHS`` that does.
-        options: of the engine. Without ``kv_slots`` there are as many beyond those of running requests as have room.
-        speculation: a draft model takes of the room, and of each slot.
-        world_size: the most ranks that share a step.
-
-    Returns:
-        What fits, or where nothing does, the shortest that was tried.
+        may_shorten: use the longest of ``LENGTHS`` that fits if ``length`` does not.
+        options: without ``kv_slots``, further slots beyond those of running requests are added as far as they fit.
+        speculation: a draft model takes memory for weights, and in each slot.
     """
     per_token, beside, drafts = _per_token(config, dtype, device), 0, speculation.most_draft_tokens * world_size
     if speculation.draft_model is not None and speculation.draft_model not in SELF:
@@ -171,15 +160,12 @@ def _per_token(config: PreTrainedConfig, dtype: torch.dtype, device: torch.devic
 def fitted(
     loaded: LoadedModel, options: EngineOptions, speculation: SpeculationOptions, world_size: int
 ) -> tuple[LoadedModel, EngineOptions]:
-    """Return a model on a GPU with the context that its KV slots have room for, and options with the number of these slots.
+    """Return a model on a GPU with the context that its KV slots have room for, and options with their number.
 
-    A context that is not the model's own whole one is said in a line of the log.
-
-    Raises:
-        ModelLoadError: the slots do not fit.
+    A shortened context is logged. Raises ``ModelLoadError`` if the slots do not fit.
     """
     model, length = loaded.model, loaded.max_model_len
-    accelerator().empty_cache()  # of what loading took
+    accelerator().empty_cache()  # left by loading
     room = left_bytes(model.device, options.gpu_memory_utilization)
     found = slot_memory(
         model.config, model.dtype, model.device, room, length, loaded.may_shorten, options, speculation, world_size
@@ -196,7 +182,7 @@ def fitted(
 
 
 def refuse_unfitting(found: SlotMemory, options: EngineOptions, draft_rows: int, device: torch.device) -> None:
-    """Raise ``ModelLoadError`` where slots do not fit. The first arguments are those of ``fewer_or_shorter``."""
+    """Raise ``ModelLoadError`` if slots do not fit."""
     if found.fits:
         return
     advice = " or ".join(fewer_or_shorter(found, options, draft_rows))
@@ -208,7 +194,7 @@ def refuse_unfitting(found: SlotMemory, options: EngineOptions, draft_rows: int,
 
 
 def fewer_or_shorter(found: SlotMemory, options: EngineOptions, draft_rows: int) -> list[str]:
-    """Return the settings with each of which slots that do not fit would; none where the memory is too small for any."""
+    """Return settings that would each make the slots fit; empty if the memory is too small for any."""
     advice = []
     name = "engine.max_running" if found.slots == options.max_running else "engine.kv_slots"
     slots = found.free_bytes // found.slot_bytes

@@ -1,4 +1,4 @@
-"""What an engine measures: times of steps, energy, counters.
+"""Measurements of an engine: step times, energy, counters.
 
 In: steps.
 Out: curves and counts.

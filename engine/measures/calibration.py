@@ -1,7 +1,6 @@
-"""The latency curve of a model on this device, measured once and kept on disk.
+"""Latency curve of a model on this device, measured once and stored in a file.
 
-A curve is a hint to a drafter: a wrong one costs speed and changes no output. So a file is believed when it is of this model,
-device and code and holds what it must, and measured again, with a warning, when it does not.
+An invalid or outdated file is measured again. A wrong curve costs speed and changes no output.
 """
 
 from __future__ import annotations
@@ -28,28 +27,28 @@ from engine.measures.latency import Case, Report, Timings, cases, fit, measure, 
 
 logger = logging.getLogger(__name__)
 
-_DISTURBED = 1.5  # the median of a step's times over the shortest
-_FORMAT = 1  # raise it when steps are timed otherwise
-_MAX_BYTES = 1 << 20  # of a file; a real one has a few thousand
+_DISTURBED = 1.5  # a larger ``Timings.spread`` means a disturbed measurement
+_FORMAT = 1  # increase it when the timing method changes
+_MAX_BYTES = 1 << 20  # maximum file size; a real one has a few thousand bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was measured."""
+    """Measured step times and the curve fitted to them."""
 
     seconds: dict[Case, float]
     curve: LatencyCurve
-    setting: dict[str, Any]  # model, device and software that the times hold for
+    setting: dict[str, Any]  # model, device and software of the measurement
     spread: float  # see ``Timings.spread``
 
     @property
     def disturbed(self) -> bool:
-        """Whether the machine was too busy for times to be relied on."""
+        """Return whether the machine was too busy for reliable times."""
         return self.spread > _DISTURBED
 
 
 class CalibrationFile:
-    """The file of one model, dtype, device and number of threads. Used while no request has a slot."""
+    """Latency file of one model, dtype, device and number of threads; for use while no request has a slot."""
 
     def __init__(self, folder: Path, runner: ModelRunner, info: ModelInfo) -> None:
         self._runner, self._max_model_len = runner, info.max_model_len
@@ -58,37 +57,36 @@ class CalibrationFile:
         self.path = folder / f"latency-{info.model_revision[:16]}-{digest[:16]}.json"
 
     def curve(self) -> LatencyCurve:
-        """The curve of the file, or measured now and kept there."""
+        """Return the stored curve, or measure and store it."""
         kept = self.kept()
         return self._settled(self.measure()) if kept is None else kept
 
     def curve_in_pieces(self) -> Generator[None, None, LatencyCurve]:
-        """As ``curve``, for whoever does other things between two forwards."""
-        kept = self.kept()  # by another process meanwhile
+        """Return the curve like ``curve``, yielding before each forward."""
+        kept = self.kept()  # another process may have written it meanwhile
         if kept is not None:
             return kept
         return self._settled(self._calibration((yield from timing(self._runner, self._cases()))))
 
     def kept(self) -> LatencyCurve | None:
-        """The curve of the file; None where it has to be measured."""
+        """Return the stored curve; None if it has to be measured."""
         try:
             return self._read()
         except FileNotFoundError:
             logger.debug("no latency curve at %s yet", self.path)
-        except (OSError, ValueError, RecursionError) as error:  # the last of json, for a file of brackets
+        except (OSError, ValueError, RecursionError) as error:  # RecursionError: deeply nested JSON
             logger.warning("the latency curve at %s cannot be used and is measured again: %s", self.path, error)
         return None
 
     def _settled(self, found: Calibration) -> LatencyCurve:
-        """The curve, kept unless it was disturbed."""
-        if found.disturbed:  # it will do for now, but not for ever
+        if found.disturbed:  # usable for now, but not stored
             logger.warning("steps were timed on a busy machine, and will be again at the next start")
         else:
             self.keep(found)
         return found.curve
 
     def measure(self, report: Report | None = None) -> Calibration:
-        """Measures now, whatever the file says."""
+        """Measure the curve now, regardless of the file."""
         return self._calibration(measure(self._runner, self._max_model_len, report))
 
     def _calibration(self, timings: Timings) -> Calibration:
@@ -98,7 +96,7 @@ class CalibrationFile:
         return cases(self._runner.sequences, self._runner.cache.capacity, self._max_model_len, self._runner.full_rows)
 
     def keep(self, found: Calibration) -> bool:
-        """Writes the file. Where that cannot be, a warning says so, and the answer is False."""
+        """Write the file; on failure log a warning and return False."""
         kept = {"format": _FORMAT, "setting": self._setting, "covers": self._wanted(), "curve": found.curve.to_json()}
         try:
             keep_file(self.path, json.dumps(kept, indent=1).encode())
@@ -108,11 +106,9 @@ class CalibrationFile:
         return True
 
     def _read(self) -> LatencyCurve | None:
-        """The curve of the file; None where fewer or smaller KV slots were measured than there are.
+        """Return the stored curve; None if it covers fewer or smaller KV slots than exist now.
 
-        Raises:
-            OSError: it cannot be read.
-            ValueError: it does not hold what it must.
+        Raises ``OSError`` if the file cannot be read, ``ValueError`` if it is invalid or of another setting.
         """
         with open_private(self.path) as file:
             data = json.loads(file.read(_MAX_BYTES))
@@ -127,13 +123,11 @@ class CalibrationFile:
         return LatencyCurve.from_json(data.get("curve"))
 
     def _wanted(self) -> list[int]:
-        """The most sequences, rows and entries of what is timed."""
         wanted = self._cases()
         return [max(case.sequences for case in wanted), max(case.rows for case in wanted), max(case.context for case in wanted)]
 
 
 def _setting(runner: ModelRunner, info: ModelInfo) -> dict[str, Any]:
-    """All that times depend on."""
     device = runner.model.device
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
@@ -142,7 +136,7 @@ def _setting(runner: ModelRunner, info: ModelInfo) -> dict[str, Any]:
         "device": device_name(device),
         "threads": min(torch.get_num_threads(), cores) if device.type == "cpu" else None,
         "ranks": runner.ranks,
-        "part": [runner.cache.shape.layers, runner.cache.shape.kv_heads],  # of the model that is here: ranks may have the rest
+        "part": [runner.cache.shape.layers, runner.cache.shape.kv_heads],  # part of the model on this rank
         "forwards": runner.form(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -152,7 +146,7 @@ def _setting(runner: ModelRunner, info: ModelInfo) -> dict[str, Any]:
 
 @cache
 def _code() -> str:
-    """Digits that stand for the sources of the engine, which compute the steps."""
+    """Return a digest of the engine's sources."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
         digest.update(path.read_bytes())

@@ -1,7 +1,6 @@
-"""Energy as counters of the hardware tell it: NVML's for GPUs, RAPL's for processors. Where there is none, nothing is told.
+"""Energy readings from hardware counters: NVML for GPUs, RAPL for processors; nothing is estimated.
 
-No figure here is an estimate. What a counter covers is what its device used, whoever used it: a GPU's counter is that of the
-whole board, a processor's is that of its packages and their memory with all that runs on them.
+A counter covers all use of its device: a GPU's board, or a processor's packages and memory.
 """
 
 from __future__ import annotations
@@ -21,29 +20,29 @@ from engine.accelerator import accelerator
 logger = logging.getLogger(__name__)
 
 POWERCAP = Path("/sys/class/powercap")
-COARSE_S = 1.0  # counters move every 20 to 100 ms: over less than this a difference says little
-_REREAD_S = 30.0  # RAPL's counters start again after minutes: within a span they are read so often that none does so twice
+COARSE_S = 1.0  # counters update every 20 to 100 ms, so shorter spans are imprecise
+_REREAD_S = 30.0  # RAPL's counters wrap after minutes: this interval sees every wrap within a span
 
 
 class EnergyMeter(ABC):
-    """A counter of joules. Threads may share it."""
+    """Thread-safe counter of joules."""
 
-    source: str = "n/a"  # where the figures come from: nvml, rapl, or n/a
+    source: str = "n/a"  # nvml, rapl, or n/a
     _devices = ""
-    _faults: tuple[type[Exception], ...] = ()  # by which it is told that the counter cannot be read
-    reread_s: float | None = None  # to be read at least so often, or turns of the counter are missed; None: as one likes
+    _faults: tuple[type[Exception], ...] = ()  # exceptions that mean that the counter cannot be read
+    reread_s: float | None = None  # longest interval between readings, to see every wrap; None: unlimited
 
     def __init__(self) -> None:
-        self.idle_w: float | None = None  # what the devices draw with nothing to compute, once ``measure_idle`` was called
+        self.idle_w: float | None = None  # power of the idle devices, set by ``measure_idle``
         self._failed, self._lock = False, threading.Lock()
 
     @property
     def works(self) -> bool:
-        """Whether there is a counter at all."""
+        """Return whether a counter exists."""
         return self.source != "n/a"
 
     def read_j(self) -> float | None:
-        """Joules since the meter was opened, never fewer than the last time; None where nothing can be read (any more)."""
+        """Return joules since the meter was opened, never decreasing; None if the counter cannot be read, or not any more."""
         with self._lock:
             if not self._failed:
                 try:
@@ -55,22 +54,22 @@ class EnergyMeter(ABC):
 
     @abstractmethod
     def _counted_j(self) -> float | None:
-        """As ``read_j``. Raises one of ``_faults``."""
+        """Return joules as ``read_j``, or raise one of ``_faults``."""
 
     def span(self) -> EnergySpan:
-        """What is used from here on, for a ``with`` block."""
+        """Return a context manager that measures a block."""
         return EnergySpan(self)
 
 
 class EnergySpan:
-    """The energy of a block, known when it is left.
+    """Energy of a ``with`` block, available after it.
 
     Example: 330 J in 2 s, on a device that draws 65 W with nothing to do: ``net_joules`` is 200.
     """
 
     def __init__(self, meter: EnergyMeter) -> None:
         self.source, self.idle_w = meter.source, meter.idle_w
-        self.joules: float | None = None  # of the devices, idle power included; None where there is no counter
+        self.joules: float | None = None  # including idle power; None without a counter
         self.seconds = 0.0
         self._meter = meter
         self._over = threading.Event()
@@ -78,17 +77,15 @@ class EnergySpan:
 
     @property
     def net_joules(self) -> float | None:
-        """``joules`` without what idle devices had drawn meanwhile; None where either is not known.
-
-        Never below zero: idle power is a measurement, too, and a block that computes next to nothing may come out below it.
-        """
+        """Return ``joules`` minus the idle energy of the devices, at least 0; None if either is unknown."""
         if self.joules is None or self.idle_w is None:
             return None
+        # Idle power is a measurement too, so the difference may be negative for a nearly idle block.
         return max(0.0, self.joules - self.idle_w * self.seconds)
 
     @property
     def coarse(self) -> bool:
-        """Whether the block was too short for the counter's steps."""
+        """Return whether the block was too short for the resolution of the counter."""
         return self.seconds < COARSE_S
 
     def __enter__(self) -> EnergySpan:
@@ -112,7 +109,7 @@ class EnergySpan:
 
 
 class NoMeter(EnergyMeter):
-    """Where no counter can be read."""
+    """Meter for devices without a readable counter."""
 
     def _counted_j(self) -> None:
         return None
@@ -121,23 +118,22 @@ class NoMeter(EnergyMeter):
 class RaplMeter(EnergyMeter):
     """Processor packages and their memory, by the kernel's powercap files (``Documentation/power/powercap`` of Linux).
 
-    A zone's counter is in microjoules and starts again at ``max_energy_range_uj``.
+    The counter of a zone is in microjoules and wraps around at ``max_energy_range_uj``.
 
     Example: a range of 1,000,000, read at 900,000 and then at 300,000: 0.4 J were used.
+
+    Args:
+        zones: folders with ``energy_uj`` and ``max_energy_range_uj``, none of them part of another.
+
+    Raises:
+        OSError: a zone cannot be read (since Linux 5.10 only root may read it by default).
+        ValueError: a zone contains no number.
     """
 
     source, reread_s = "rapl", _REREAD_S
     _devices, _faults = "the processor", (OSError, ValueError)
 
     def __init__(self, zones: Sequence[Path]) -> None:
-        """
-        Args:
-            zones: folders with ``energy_uj`` and ``max_energy_range_uj``, none of them a part of another.
-
-        Raises:
-            OSError: one of them cannot be read; before Linux 5.10 everybody may, since then root alone unless told otherwise.
-            ValueError: one of them holds no number.
-        """
         super().__init__()
         self._files = [zone / "energy_uj" for zone in zones]
         self._ranges = [int((zone / "max_energy_range_uj").read_text()) for zone in zones]
@@ -153,12 +149,14 @@ class RaplMeter(EnergyMeter):
 
 
 class NvmlMeter(EnergyMeter):
-    """GPUs, by the counter of millijoules that NVML keeps for each since its driver was loaded (Volta and later)."""
+    """GPUs, by NVML's counter of millijoules since the driver was loaded (Volta and later).
+
+    Raises ``NVMLError`` if a GPU has no such counter.
+    """
 
     source, _devices = "nvml", "the GPUs"
 
     def __init__(self, nvml: Any, handles: Sequence[Any]) -> None:
-        """Over the module ``pynvml``, initialized, and handles of GPUs. Raises ``NVMLError`` where one has no such counter."""
         super().__init__()
         self._nvml, self._handles, self._faults = nvml, list(handles), (nvml.NVMLError,)
         self._first_mj = self._sum_mj()
@@ -171,12 +169,9 @@ class NvmlMeter(EnergyMeter):
 
 
 def open_meter(devices: Sequence[str | torch.device], powercap: Path = POWERCAP) -> EnergyMeter:
-    """The meter of some devices together; one that tells nothing where any of them has no counter that can be read.
+    """Return one meter for some devices; ``NoMeter`` if any has no readable counter, or for processors together with GPUs.
 
-    Args:
-        devices: ``cpu``, ``cuda``, ``cuda:N``, or a GPU of this machine by its name for NVML (``meter_name``). Processors are
-            metered where all devices are ``cpu``; beside GPUs there is no telling.
-        powercap: folder of the kernel's powercap zones.
+    A device is ``cpu``, ``cuda``, ``cuda:N``, or the ``meter_name`` of a GPU of this machine.
     """
     names = list(dict.fromkeys(map(meter_name, devices)))
     if names == ["cpu"]:
@@ -185,7 +180,7 @@ def open_meter(devices: Sequence[str | torch.device], powercap: Path = POWERCAP)
 
 
 def meter_name(device: str | torch.device) -> str:
-    """What ``open_meter`` knows a device by, in any process of this machine: ``cpu``, or of a GPU ``GPU-`` and its UUID."""
+    """Return the name of a device in every process of this machine: its type, or ``GPU-`` and the UUID of a GPU."""
     if isinstance(device, str) and device.startswith("GPU-"):
         return device
     known = torch.device(device)
@@ -196,13 +191,9 @@ def meter_name(device: str | torch.device) -> str:
 
 
 def measure_idle(meter: EnergyMeter, seconds: float) -> float | None:
-    """Watts that the devices draw while this process computes nothing, kept in the meter; None where they are not metered.
+    """Measure for ``seconds`` the watts drawn while this process computes nothing; None if not metered.
 
-    What else runs on the devices is in it.
-
-    Args:
-        meter: of the devices.
-        seconds: how long to wait, a second at least to be of use.
+    The result is stored in the meter and includes other processes. Less than a second is of little use.
     """
     if not meter.works:
         return None
@@ -213,7 +204,7 @@ def measure_idle(meter: EnergyMeter, seconds: float) -> float | None:
 
 
 def _rapl(powercap: Path) -> EnergyMeter:
-    """Packages and the memory beside them. Their other parts are in the package's counter, the platform's counter is of both."""
+    """Open the counters of packages and DRAM; the package counter includes its other zones, and that of the platform both."""
     try:
         named = [(zone, (zone / "name").read_text().strip()) for zone in sorted(powercap.glob("intel-rapl:*"))]
         zones = [zone for zone, name in named if name.startswith("package") or name == "dram"]

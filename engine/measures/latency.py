@@ -1,4 +1,4 @@
-"""How long steps take on this device: forwards over made-up sequences, and the curve that is fitted to their times."""
+"""Step times on this device: forwards over synthetic sequences, and the latency curve fitted to them."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from engine.forward.batch import Batch, Line, LineWork, pack
 from engine.forward.runner import ModelRunner
 from engine.loading.model_tables import TableProgress
 
-# Of one sequence. Products take blocks of 12 or 16 rows, so that a step goes up by stairs: one row more than some shows them.
+# Rows of one sequence. Matrix products use blocks of 12 or 16 rows, so step times rise in stairs: one row more shows them.
 _ROWS = (1, 2, 4, 8, 12, 13, 16, 17, 24, 25, 32, 33, 48, 64, 96, 128, 256)
-_CONTEXT = 256  # entries before those rows
-_NEAR, _FAR = 64, (1024, 2048)  # further ones
-_WIDE = 64  # rows of a tree far behind
-_TREE_ROWS = 8  # of each sequence, where several have trees
-_LONG_S, _FEW = 0.5, 8  # where a step takes longer, larger ones than that and than so many rows are left out
-_TIMING_S = 2.0  # what all rounds should take
+_CONTEXT = 256  # KV entries before those rows
+_NEAR, _FAR = 64, (1024, 2048)  # shorter and longer contexts
+_WIDE = 64  # rows of a tree at the longer contexts
+_TREE_ROWS = 8  # rows per sequence, if several have trees
+_LONG_S, _FEW = 0.5, 8  # after a step that takes longer, steps with more than ``_FEW`` rows are skipped
+_TIMING_S = 2.0  # target for all rounds
 _LEAST_ROUNDS, _ROUNDS = 2, 8
-_TURN_S, _MOST_OFTEN = 0.02, 4  # a step that takes less is made several times in a round
-_GLANCED = (1, 8, 64)  # rows of the steps of ``glance``
-_PARTS = 1000  # of the whole, for the log
+_TURN_S, _MOST_OFTEN = 0.02, 4  # shorter steps run up to ``_MOST_OFTEN`` times per round
+_GLANCED = (1, 8, 64)  # rows of the steps in ``glance``
+_PARTS = 1000  # progress units for the log
 
 Result = TypeVar("Result")
 Report = Callable[[int, int], None]  # forwards done, forwards in all
@@ -39,7 +39,7 @@ Report = Callable[[int, int], None]  # forwards done, forwards in all
 
 @dataclass(frozen=True, slots=True, order=True)
 class Case:
-    """A step that is timed: sequences alike, each with a tree of so many rows behind so many entries."""
+    """Step to time: equal sequences, each with a tree of ``rows`` rows behind ``context`` KV entries."""
 
     sequences: int
     rows: int
@@ -47,17 +47,15 @@ class Case:
 
 
 def cases(slots: int, capacity: int, max_model_len: int, full: Sequence[int] = ()) -> list[Case]:
-    """Return what is timed, the smallest steps first.
+    """Return the steps to time, the smallest first.
 
     Example: 4 slots of 2112 entries for a context of 2048: 1, 2, 4, 8, 12, ... 256 rows of one sequence behind 256 entries, one
     row behind 64, and one row and 64 rows behind 1024 and 2046; of 2 and of 4 sequences, 1 row and 8 rows each behind 256 and one
     row behind 1024.
 
     Args:
-        slots: sequences at once.
-        capacity: entries of a slot; at least 2.
-        max_model_len: tokens of prompt and output together; at least 2.
-        full: see ``ModelRunner.full_rows``: each of these numbers of rows is timed, and one row more.
+        capacity: entries per slot, at least 2.
+        full: see ``ModelRunner.full_rows``: each number of rows is timed, and one row more.
     """
     most = min(_ROWS[-1], capacity // 2 + 1)
     context = max(0, min(_CONTEXT, max_model_len - 2, capacity - most))
@@ -76,28 +74,28 @@ def cases(slots: int, capacity: int, max_model_len: int, full: Sequence[int] = (
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds of steps, round by round."""
+    """Seconds of each step in each round."""
 
     rounds: dict[Case, list[float]]
 
     @property
     def seconds(self) -> dict[Case, float]:
-        """The shortest of each step: the one that was least disturbed."""
+        """Return the shortest time of each step, the least disturbed one."""
         return {case: min(taken) for case, taken in self.rounds.items()}
 
     @property
     def spread(self) -> float:
-        """How much longer than the shortest a step took, in the middle: 1.0 on a quiet machine."""
+        """Return the median ratio of a step's median time to its shortest: 1.0 on a quiet machine."""
         return statistics.median(statistics.median(taken) / min(taken) for taken in self.rounds.values())
 
 
 def time_steps(runner: ModelRunner, wanted: Sequence[Case], report: Report | None = None) -> Timings:
-    """The times of ``timing``, all at once."""
+    """Run ``timing`` to its end and return the times."""
     return result_of(timing(runner, wanted, report))
 
 
 def result_of(work: Generator[None, None, Result]) -> Result:
-    """What a generator returns, run to its end."""
+    """Run a generator to its end and return its result."""
     while True:
         try:
             next(work)
@@ -107,8 +105,8 @@ def result_of(work: Generator[None, None, Result]) -> Result:
 
 
 def glance(runner: ModelRunner, max_model_len: int) -> LatencyCurve:
-    """A rough curve, of a few forwards: for a start that does not wait for ``measure``."""
-    full = runner.full_rows[:1]  # the stair that a single request's tree may climb
+    """Measure a rough curve from a few forwards, for a fast start."""
+    full = runner.full_rows[:1]  # the first stair, which one request's tree may reach
     glanced = {*_GLANCED, *(count + 1 for count in full)}
     wanted = [case for case in cases(1, runner.cache.capacity, max_model_len, full) if case.rows in glanced]
     context = max((case.context for case in wanted if case.rows > 1), default=0)
@@ -119,26 +117,18 @@ def glance(runner: ModelRunner, max_model_len: int) -> LatencyCurve:
 def timing(
     runner: ModelRunner, wanted: Sequence[Case], report: Report | None = None, most_rounds: int | None = None
 ) -> Generator[None, None, Timings]:
-    """Times forwards, the argmax of all rows included, which waits for a GPU. Between two it may wait as long as one likes.
+    """Time forwards, including the argmax of all rows, which waits for a GPU; the caller may pause before each.
 
-    The steps take turns, so that what else the machine does falls on all alike. A few rounds are made, fewer where they take
-    long, and on slow devices the largest steps are left out; in a round, short steps are made several times. One thread on a CPU
-    is timed by the time that it computes, whatever else runs on its core.
-
-    Args:
-        runner: of the model, while no request has a slot: the slots are written to.
-        wanted: at least one, the smallest first; each fits the slots.
-        report: is told after each forward.
-        most_rounds: fewer than else; as many as it takes where it is None.
-
-    Yields:
-        Before each forward.
+    The steps alternate, so that disturbances affect all of them. ``most_rounds`` is the number of rounds, by default as many as
+    fit into ``_TIMING_S``. ``report`` is called after each forward. No request may have a slot, because the slots are
+    overwritten.
     """
+    # The CPU time of a single thread does not include other processes on its core.
     alone = runner.ranks == 1 and runner.model.device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.thread_time if alone else time.perf_counter
 
     def timed(batch: Batch) -> float:
-        for slot in slots:  # a request may have been there meanwhile
+        for slot in slots:  # a request may have used the slot meanwhile
             runner.cache.prefixes.cut(slot, 0)
         started = clock()
         argmax_rows(runner.forward(batch))
@@ -153,7 +143,7 @@ def timing(
             continue
         batch = _batch(case)
         yield
-        seconds = timed(batch)  # memory is taken, kernels are chosen and compiled
+        seconds = timed(batch)  # warm-up: memory allocation, kernel selection and compilation
         if seconds > _TURN_S:
             seconds = timed(batch)
         slow = slow or seconds > _LONG_S
@@ -173,24 +163,23 @@ def timing(
 
 
 def measure(runner: ModelRunner, max_model_len: int, report: Report | None = None) -> Timings:
-    """Times the steps that ``fit`` needs. Without a report the log has a line every few seconds, where it takes long."""
+    """Time the steps that ``fit`` needs; without ``report``, log the progress if it takes long."""
     wanted = cases(runner.sequences, runner.cache.capacity, max_model_len, runner.full_rows)
     if report is None:
         progress = TableProgress(f"timing the steps of {type(runner.model).__name__}", _PARTS)
 
         def report(done: int, total: int) -> None:
-            if done < 0.9 * total:  # else it is over before anyone has read it
+            if done < 0.9 * total:  # no line shortly before the end
                 progress.update(_PARTS * done // total)
 
     return time_steps(runner, wanted, report)
 
 
 def fit(seconds: Mapping[Case, float]) -> LatencyCurve:
-    """The curve of measured steps.
+    """Fit a latency curve to measured steps.
 
-    The rows of one sequence behind the context with the most of them are the curve as they are. What the other steps take beyond
-    it is shared out between further sequences, further KV entries and what each row looks at: by least squares, relative to the
-    time of each step, none negative.
+    Times of one sequence at the context with the most row counts are used directly. The excess time of the other steps is divided
+    between further sequences, KV entries, and entries that each row reads, by least squares relative to the time of each step.
 
     Raises:
         ValueError: no context has two steps of one sequence, one of them with a single row.
@@ -210,13 +199,13 @@ def fit(seconds: Mapping[Case, float]) -> LatencyCurve:
 
 
 def _parts(case: Case, context: int) -> tuple[int, int, int]:
-    """What ``LatencyCurve.seconds`` multiplies ``sequence_s``, ``entry_s`` and ``row_entry_s`` with."""
+    """Return the factors of ``sequence_s``, ``entry_s`` and ``row_entry_s`` in ``LatencyCurve.seconds``."""
     rows = case.sequences * case.rows
     return case.sequences - 1, case.sequences * case.context - context, rows * max(case.context - context, 0)
 
 
 def _non_negative(parts: npt.NDArray[np.float64], wanted: npt.NDArray[np.float64]) -> list[float]:
-    """The factors of the columns, none negative, whose sum is nearest to what is wanted; every choice of columns is tried.
+    """Return the non-negative least-squares factors of the columns, by trying every subset of columns.
 
     Example: columns ``1 0`` and ``1 1`` and wanted ``1 -1``: exact are 2 and -1, but of those allowed 1 and 0 come nearest.
     """
@@ -234,7 +223,7 @@ def _non_negative(parts: npt.NDArray[np.float64], wanted: npt.NDArray[np.float64
 
 
 def _batch(case: Case) -> Batch:
-    """A step as the engine packs it. Each tree is a root and branches of one token, so that there is a mask."""
+    """Build the batch of a step. Each tree is a root with branches of one token, so that the attention mask is used."""
     parents = np.minimum(np.arange(-1, case.rows - 1, dtype=np.int32), 0)
     tree = DraftTree(np.zeros(case.rows, np.int32), parents, np.zeros(case.rows, np.int8), case.rows)
     tokens, end = np.zeros(case.context + 1, np.int32), case.context + 1
@@ -242,10 +231,9 @@ def _batch(case: Case) -> Batch:
 
 
 def _clear(runner: ModelRunner, wanted: Iterable[Case]) -> None:
-    """Zeroes the entries that rows look at."""
     lengths: dict[int, int] = {}
     for case in wanted:
         lengths |= {slot: max(case.context, lengths.get(slot, 0)) for slot in range(case.sequences)}
     for slot, length in lengths.items():
-        runner.cache.prefixes.cut(slot, 0)  # whoever had its text there computes it anew
+        runner.cache.prefixes.cut(slot, 0)  # cached KV there is lost
         runner.cache.zero(slot, length)

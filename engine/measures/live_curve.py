@@ -1,4 +1,4 @@
-"""A latency curve that follows the steps of an engine: a device is not at all times as fast as when it was timed."""
+"""Latency curve that follows the measured steps, because the speed of a device changes over time."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from decoding.budget.latency import LatencyCurve, StepLoad
 from decoding.budget.step_price import seconds_of
 from engine.forward.batch import Work
 
-_KEPT = 0.99  # of what older steps count, after each step
-_TIMED = 0.5  # steps for which the timed curve counts, in either factor
-_REDRAWN = 16  # steps after which the curve is drawn anew
-_MOST_OFF = 1.5  # times longer or shorter than expected that one step counts at most
-_LEAST, _MOST = 0.2, 5.0  # times what was timed
+_KEPT = 0.99  # decay of older steps per step
+_TIMED = 0.5  # weight of the timed curve in each factor, in steps
+_REDRAWN = 16  # steps between updates of ``curve``
+_MOST_OFF = 1.5  # largest deviation of one step from the expectation, as a factor
+_LEAST, _MOST = 0.2, 5.0  # bounds of the factors
 
 
 class LiveCurve:
-    """The curve that was timed, with two factors that fit the latest steps best, by least squares relative to the timed seconds.
+    """Timed latency curve with two factors, fitted to the latest steps by least squares relative to the timed seconds.
 
-    One is of what a step takes whatever its rows, which is mostly for the memory, the other of what its rows add, which is mostly
-    for the processor. Where all steps have as many rows, which tells nothing of either alone, the larger part changes more.
+    One factor scales the fixed time of a step (mostly memory), the other the time that its rows add (mostly compute). If all
+    steps have equal rows, which cannot separate the two, the larger part changes more.
 
     Example: one row was timed at 6 ms, nine at 8. The neighbours of the machine go, and steps of one row take 4 ms, of nine 6.
     The factors go to 0.67 and 1: a row, which added a 24th to a step, adds a 16th.
@@ -29,17 +29,12 @@ class LiveCurve:
     def __init__(self, timed: LatencyCurve) -> None:
         self.curve = self._timed = timed
         self._fixed = self._added = 1.0  # the factors
-        self._since = 0  # steps since the curve was drawn
-        # Sums over the steps, of products of two: the share of the timed step that is fixed, what its rows add, the time taken.
+        self._since = 0  # steps since the last update of ``curve``
+        # Decayed sums of products of: f, the fixed part of the timed step; a, the part added by rows; t, the time taken.
         self._ff = self._fa = self._aa = self._ft = self._at = 0.0
 
     def stepped(self, works: Sequence[Work], seconds: float) -> None:
-        """Counts a step; one that computes prompts tells nothing.
-
-        Args:
-            works: of the step.
-            seconds: that it took.
-        """
+        """Update the fit with a step and its seconds; steps that compute prompts are ignored."""
         rows = context = 0
         for work in works:
             if work.tree is None or work.end - work.start != 1:

@@ -1,7 +1,7 @@
-"""What an engine counts for dashboards: plain numbers and histograms with fixed bounds.
+"""Engine counters for dashboards: plain numbers and histograms with fixed bounds.
 
-The engine's thread counts, any thread reads. Nothing here asks the device for anything, and there is no lock: an increment is
-seen now or at the next reading.
+The engine's thread counts and any thread reads, without a lock: an increment is visible now or at the next reading. Counting does
+not synchronise with the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _STATM = Path("/proc/self/statm")
 
-# Seconds. Those of vLLM, so that its dashboards fit, and finer ones below them: its first bound is 0.3 s for a whole request.
+# Seconds. vLLM's bounds, for its dashboards, and finer ones below them: its first bound for a whole request is 0.3 s.
 FIRST_TOKEN_S = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
     640.0, 2560.0,
@@ -40,7 +40,7 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 def one_two_five(most: int) -> tuple[int, ...]:
-    """Bounds 1, 2, 5, 10, 20, 50 and so on up to ``most``: ``one_two_five(30) == (1, 2, 5, 10, 20)``."""
+    """Return the bounds 1, 2, 5, 10, 20, 50 and so on up to ``most``: ``one_two_five(30) == (1, 2, 5, 10, 20)``."""
     bounds = []
     power = 1
     while power <= most:
@@ -56,35 +56,31 @@ class HistogramCounts:
     Example: bounds 1 and 5 with the values 0.5, 1, 3 and 9 have the counts 2, 1, 1 and the total 13.5.
     """
 
-    bounds: tuple[float, ...]  # upper ones, themselves included
-    counts: tuple[int, ...]  # of values up to each bound and above the one before; the last one of values above all bounds
+    bounds: tuple[float, ...]  # upper bounds, inclusive
+    counts: tuple[int, ...]  # values above the previous bound and up to each one; the last entry: above all bounds
     total: float  # sum of the values
 
 
 class Histogram:
-    """Counts values by bounds."""
+    """Histogram with fixed increasing upper bounds, which are inclusive."""
 
     __slots__ = ("_bounds", "_counts", "_total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """
-        Args:
-            bounds: upper ones, increasing; a value at a bound counts below it.
-        """
         self._bounds, self._counts, self._total = tuple(bounds), [0] * (len(bounds) + 1), 0.0
 
     def observe(self, value: float) -> None:
-        """Counts a value."""
+        """Count a value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._total += value
 
     def read(self) -> HistogramCounts:
-        """The counts of this moment; from any thread."""
+        """Return the current counts; callable from any thread."""
         return HistogramCounts(self._bounds, tuple(self._counts), self._total)
 
 
 def resident_bytes() -> int | None:
-    """Memory of this process that is in RAM; None where the system has no ``/proc``."""
+    """Return the resident memory of this process; None if the system has no ``/proc``."""
     try:
         pages = int(_STATM.read_text().split()[1])
     except OSError:
@@ -94,47 +90,47 @@ def resident_bytes() -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class EngineCounts:
-    """Requests and slots at this moment."""
+    """Current numbers of requests and slots."""
 
     running: int
     waiting: int
     free_slots: int
-    prefix_queries: int = 0  # tokens of requests that might find their KV there, since the start
-    prefix_hits: int = 0  # of these, tokens that did and were not computed
+    prefix_queries: int = 0  # tokens looked up in the prefix cache, since the start
+    prefix_hits: int = 0  # tokens found there
     preemptions: int = 0  # since the start
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsCounts:
-    """What an engine has counted since its start. Plain data: it travels."""
+    """Serialisable counters of an engine since its start."""
 
-    engine: str  # its name: another one for an engine that takes its place, so that nothing named so ever falls
-    prompt_tokens: int  # of requests that emitted their first token here
-    generation_tokens: int  # emitted here
+    engine: str  # unique name, so that counters of one name never decrease
+    prompt_tokens: int  # prompt tokens of requests with their first token from this engine
+    generation_tokens: int  # tokens emitted by this engine
     steps: int  # forwards of the target
-    rows: int  # of tokens and drafts that these computed
-    forward_s: float  # seconds that these took, verification included
+    rows: int  # computed token and draft rows
+    forward_s: float  # seconds of the steps, including verification
     draft_tokens: int
-    accepted_lengths: tuple[int, ...]  # [n] times that so many draft tokens of a tree were accepted, of trees that had any
-    accepted_by_source: dict[str, int]  # accepted draft tokens of requests that have ended, by drafter
-    finished: dict[str, int]  # requests that have ended, by ``FinishReason``
+    accepted_lengths: tuple[int, ...]  # [n] trees with draft tokens, by number of accepted ones
+    accepted_by_source: dict[str, int]  # accepted draft tokens of ended requests, by drafter
+    finished: dict[str, int]  # ended requests, by ``FinishReason``
     histograms: dict[str, HistogramCounts]  # by vLLM's name without its prefix
-    history_bytes: int | None = None  # of remembered outputs; None for a strategy that remembers none
-    drafts_by_source: dict[str, int] = field(default_factory=dict)  # trees that held draft tokens of a drafter
-    drafted_by_source: dict[str, int] = field(default_factory=dict)  # these tokens
-    budget: BudgetCounts | None = None  # None for a strategy that drafts as many rows as it may
-    out_of_memory_steps: int = 0  # that emitted nothing, and were followed by smaller ones
-    # Memory of the process, not a count of the engine's; None where the system does not tell.
+    history_bytes: int | None = None  # memory of past outputs; None for a strategy without them
+    drafts_by_source: dict[str, int] = field(default_factory=dict)  # trees with draft tokens of each drafter
+    drafted_by_source: dict[str, int] = field(default_factory=dict)  # draft tokens of each drafter
+    budget: BudgetCounts | None = None  # None for a strategy without a draft budget
+    out_of_memory_steps: int = 0  # steps that emitted nothing and were followed by smaller ones
+    # Resident memory of the process; None if unknown.
     resident_bytes: int | None = field(default=None, compare=False)
 
     @property
     def drafts(self) -> int:
-        """Trees that held draft tokens, one a request and step."""
+        """Return the number of trees with draft tokens, one per request and step."""
         return sum(self.accepted_lengths)
 
     @property
     def accepted_per_position(self) -> tuple[int, ...]:
-        """[n] accepted draft tokens by depth in their tree, those below the root first; together they are all accepted ones.
+        """Return the accepted draft tokens by depth in their tree, the first draft token first, [n].
 
         Example: lengths 2, 1, 1 (two trees of which nothing was accepted, one each of one token and of two) are 2 and 1.
         """
@@ -143,13 +139,12 @@ class MetricsCounts:
 
 
 class EngineMetrics:
-    """The counters of one engine. All methods but ``read`` are the engine's thread's."""
+    """Counters of one engine; only ``read`` may be called from other threads. ``max_model_len`` bounds the histograms."""
 
     def __init__(self, max_model_len: int) -> None:
-        """The context in tokens bounds the histograms of lengths."""
         self._engine = uuid.uuid4().hex[:8]
         self._prompt_tokens = self._generation_tokens = self._steps = self._rows = self._draft_tokens = 0
-        self._seen_tokens = 0  # generation tokens at the end of the step before
+        self._seen_tokens = 0  # generation tokens at the end of the previous step
         self._forward_s = 0.0
         self._out_of_memory_steps = 0
         self._accepted_lengths = [0]
@@ -171,21 +166,15 @@ class EngineMetrics:
         self._histograms[name].observe(value)
 
     def emitted(self, request: Request, tree: DraftTree, tokens: int, accepted: int, now_s: float) -> None:
-        """Counts what a step gave a request, before the request's own times say so.
+        """Count the tokens that a step emits for a request, before the request's own times are updated.
 
-        A request that began elsewhere has had its first token there: its prompt and its time to first token do not count again.
-
-        Args:
-            request: as it was before the step, but for its tokens.
-            tree: of the step; rows of a jacobi window are no draft tokens.
-            tokens: emitted, at least one.
-            accepted: of these, draft tokens.
-            now_s: the engine's clock.
+        ``accepted`` of the ``tokens`` are draft tokens, and ``now_s`` is the engine's clock.
         """
         self._generation_tokens += tokens
         began = request.first_token_s
         if began is not None:
             self._observe("inter_token_latency_seconds", now_s - began - request.stats.decode_s)
+        # A request that began elsewhere had its first token there.
         elif not request.num_given:
             self._prompt_tokens += request.num_prompt
             self._observe("time_to_first_token_seconds", now_s - request.arrived_s)
@@ -193,19 +182,19 @@ class EngineMetrics:
             self._drafted(tree, accepted)
 
     def _drafted(self, tree: DraftTree, accepted: int) -> None:
-        """Counts the tokens of a tree that holds any, who drafted them, and how many were accepted."""
+        """Count the draft tokens of a tree, by source, and the accepted ones."""
         self._draft_tokens += tree.num_candidates - 1
         lengths = self._accepted_lengths
         if accepted >= len(lengths):
             lengths.extend([0] * (accepted + 1 - len(lengths)))
         lengths[accepted] += 1
         sources = tree.sources[1 : tree.num_candidates].tolist()
-        for source in set(sources):  # one or two of them: faster than arrays
+        for source in set(sources):  # usually one or two: faster than arrays
             self._drafted_by_source[source] += sources.count(source)
             self._drafts_by_source[source] += 1
 
     def stepped(self, works: Sequence[Work], forward_s: float) -> None:
-        """Counts a step, after what it gave each request; ``forward_s`` are its seconds, verification included."""
+        """Count a step after its ``emitted`` calls; ``forward_s`` includes verification."""
         rows = computed = 0
         for work in works:
             span = work.end - work.start
@@ -221,17 +210,17 @@ class EngineMetrics:
         self._seen_tokens = self._generation_tokens
 
     def out_of_memory(self) -> None:
-        """Counts a step that ran out of device memory."""
+        """Count a step that ran out of device memory."""
         self._out_of_memory_steps += 1
 
     def ended(self, request: Request) -> None:
-        """Counts a request that has its finish reason. Lengths and times are those of requests that were served to their end, and
-        times those of requests that were served here from their beginning."""
+        """Count a request with a finish reason."""
         reason, stats = request.finish_reason, request.stats
         assert reason is not None, request.request_id
         self._finished[reason.value] += 1
         for source, tokens in stats.accepted_by_source.items():
             self._accepted_by_source[source] = self._accepted_by_source.get(source, 0) + tokens
+        # Lengths are counted for completed requests only, times only if the request also began in this engine.
         if reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
         self._observe("request_prompt_tokens", request.num_prompt)
@@ -250,7 +239,7 @@ class EngineMetrics:
             self._observe("request_time_per_output_token_seconds", stats.decode_s / (request.num_output - 1))
 
     def read(self, history_bytes: int | None = None, budget: BudgetCounts | None = None) -> MetricsCounts:
-        """The counts of this moment; from any thread."""
+        """Return the current counts; callable from any thread."""
         return MetricsCounts(
             engine=self._engine,
             prompt_tokens=self._prompt_tokens,
@@ -273,5 +262,5 @@ class EngineMetrics:
 
 
 def _by_name(counts: Sequence[int]) -> dict[str, int]:
-    """Counts in the order of ``SOURCES`` by name, those of 0 left out."""
+    """Return the non-zero counts, given in the order of ``SOURCES``, by name."""
     return {source: count for source, count in zip(SOURCES, counts, strict=True) if count}

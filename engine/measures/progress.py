@@ -1,4 +1,4 @@
-"""What a replica that loads is doing, told to the command that started it and waits."""
+"""Progress of a loading replica, passed through a file to the waiting command that started it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import contextlib
 import os
 from pathlib import Path
 
-PROGRESS_VARIABLE = "OUTRIDER_PROGRESS_FILE"  # names the file; without it nothing is told
+PROGRESS_VARIABLE = "OUTRIDER_PROGRESS_FILE"  # path of the file; without it nothing is reported
 STAGES = ("importing torch and transformers", "reading the weights", "checking that steps are exact", "preparing drafts")
 
 
 def tell(stage: str) -> None:
-    """Says that one of ``STAGES`` begins. Of several replicas the last to speak is heard."""
+    """Report that one of ``STAGES`` begins; with several replicas the most recent report wins."""
     path = os.environ.get(PROGRESS_VARIABLE)
     if path:
-        with contextlib.suppress(OSError):  # whoever waited has gone
+        with contextlib.suppress(OSError):  # the waiting command has exited
             Path(path).write_text(stage, encoding="utf-8")
 
 
 def told(path: Path) -> str:
-    """The last stage and its place among all, such as ``reading the weights (2 of 4)``; empty before the first."""
+    """Return the last reported stage and its number, such as ``reading the weights (2 of 4)``; empty before the first."""
     with contextlib.suppress(OSError):
         stage = path.read_text(encoding="utf-8")
         if stage in STAGES:

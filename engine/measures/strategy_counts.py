@@ -12,19 +12,19 @@ from decoding.request import PLAIN, Request
 
 @dataclass(slots=True)
 class StrategyCounts:
-    """Of the requests of one strategy that have ended, however they did."""
+    """Counters of the ended requests of one strategy."""
 
     strategy: str
-    lossless: bool  # whether they have the distribution of plain decoding
+    lossless: bool  # whether outputs have the distribution of plain decoding
     requests: int = 0
-    tokens: int = 0  # emitted by this engine
+    tokens: int = 0  # tokens emitted by this engine
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
-    energy_j: float | None = None  # of those that were metered; None: none was
+    energy_j: float | None = None  # energy of the metered requests; None if none was metered
 
     def add(self, request: Request) -> None:
-        """Counts a request that has ended."""
+        """Count an ended request."""
         stats = request.stats
         self.requests += 1
         self.tokens += request.num_output - request.num_given
@@ -35,7 +35,7 @@ class StrategyCounts:
             self.energy_j = (self.energy_j or 0.0) + stats.energy_j
 
     def merge(self, other: StrategyCounts) -> None:
-        """Adds those of another engine."""
+        """Add the counts of another engine."""
         for name in ("requests", "tokens", "steps", "drafted", "accepted"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         if other.energy_j is not None:
@@ -43,25 +43,24 @@ class StrategyCounts:
 
 
 class CountsByStrategy:
-    """The counts of all strategies that requests may ask for. A request for which nothing may be drafted is of plain decoding."""
+    """Counters of all allowed strategies, the default one first; requests without drafts count as plain decoding."""
 
     def __init__(self, strategies: Iterable[str]) -> None:
-        """The first strategy is that of requests that ask for none."""
         names = dict.fromkeys((*strategies, PLAIN))
         self._default = next(iter(names))
-        self._counts = {name: StrategyCounts(name, name in LOSSLESS) for name in names}  # its keys never change: read by threads
+        self._counts = {name: StrategyCounts(name, name in LOSSLESS) for name in names}  # fixed keys: threads may read it
 
     def add(self, request: Request) -> None:
-        """Counts a request that has ended."""
+        """Count an ended request."""
         self._counts[PLAIN if request.plain else request.strategy or self._default].add(request)
 
     def read(self) -> tuple[StrategyCounts, ...]:
-        """The counts of this moment; from any thread."""
+        """Return the current counts; callable from any thread."""
         return tuple(map(dataclasses.replace, self._counts.values()))
 
 
 def sum_counts(engines: Iterable[Iterable[StrategyCounts]]) -> list[StrategyCounts]:
-    """The counts of several engines together, by strategy in the order of the first."""
+    """Sum the counts of several engines by strategy, in order of first appearance."""
     total: dict[str, StrategyCounts] = {}
     for counts in engines:
         for one in counts:

@@ -1,4 +1,4 @@
-"""Which requests run and how many rows each gets.
+"""Scheduling: the requests that run, and the rows of each in a step.
 
 In: requests.
 Out: shares of the next step.

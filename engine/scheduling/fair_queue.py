@@ -10,19 +10,18 @@ from decoding.request import Request
 
 
 class FairQueue:
-    """Those who wait, by account, and how much each account has.
+    """Waiting requests by account, with the slots that each account holds.
 
-    Of the most urgent that wait, it is the turn of the account that holds the fewest slots for its weight; of such, of the one
-    that was served the least, where an admission serves an account its prompt and ``max_tokens`` over its weight (start-time fair
-    queueing, Goyal, Vin and Cheng 1996). Who comes anew begins where the others are: turns are not saved up. Within an account
-    the order is that of priority and arrival.
+    Among the most urgent requests, the account with the fewest slots for its weight is next, then the least served one: an
+    admission adds prompt length and ``max_tokens``, over the weight, to the service of its account (start-time fair queueing,
+    Goyal, Vin and Cheng 1996). Idle time earns no credit. Within an account the order is priority, then arrival.
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[str, list[tuple[int, int, Request]]] = {}  # heaps by (priority, arrival)
-        self._held: defaultdict[str, int] = defaultdict(int)  # slots
+        self._waiting: dict[str, list[tuple[int, int, Request]]] = {}  # heaps of (priority, arrival, request)
+        self._held: defaultdict[str, int] = defaultdict(int)  # slots by account
         self._served: defaultdict[str, float] = defaultdict(float)
-        self._now = 0.0  # what the account was served before that was admitted last
+        self._now = 0.0  # service of the last admitted account before its admission
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -31,7 +30,7 @@ class FairQueue:
         return (request for heap in self._waiting.values() for _, _, request in heap)
 
     def push(self, request: Request) -> None:
-        """Someone waits, whose ``arrival`` is set."""
+        """Queue a request whose ``arrival`` is set."""
         account = request.account
         if account not in self._waiting:
             self._waiting[account] = []
@@ -40,7 +39,7 @@ class FairQueue:
         heapq.heappush(self._waiting[account], (request.priority, request.arrival, request))
 
     def first(self) -> Request:
-        """Whose turn it is."""
+        """Return the request that is next."""
 
         def order(top: tuple[int, int, Request]) -> tuple[int, float, float, int]:
             priority, arrival, request = top
@@ -49,7 +48,7 @@ class FairQueue:
         return min((heap[0] for heap in self._waiting.values()), key=order)[2]
 
     def remove(self, request: Request) -> None:
-        """Someone waits no more."""
+        """Remove a waiting request."""
         heap = self._waiting[request.account]
         if heap[0][2] is request:
             heapq.heappop(heap)
@@ -60,24 +59,24 @@ class FairQueue:
             del self._waiting[request.account]
 
     def admit(self, request: Request) -> None:
-        """Someone who waited has a slot."""
+        """Remove a waiting request because it received a slot."""
         self.remove(request)
         self._now = self._served[request.account]
         self._served[request.account] += _cost(request)
         self._held[request.account] += 1
 
     def release(self, request: Request, unserved: bool = False) -> None:
-        """Someone has a slot no more; unserved, it will wait for another one."""
+        """Record that a request lost its slot; ``unserved`` refunds its service because it will wait again."""
         self._held[request.account] -= 1
         if unserved:
             self._served[request.account] -= _cost(request)
 
     def slots(self, account: str) -> int:
-        """How many an account holds."""
+        """Return the number of slots that an account holds."""
         return self._held.get(account, 0)
 
     def load(self, request: Request, more: int = 0) -> float:
-        """The slots of a request's account, and so many more, for its weight."""
+        """Return the slots of a request's account, plus ``more``, over its weight."""
         return (self._held[request.account] + more) / request.weight
 
 

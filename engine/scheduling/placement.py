@@ -1,4 +1,4 @@
-"""Placement of requests into KV slots, and reuse of the KV that is there."""
+"""Placement of requests into KV slots, and reuse of cached KV."""
 
 from __future__ import annotations
 
@@ -11,43 +11,41 @@ from engine.executor import Executor
 
 
 class SlotPlacement:
-    """Places requests of one engine, and counts what of them did not have to be computed.
+    """Placement of the requests of one engine into KV slots, with prefix-cache statistics.
 
-    A tenant's requests reuse each other's KV until texts of the tenant are deleted: what was computed before then is not reused
-    any more, as its history's ``edition`` is another. Requests of no tenant reuse nothing, but for choices of one prompt, which
-    compute it once. Who asks for log-probabilities of the prompt has it computed.
+    The requests of a tenant reuse each other's KV until texts of the tenant are deleted (``memory`` then has another
+    ``edition``). Requests without a tenant reuse nothing, except choices of one prompt. Prompt log-probabilities disable reuse.
     """
 
     def __init__(self, executor: Executor, memory: Histories | None, reuses: bool) -> None:
-        """Without a memory of the tenants nothing is kept that could be deleted."""
         self._executor, self._memory, self._reuses = executor, memory, reuses
-        self._engine = uuid.uuid4().hex  # a rank may follow several engines, whose editions have nothing to do with each other
-        self._scopes: dict[str, tuple[object, int]] = {}  # by tenant: edition, and which one it is
-        self.queries = self.hits = 0  # tokens of admitted requests that might reuse some, and of these the reused ones
+        self._engine = uuid.uuid4().hex  # a rank may serve several engines with unrelated editions
+        self._scopes: dict[str, tuple[object, int]] = {}  # by tenant: edition and its number
+        self.queries = self.hits = 0  # tokens of admitted requests with a scope; reused ones of these
 
     def place(self, request: Request, free: Sequence[int]) -> tuple[int, int]:
-        """The slot of a request, one of ``free``, and how many of its first tokens are computed there: see ``Executor.place``.
+        """Return the slot for a request, one of ``free``, and the number of its tokens computed there (``Executor.place``).
 
-        A request that has a slot is asked for again, with that slot alone, when others may have computed what it lacks, and when
-        it ``crosses``: what was computed with other frequencies is of another scope.
+        For a request with a slot, pass that slot alone: to copy tokens that others computed meanwhile, or because it ``crosses``.
         """
         if request.slot is None or self.crosses(request):
             rope = self._executor.rope
             request.reach = 0 if rope is None else rope.reach(request)
             request.scope = self._scope(request)
             if request.scope is not None and request.reach:
+                # KV computed with other RoPE frequencies belongs to another scope.
                 request.scope += f"/{request.reach}"
         slot, computed = self._executor.place(request, free)
         assert slot in free and request.num_computed <= computed < request.num_tokens, (slot, computed, request.num_tokens)
         again = request.stats.preemptions > 0 or request.reach > request.num_prompt
-        if request.scope is not None and not again:  # what it computed itself before is no hit
+        if request.scope is not None and not again:  # tokens that the request computed itself are no hits
             self.queries += request.num_tokens if request.slot is None else 0
             self.hits += computed - request.num_computed
             request.stats.cached_tokens += min(computed, request.num_prompt) - min(request.num_computed, request.num_prompt)
         return slot, computed
 
     def crosses(self, request: Request) -> bool:
-        """Whether the text of a running request has become so long that all of it has other frequencies than before."""
+        """Return whether a running request has grown so long that RoPE uses other frequencies for all its tokens."""
         rope = self._executor.rope
         return rope is not None and rope.reach(request) != request.reach
 

@@ -8,11 +8,10 @@ from decoding.request import Request
 
 
 class QuarantineTurns:
-    """Choose the steps that compute one quarantined request and nothing else.
+    """Selection of the steps that compute one quarantined request alone.
 
-    While others run, quarantined requests have at most every second step, and those of an account at most its part of the steps,
-    by weight among the accounts that run. The turns are those of start-time fair queueing: one costs an account 1 / weight of a
-    virtual time that passes by 1 / (all weights) in a step. Turns are not saved up.
+    While others run, these get at most every second step, and each account at most its weighted share of the steps. In start-time
+    fair queueing a turn costs an account 1 / weight of a virtual time that advances by 1 / (all weights) per step.
 
     Example: of two accounts with the same weight one has a quarantined request, and this has every second step. One of four has
     every fourth step; three of four have every sixth each.
@@ -20,11 +19,11 @@ class QuarantineTurns:
 
     def __init__(self) -> None:
         self._now = 0.0  # virtual time
-        self._due: dict[str, float] = {}  # by account: when its next turn may be
-        self._was_alone = False  # whether the last step was such a turn
+        self._due: dict[str, float] = {}  # by account: virtual time of its next turn
+        self._was_alone = False  # whether the last step was a turn
 
     def next(self, running: Sequence[Request]) -> Request | None:
-        """Return the request that has the next step alone; None where the step is for the others, or nobody is quarantined."""
+        """Return the request that is computed alone in the next step; None if the step is for the other requests."""
         quarantined = [request for request in running if request.quarantined]
         was_alone, self._was_alone = self._was_alone, False
         if not quarantined:

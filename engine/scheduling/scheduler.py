@@ -1,4 +1,4 @@
-"""Scheduler: which requests run, and how many rows each gets in the next step."""
+"""Scheduler: the requests that run, and the rows of each in the next step."""
 
 from __future__ import annotations
 
@@ -15,29 +15,25 @@ from engine.scheduling.fair_queue import FairQueue
 from engine.scheduling.quarantine import QuarantineTurns
 
 
-@dataclass(slots=True)  # not frozen, which would take longer to make: there is one for each request in each step
+@dataclass(slots=True)  # not frozen, because creation is faster: one per request and step
 class Share:
-    """A request's part of a step: the committed tokens up to ``end`` (exclusive), and the most rows to draft behind them."""
+    """Part of a step for one request: its committed tokens up to ``end`` (exclusive) and at most ``draft_rows`` draft rows."""
 
     request: Request
     end: int
     draft_rows: int
 
 
-# Which of some slots a request gets, its own if it has one, and how many of its first tokens are computed there by now.
+# (request, candidate slots) -> (slot, number of its first tokens already computed there)
 Place = Callable[[Request, Sequence[int]], tuple[int, int]]
 
 
-OF_LATE_S = 10.0
-RECOVERY_STEPS = 100  # computed after one that ran out of memory, until the next ones may hold more again
+OF_LATE_S = 10.0  # seconds for which an account counts as recently active
+RECOVERY_STEPS = 100  # computed steps after one that ran out of memory, until limits rise again
 
 
 def check_options(options: EngineOptions) -> None:
-    """Says whether a scheduler can do with some options.
-
-    Raises:
-        ValueError: a value below 1, or too few rows for all requests to decode in one step.
-    """
+    """Raise ``ValueError`` if an option is out of range or the rows do not suffice for all requests to decode in one step."""
     if options.max_running < 1:
         raise ValueError(f"engine.max_running must be at least 1, got {options.max_running}")
     if options.kv_slots is not None and options.kv_slots < options.max_running:
@@ -54,31 +50,28 @@ def check_options(options: EngineOptions) -> None:
 
 
 class Scheduler:
-    """Admission of up to ``max_running`` requests, order by priority and arrival, one row budget per step.
+    """Admission of up to ``max_running`` requests by priority and arrival, with one row budget per step.
 
-    *Decoding* requests are in every step, one row and their drafts each: none waits for a prefill. What they leave of
-    ``max_step_tokens`` when they have drafted, at least a quarter of it, goes to *prefills* in chunks. The one that was admitted
-    first has at least half of these rows, so each is the first one day and ends; the other half is for those that may pass it:
-    more urgent ones, and those as urgent that lack at most half as many tokens, so that a question does not wait for a book. Who
-    needs tokens that another one of its scope computes in this step waits for them and copies them: what came at once is computed
-    once.
+    *Decoding* requests are in every step, with one row and their drafts each. The remaining rows of ``max_step_tokens``, at least
+    a quarter, go to *prefills* in chunks. The prefill admitted first gets at least half of them, so that every prefill ends; the
+    rest is for prefills that may pass it: more urgent ones, and equally urgent ones that lack at most half as many tokens. A
+    prefill waits for another one of its scope that computes tokens it needs in this step, and copies them.
 
-    Under the policy ``priority`` a more urgent request that finds no slot preempts the least urgent one, which later computes its
-    tokens again: with position-keyed choices its output is the same. Nobody starves: who has waited ``max_wait_s``, all waits
-    added, takes the next free slot whatever the priorities, in order of arrival, and is not preempted again. Under ``fcfs`` all
-    are alike urgent.
+    Under the policy ``priority`` a more urgent request without a slot preempts the least urgent one, which later recomputes its
+    tokens with the same output. A request that has waited ``max_wait_s`` in total takes the next free slot in order of arrival
+    and is not preempted again. Under ``fcfs`` all requests are equally urgent.
 
-    Between accounts slots are shared by weight (``FairQueue``): who waits takes a slot, where none is free, from the account that
-    has more for its weight than this one would have with it. So an account loses no slot of its share, and nobody's requests are
-    preempted where there is one account. Rows of prefills are shared alike in every step, and where requests of several accounts
-    came of late a step has a quarter as many of them, a sixteenth where one account has several slots and another one fewer: who
-    comes waits for the step that runs, whoever's prompt it computes. Prompts have a step without the accounts that have more
-    slots for their weight than theirs, at most every second one: a first token does not wait for the rows of who floods.
+    Accounts share slots (``FairQueue``) and prefill rows by weight. If no slot is free, a waiting request preempts an account
+    that holds more slots for its weight than its own account would with the slot. While several accounts are active, prefill rows
+    are limited (``_prefill_shares``), and at most every second step excludes the accounts with the most slots for their weight.
 
-    A quarantined request is computed alone, in its turns (``QuarantineTurns``). The others keep their slots meanwhile. An account
-    has one such request at a time.
+    A quarantined request is computed alone, in its turns (``QuarantineTurns``); an account may have one. After a step that ran
+    out of memory fewer requests run, with fewer rows (``shrink``), and gradually more again.
 
-    After a step that ran out of memory fewer requests run, in steps of fewer rows (``shrink``); later, step by step, more again.
+    Args:
+        max_draft_rows: most rows drafted for one request in a step, per rank that shares the step.
+        clock: seconds, used to measure waits.
+        slots: number of slots; those beyond ``max_running`` keep the KV of ended requests. ``max_running`` if None.
     """
 
     def __init__(
@@ -89,54 +82,44 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         slots: int | None = None,
     ) -> None:
-        """
-        Args:
-            options: see ``check_options``.
-            max_draft_rows: most rows drafted for one request in a step, for each rank that shares the step.
-            place: see ``Place``.
-            clock: seconds, by which waits are measured.
-            slots: among which it chooses; those beyond ``max_running`` keep what ended requests left. ``max_running`` when
-                absent.
-        """
         check_options(options)
         self.options, self._max_draft_rows, self._place, self._clock = options, max_draft_rows, place, clock
         self._max_wait_s = options.max_wait_s if options.scheduling_policy == "priority" else math.inf
         self._waiting = FairQueue()
         self._arrivals = 0
-        self.num_preemptions = 0  # since the start
-        self._free_slots = list(range(slots or options.max_running))  # the one that was released longest ago first
+        self.num_preemptions = 0  # since the start of the engine
+        self._free_slots = list(range(slots or options.max_running))  # in order of release
         self.running: list[Request] = []  # in order of admission
         self._most_running, self._most_rows = options.max_running, options.max_step_tokens  # less after ``shrink``
-        self._since_shrunk = 0  # computed steps
-        self._came_s: dict[str, float] = {}  # by account, when one of its requests came last; of late only
+        self._since_shrunk = 0  # computed steps since ``shrink``
+        self._came_s: dict[str, float] = {}  # by account: time of its last request, if recent
         self._quarantine = QuarantineTurns()
-        self._ahead = False  # whether the last step but those of a quarantined request was one of prompts that went ahead
-        self._decoding = 0  # requests of the step
-        self._prefilling: list[Request] = []  # of the step
-        self._followers: list[Request] = []  # prefills without rows in the last step: others may have computed what they need
+        self._ahead = False  # whether the last step, except quarantine turns, excluded accounts
+        self._decoding = 0  # decoding requests of the step
+        self._prefilling: list[Request] = []  # prefills of the step
+        self._followers: list[Request] = []  # prefills without rows in the last step, which may copy what others computed
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a slot."""
+        """Return the number of requests without a slot."""
         return len(self._waiting)
 
     @property
     def num_free_slots(self) -> int:
-        """Requests that may run besides those that do."""
+        """Return ``max_running`` minus the number of running requests."""
         return self.options.max_running - len(self.running)
 
     def requests(self) -> Iterator[Request]:
-        """All that run or wait."""
+        """Yield all running and waiting requests."""
         yield from self.running
         yield from self._waiting
 
     def add(self, request: Request) -> None:
-        """Queues a request.
+        """Queue a request.
 
         Raises:
-            QueueFullError: no slot is free for it and ``max_waiting`` requests wait already, or it is quarantined and so is
-                another one of its account.
-            RequestError: it has a priority, and the policy knows none.
+            QueueFullError: no slot is free and ``max_waiting`` requests wait, or its account already has a quarantined request.
+            RequestError: it has a priority, but the policy is not ``priority``.
         """
         if request.priority and self.options.scheduling_policy != "priority":
             raise RequestError("priority", "all requests are alike urgent here (engine.scheduling_policy is fcfs): leave it out")
@@ -150,7 +133,7 @@ class Scheduler:
         self._waiting.push(request)
 
     def remove(self, request: Request) -> None:
-        """Takes a request out, waiting or running; its slot is free at once."""
+        """Remove a waiting or running request; its slot is free at once."""
         if request.slot is None:
             self._waiting.remove(request)
         else:
@@ -165,7 +148,7 @@ class Scheduler:
         request.slot = None
 
     def preempt(self, request: Request) -> None:
-        """Takes the slot from a running request, which waits in its old place in the order and recomputes its tokens."""
+        """Take the slot from a running request, which waits in its old place in the order and recomputes its tokens."""
         self._vacate(request, unserved=True)
         request.num_computed, request.state = 0, RequestState.WAITING
         request.stats.preemptions += 1
@@ -174,13 +157,10 @@ class Scheduler:
         self._waiting.push(request)
 
     def shrink(self, rows: int) -> bool:
-        """Lower the rows and requests of steps after one of so many rows that ran out of memory.
+        """Lower the limits after a step of ``rows`` rows ran out of memory; return False if they cannot be lower.
 
-        The request that was admitted last is preempted, unless it is the only one, and so many requests may run from now on as do
-        then, in steps of half the rows. After ``RECOVERY_STEPS`` steps that were computed one more may run, and twice the rows.
-
-        Returns:
-            False where one request runs in steps of the fewest rows: nothing is lower.
+        The request admitted last is preempted, unless it is the only one. The number that remains becomes the maximum, with half
+        the rows. Every ``RECOVERY_STEPS`` computed steps raise the maximum by one request and double the rows.
         """
         if len(self.running) == 1 and self._most_rows == 2:
             return False
@@ -192,7 +172,7 @@ class Scheduler:
         return True
 
     def computed(self) -> None:
-        """Count a computed step, and admit more again after ``RECOVERY_STEPS`` of them."""
+        """Count a computed step and raise lowered limits after ``RECOVERY_STEPS`` of them."""
         options = self.options
         if self._most_running == options.max_running and self._most_rows == options.max_step_tokens:
             return
@@ -203,18 +183,17 @@ class Scheduler:
             self._since_shrunk = 0
 
     def recompute(self, request: Request) -> None:
-        """Has a running request computed anew, in its slot: none of what is there of it counts any more."""
+        """Discard the progress of a running request and recompute it in its slot."""
         assert request.slot is not None, request.request_id
         request.num_computed = 0
         request.num_computed = self._place(request, (request.slot,))[1]
 
     def schedule(self, width: int = 1) -> list[Share]:
-        """The shares of the next step; empty when there is nothing to do.
+        """Return the shares of the next step; empty if there is nothing to do.
 
-        ``max_step_tokens`` are the rows of one rank. Trees are partitioned among the ``width`` ranks that share the step, so that
-        many times as many rows are drafted; the root of a tree and all of a prefill are rows of every rank. What a rank repeats
-        of a tree so that its rows have their ancestors, and tokens that were accepted elsewhere, come on top: at most the depth
-        of the tree and the last step's.
+        ``max_step_tokens`` are the rows of one rank. Draft trees are partitioned among the ``width`` ranks that share the step;
+        the root of a tree and all prefill rows are computed on every rank. Ancestors that a rank repeats, at most the depth of
+        the tree, and tokens accepted on other ranks in the last step are extra rows.
 
         Example: 16 rows a step, two requests that decode, one prefill of 100: 12 rows are for decoding, so 5 are drafted for
         each request, and 4 tokens of the prefill are computed. With width 2 it is 10 drafted rows each, 5 of them on each rank.
@@ -239,7 +218,7 @@ class Scheduler:
         return shares + self._prefill_shares(budget - len(decoding) - sum(drafts)) if prefilling else shares
 
     def _going_ahead(self, running: Sequence[Request]) -> list[Request]:
-        """Who has the next step without the accounts that have more for their weight; nobody where it is everyone's turn."""
+        """Return the requests to compute exclusively so that accounts with fewer slots catch up; empty if the step is for all."""
         turn = not self._ahead and len({request.account for request in running}) > 1
         going: list[Request] = []
         if turn:
@@ -252,7 +231,7 @@ class Scheduler:
         return going
 
     def top_up(self, shares: Sequence[Share], drafted: int) -> list[Share]:
-        """What ``schedule`` returned last, with more rows for prefills where each rank drafted fewer than there is room for.
+        """Return the last shares with more prefill rows, if each rank drafted fewer rows than allowed.
 
         Example: as above, with 16 rows; nothing is drafted, so 14 tokens of the prefill are computed instead of 4.
         """
@@ -268,6 +247,8 @@ class Scheduler:
             self._came_s = {account: came_s for account, came_s in self._came_s.items() if came_s >= since}
         if len(self._came_s) > 1:
             slots = [self._waiting.slots(account) for account in self._came_s]
+            # A new request waits for the running step: limit its prefill rows, more so if one account has several slots and
+            # another fewer.
             floods = max(slots) > max(1, min(slots)) and not self._ahead
             budget = min(budget, max(self.options.max_step_tokens // (16 if floods else 4), 1))
         rows = _shared_prefill(prefilling, budget)
@@ -291,7 +272,6 @@ class Scheduler:
             self.running.append(request)
 
     def _next(self, now: float) -> Request:
-        """Who is to run next of those that wait."""
         if len(self.running) < self._most_running and self._max_wait_s < math.inf:
             overdue = [one for one in self._waiting if one.waited_s + now - one.queued_s >= self._max_wait_s]
             if overdue:
@@ -299,9 +279,9 @@ class Scheduler:
         return self._waiting.first()
 
     def _victim(self, request: Request) -> Request | None:
-        """Who gives its slot to a request that waits: the latest of the least urgent, where they are less urgent, or else of the
-        account with the most for its weight, where that is more than fair. Who has waited for too long before gives none."""
+        """Return the running request to preempt for a waiting one, if any; those that waited ``max_wait_s`` are exempt."""
         running = [one for one in self.running if one.priority >= request.priority and one.waited_s < self._max_wait_s]
+        # The latest of the least urgent, or else of the account with the most slots for its weight, if that is above its share.
         below = [one for one in running if one.priority > request.priority]
         if below:
             return max(below, key=lambda one: (one.priority, one.arrival))
@@ -310,7 +290,7 @@ class Scheduler:
         return max(above, key=lambda one: (load(one), one.arrival), default=None)
 
     def check_integrity(self) -> None:
-        """Asserts that every slot is free or has one request, and that requests are where their state says."""
+        """Assert that every slot is free or has one request, and that requests are where their state says."""
         held = [request.slot for request in self.running]
         slots = sorted((*self._free_slots, *(-1 if slot is None else slot for slot in held)))
         assert slots == list(range(len(slots))), (self._free_slots, held)
@@ -328,14 +308,14 @@ class Scheduler:
 
 
 def _bounded(request: Request, rows: int) -> int:
-    """The rows to draft for a request on each rank, of those that there are for each."""
-    if request.remaining <= 1:  # the bonus token takes the last place: a request that may emit one token needs no draft
+    """Return the rows to draft for a request on each rank, at most ``rows``."""
+    if request.remaining <= 1:  # the bonus token is the only one left: no draft is needed
         return 0
     return rows if request.max_draft_tokens is None else min(rows, request.max_draft_tokens)
 
 
 def _shared_prefill(requests: Sequence[Request], budget: int) -> list[int]:
-    """The rows of prefills, shared among accounts by weight: what one does not need is the others'.
+    """Share prefill rows among accounts by weight; rows that one account does not need go to the others.
 
     Example: 16 rows. One account's prefills lack 100 and 40, another's 6: this one gets its 6 rows, the first one 10.
     """
@@ -345,7 +325,7 @@ def _shared_prefill(requests: Sequence[Request], budget: int) -> list[int]:
     if len(groups) == 1:
         return _prefill(requests, budget)
     rows, wanting = [0] * len(requests), list(groups.values())
-    wanting.sort(key=lambda own: _lacking(requests, own) / requests[own[0]].weight)  # who needs least for its weight
+    wanting.sort(key=lambda own: _lacking(requests, own) / requests[own[0]].weight)  # least need for its weight first
     for number, own in enumerate(wanting):
         weight = requests[own[0]].weight / sum(requests[each[0]].weight for each in wanting[number:])
         given = _prefill([requests[at] for at in own], math.ceil(budget * weight))
@@ -360,7 +340,7 @@ def _lacking(requests: Sequence[Request], own: Sequence[int]) -> int:
 
 
 def _prefill(requests: Sequence[Request], budget: int) -> list[int]:
-    """The rows of one account's prefills, given in order of admission. See ``Scheduler``.
+    """Share rows among the prefills of one account, given in order of admission. See ``Scheduler``.
 
     Example: 16 rows, and prefills that lack 100, 40 and 6 tokens: the third may pass, and so may the second, but the third lacks
     less. It gets 6 rows of the 8, the second gets 2, the first 8.
@@ -375,7 +355,7 @@ def _prefill(requests: Sequence[Request], budget: int) -> list[int]:
             return more
         return 0
 
-    earlier: list[int] = []  # that were given rows
+    earlier: list[int] = []  # indices of requests already given rows
     if sum(left) > budget:
         passing = [
             at
@@ -395,7 +375,7 @@ def _prefill(requests: Sequence[Request], budget: int) -> list[int]:
 
 
 def _computes_for(one: Request, rows: int, other: Request) -> bool:
-    """Whether one request with so many rows in a step computes tokens that the other lacks and can copy afterwards."""
+    """Return whether ``one``, with ``rows`` rows in a step, computes tokens that ``other`` lacks and can copy afterwards."""
     if one.scope is None or one.scope != other.scope:
         return False
     reached = one.num_computed + rows

@@ -1,4 +1,4 @@
-"""A conversation as the token ids of a prompt, by the tokenizer's own chat template."""
+"""Conversion of a conversation to prompt token ids with the tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from engine.text.tokenizer import token_ids
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# What a client may write, and what templates call it; "developer" is OpenAI's newer word for "system".
+# Roles of the API, and their names in templates; "developer" is OpenAI's newer word for "system".
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 _BRACKETED = re.compile(r"<[^<>\s]+>")
 
-_THINKING = re.compile(r"""\.thinking\b|\[?["']thinking["']""")  # how a template reads the reasoning of GPT-OSS's turns
+_THINKING = re.compile(r"""\.thinking\b|\[?["']thinking["']""")  # how templates read the reasoning of a message of GPT-OSS
 
-# What the server says itself of a prompt, or of what is made of it.
+# Template variables and arguments that the server sets itself.
 _OWN_VARIABLES = frozenset({
     "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
     "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
@@ -43,21 +43,17 @@ def render_chat(
     add_generation_prompt: bool = True,
     variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """The prompt after which the model writes the assistant's next message.
+    """Return the prompt token ids after which the model writes the assistant's next message.
 
     Args:
-        tokenizer: its chat template is used; a plain one (``User: ...``) when it has none.
-        messages: each with ``role`` and ``content``, at least one; of what else they hold, as ``tool_calls``, templates know.
-        tools: what the model may call, as ``transformers`` has it: ``{"type": "function", "function": {...}}``.
-        add_generation_prompt: false ends the prompt after the last message.
-        variables: of the template, such as ``enable_thinking``.
-
-    Returns:
-        [n] token ids with one beginning-of-sequence token at most: the template's own, or the tokenizer's for the plain template.
+        tokenizer: its chat template is used; a plain one (``User: ...``) if it has none.
+        messages: at least one, each with ``role`` and ``content``; templates may read further fields, such as ``tool_calls``.
+        tools: in the form of ``transformers``: ``{"type": "function", "function": {...}}``.
+        add_generation_prompt: if false, the prompt ends after the last message.
+        variables: template variables, such as ``enable_thinking``.
 
     Raises:
-        RequestError: no messages, an unknown role, an order of roles that the template refuses, tools that it does not show, or
-            variables that it does not know.
+        RequestError: there are no messages, the template refuses them, or it does not use the tools or variables.
     """
     if not messages:
         raise RequestError("messages", "must hold at least one message")
@@ -74,30 +70,30 @@ def render_chat(
     options |= {"add_generation_prompt": add_generation_prompt, "tokenize": False}
     try:
         text = tokenizer.apply_chat_template(turns, chat_template=template, **options)
-    except (TemplateError, TypeError, RecursionError) as error:  # a template that meets what it does not expect fails like this
+    except (TemplateError, TypeError, RecursionError) as error:  # errors of templates on unexpected input
         raise RequestError("messages", f"the model's chat template refuses these messages: {error}") from error
-    # A template writes the special tokens itself: encoding must not add them a second time.
+    # The template writes the special tokens itself, so encoding must not add them again.
     ids = token_ids(tokenizer, str(text), special_tokens=False)
-    return _begin(tokenizer) + ids if template else ids
+    return _begin(tokenizer) + ids if template else ids  # at most one beginning of sequence
 
 
 def knows_variable(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
-    """Whether a prompt may change with a variable of the chat template."""
+    """Return whether the chat template reads a variable."""
     return name in _variables(template_text(tokenizer))
 
 
 @functools.lru_cache(8)
 def _variables(template: str) -> frozenset[str]:
-    """Names that a template reads and does not make. Where it has tags of which only ``transformers`` knows: all its words."""
+    """Return the names that a template reads and does not set; all its words if it has tags that only ``transformers`` knows."""
     try:
-        syntax = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)  # it is not run
+        syntax = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)  # parsed, not run
     except TemplateError:
         return frozenset(re.findall(r"\w+", template))
     return frozenset(meta.find_undeclared_variables(syntax))
 
 
 def bracketed_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Texts like ``<think>`` that are tokens of their own beside the vocabulary, and show as text."""
+    """Return texts like ``<think>`` of added tokens that are not special, so that they show in decoded text."""
     return [
         text for token in tokenizer.added_tokens_decoder.values()
         if not token.special and _BRACKETED.fullmatch(text := token.content)
@@ -105,7 +101,7 @@ def bracketed_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def _with_thinking(turn: dict[str, Any]) -> dict[str, Any]:
-    """A turn for a template that has reasoning as ``thinking``, beside calls in place of the content: both are one text there."""
+    """Return a message with its reasoning as ``thinking``; with tool calls, the content is moved there, too."""
     thought = turn.get("reasoning_content") or turn.get("reasoning")
     if not thought:
         return turn
@@ -115,10 +111,9 @@ def _with_thinking(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]) -> str:
-    """The template that is used with these tools: some tokenizers have one of its own for them."""
     if not tokenizer.chat_template:
         return DEFAULT_TEMPLATE
-    return str(tokenizer.get_chat_template(None, tools=list(tools) or None))
+    return str(tokenizer.get_chat_template(None, tools=list(tools) or None))  # some have a separate one for tools
 
 
 def _role(index: int, role: str) -> str:
@@ -128,6 +123,5 @@ def _role(index: int, role: str) -> str:
 
 
 def _begin(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The beginning-of-sequence token, if this tokenizer puts one before plain text."""
     first = tokenizer.encode("a")[:1]
-    return first if first == [tokenizer.bos_token_id] else []
+    return first if first == [tokenizer.bos_token_id] else []  # only if the tokenizer adds it to plain text

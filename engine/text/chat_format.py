@@ -1,7 +1,4 @@
-"""What a chat template has its model write: reasoning between tags, calls of tools in a form of its own, or GPT-OSS's messages.
-
-It is read off the template, whatever the model's name: who changes the template of a model changes this, too.
-"""
+"""Output format that a chat template asks of its model: tags around reasoning, the form of tool calls, or GPT-OSS's harmony."""
 
 from __future__ import annotations
 
@@ -12,17 +9,17 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CallForm = Literal["hermes", "qwen3_coder", "llama3_json", "mistral", "harmony"]  # vLLM's names of its tool parsers, but the last
+CallForm = Literal["hermes", "qwen3_coder", "llama3_json", "mistral", "harmony"]  # vLLM's names of tool parsers, except the last
 
 
 class Tags(NamedTuple):
-    """What stands before and behind the reasoning."""
+    """Texts before and after the reasoning."""
 
     opening: str
     closing: str
 
 
-# Tags that templates use, of which the model closes the second; of the last pair Granite 3.2's template tells in words.
+# Tags of known templates; the model writes the closing one. Granite 3.2's template describes the last pair in words.
 REASONING_TAGS = (
     Tags("<think>", "</think>"),
     Tags("[THINK]", "[/THINK]"),
@@ -33,14 +30,14 @@ REASONING_TAGS = (
     Tags("<reasoning>", "</reasoning>"),
     Tags("Here is my thought process:", "Here is my response:"),
 )
-# Of the harmony format: a message of the channel that is reasoning, of which there may be several, at any place.
+# A reasoning message in the harmony format. An answer may have several, at any place.
 HARMONY = Tags("<|channel|>analysis<|message|>", "<|end|>")
 _FINAL = "<|channel|>final<|message|>"
-# What of a template shows a form of calls: all of some words, and none of others.
+# Form of calls, the texts that a template with it contains, and texts that it does not contain.
 _CALL_FORMS: tuple[tuple[CallForm, tuple[str, ...], tuple[str, ...]], ...] = (
     ("harmony", ("<|start|>", "<|channel|>", "<|message|>"), ()),
     ("qwen3_coder", ("<tool_call>", "<function=", "<parameter="), ()),
-    ("hermes", ("<tool_call>",), ("<arg_key>",)),  # with it, the form is that of GLM, which is not read
+    ("hermes", ("<tool_call>",), ("<arg_key>",)),  # GLM's form, which is not supported
     ("mistral", ("[TOOL_CALLS]",), ()),
     ("llama3_json", ("<|python_tag|>",), ()),
     ("llama3_json", ('{"name": function name, "parameters": dictionary of argument name and its value}',), ()),
@@ -51,23 +48,23 @@ CALL_MARKS: dict[CallForm, tuple[str, ...]] = {
     "mistral": ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     "llama3_json": ("<|python_tag|>",),
     "harmony": ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>", "<|return|>"),
-}  # texts of which some tokenizers have tokens
-HARMONY_ENDS = CALL_MARKS["harmony"][-2:]  # that end an answer
-_END_TOKENS = 24  # of a prompt, in which a tag would stand
+}  # texts that are tokens in some tokenizers
+HARMONY_ENDS = CALL_MARKS["harmony"][-2:]  # tokens that end an answer
+_END_TOKENS = 24  # tokens at the end of a prompt that are searched for a tag
 
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """Of one model."""
+    """Output format of one model."""
 
-    reasoning: Tags | None = None  # None: it does not reason, or between tags that are not known
-    calls: CallForm | None = None  # None: calls are not told from text
-    has_call_names: bool = False  # of mistral: newer models write the name of each call before its arguments
-    hidden: frozenset[str] = frozenset()  # marks that are special tokens, and show as text only where these are not skipped
+    reasoning: Tags | None = None  # None: no reasoning, or unknown tags
+    calls: CallForm | None = None  # None: calls are not parsed from the text
+    has_call_names: bool = False  # mistral: newer models write each call's name before its arguments
+    hidden: frozenset[str] = frozenset()  # marks that are special tokens, skipped by default when decoding
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
-        """What the template of a tokenizer shows; nothing where it has none. The marks of harmony have to be tokens, too."""
+        """Derive the format from a tokenizer's template. For harmony, its marks must also be tokens."""
         template, added = template_text(tokenizer), added_tokens(tokenizer)
         forms = (
             form for form, words, others in _CALL_FORMS
@@ -82,7 +79,7 @@ class ChatFormat:
         return cls(reasoning, calls, "[ARGS]" in template, frozenset(marks & special))
 
     def begins_within(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> bool | None:
-        """Whether what follows a prompt begins as reasoning; None where the model decides.
+        """Return whether the output after a prompt begins inside reasoning; None if the model decides.
 
         Example: the prompt of a model that always reasons ends with ``<think>``, where ``enable_thinking`` is false with
         ``<think>`` and ``</think>``.
@@ -96,11 +93,11 @@ class ChatFormat:
 
 
 def template_text(tokenizer: PreTrainedTokenizerBase) -> str:
-    """All templates of a tokenizer, of which some have one of its own for tools; empty where there is none."""
+    """Return all templates of a tokenizer as one text (some have a separate one for tools); empty if it has none."""
     templates = tokenizer.chat_template
     return "\n".join(templates.values()) if isinstance(templates, dict) else str(templates or "")
 
 
 def added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Texts that are tokens of their own beside the vocabulary, special ones included, and their ids."""
+    """Return the ids of the tokens added to the vocabulary by their texts, special tokens included."""
     return {token.content: index for index, token in tokenizer.added_tokens_decoder.items()}

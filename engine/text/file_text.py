@@ -1,6 +1,6 @@
-"""The text of a document in a file: plain text and Markdown as they are, HTML as Markdown, PDF page by page.
+"""Text of a document in a file: plain text and Markdown unchanged, HTML as Markdown, PDF page by page.
 
-HTML and PDF are read in a process of their own, below others and with bounded time and memory, as files come from anywhere.
+Files come from anywhere, so HTML and PDF are read in a separate process with low priority and bounded time and memory.
 
     python -P engine/text/file_text.py < report.pdf
 """
@@ -21,21 +21,21 @@ from io import BytesIO
 MAX_FILE_BYTES = 8 << 20
 _TIMEOUT_S = 20
 _MEMORY_BYTES = 1 << 30
-_MAX_CHARS = 1 << 22  # of the text
+_MAX_CHARS = 1 << 22
 _MAX_BYTES = 4 * _MAX_CHARS  # of the text in UTF-8
-_MAX_SAID = 4096  # bytes of an error
+_MAX_SAID = 4096  # bytes of an error message
 _TOO_LONG = f"more than {_MAX_CHARS:,} characters of text: split it"
-_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "HOME")  # of the environment, that a reading process gets
+_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "HOME")  # environment variables of the reading process
 _PR_SET_PDEATHSIG = 1
-_UNSEEN = ("head", "script", "style", "noscript", "template", "svg")  # parts of an HTML page that nobody reads
+_UNSEEN = ("head", "script", "style", "noscript", "template", "svg")  # parts of an HTML page that are not shown
 
 
 class UnreadableFileError(ValueError):
-    """A file holds no text that can be had; the message says why and what to do."""
+    """File without usable text; the message gives the reason and the remedy."""
 
 
 class FileReader:
-    """Reads one file. ``stop`` may be called by another thread, at any time."""
+    """Reader of one file. Another thread may call ``stop`` at any time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -43,11 +43,7 @@ class FileReader:
         self._is_late = self._is_stopped = False
 
     def read(self, content: bytes) -> str:
-        """Return the text that a reader of the file sees. The kind is told by how the file begins.
-
-        Raises:
-            UnreadableFileError: it is no text, HTML or PDF, holds no text, is too large, took too long, or ``stop`` was called.
-        """
+        """Return the visible text of a file, whose first bytes determine its kind. Raises ``UnreadableFileError``."""
         if len(content) > MAX_FILE_BYTES:
             raise UnreadableFileError(f"{len(content):,} bytes, and at most {MAX_FILE_BYTES:,} are read: split it")
         text = self._in_a_process(content) if needs_process(content) else _plain(content)
@@ -58,7 +54,7 @@ class FileReader:
         return text.strip()
 
     def stop(self) -> None:
-        """Kill the process that reads, if there is one, and start none any more."""
+        """Kill the reading process, if any, and start no other."""
         with self._lock:
             self._is_stopped = True
             if self._process is not None:
@@ -68,7 +64,7 @@ class FileReader:
         with self._lock:
             if self._is_stopped:
                 raise UnreadableFileError("nobody waits for its text any more")
-            # By its path: -m would look for a package of this name, which the user's folder may have, too.
+            # By its path, because -m would find a package of this name in the user's folder.
             command = [sys.executable, "-P", os.path.abspath(__file__)]
             pipe = subprocess.PIPE
             process = self._process = subprocess.Popen(
@@ -85,7 +81,7 @@ class FileReader:
 
     def _talk(self, process: subprocess.Popen[bytes], content: bytes) -> str:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # it has ended: its exit code says why
+        with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # the process has ended: see its exit code
             stdin.write(content)
         read = process.stdout.read(_MAX_BYTES + 1)
         if len(read) > _MAX_BYTES:
@@ -109,7 +105,7 @@ def text_of_file(content: bytes) -> str:
 
 
 def needs_process(content: bytes) -> bool:
-    """Tell whether a file is read in a process of its own: all but plain text are."""
+    """Return whether a file is read in a separate process, as all but plain text are."""
     return _is_pdf(content) or _is_html(content)
 
 
@@ -133,8 +129,7 @@ def _plain(content: bytes) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of the reading process: without secrets and addresses of the server."""
-    kept = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    kept = {name: os.environ[name] for name in _VARIABLES if name in os.environ}  # no secrets
     folders = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(each)]  # not the current one
     return kept | ({"PYTHONPATH": os.pathsep.join(folders)} if folders else {})
 
@@ -157,21 +152,21 @@ def _text_of_html(content: bytes) -> str:
 
 
 def main() -> None:
-    """Read stdin, write stdout in UTF-8, within bounds of time and memory."""
+    """Read a document from stdin and write its text to stdout in UTF-8, within bounds of time and memory."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # this process ends with its server, however that ends
-    with contextlib.suppress(ImportError, ValueError, OSError):  # where the system has no such bounds
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the server, even if it is killed
+    with contextlib.suppress(ImportError, ValueError, OSError):  # the system has no such limits
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
         resource.setrlimit(resource.RLIMIT_CPU, (_TIMEOUT_S, _TIMEOUT_S))
         os.nice(10)
-    logging.disable()  # libraries say much of a broken file
+    logging.disable()  # libraries log much about broken files
     warnings.simplefilter("ignore")
     content = sys.stdin.buffer.read()
     try:
         text = _text_of_pdf(content) if _is_pdf(content) else _text_of_html(content)
-    except Exception as error:  # noqa: BLE001  # whatever a library makes of a broken file, in one line
+    except Exception as error:  # noqa: BLE001  # libraries raise any error on a broken file
         sys.exit(f"{type(error).__name__}: {error}"[:_MAX_SAID])
     sys.stdout.buffer.write(text.encode("utf-8", "replace"))
 

@@ -1,15 +1,12 @@
 """Structured output: grammars for JSON schemas, regular expressions and choices, compiled for the tokenizer of a model.
 
-llguidance computes what may come next: an Earley parser over a lexer of lazily built regular-expression derivatives, walked along
-a trie of the vocabulary (https://guidance-ai.github.io/llguidance/llg-go-brrr). Little is precomputed for a grammar, so that a
-new schema mostly costs milliseconds, and states move back as well as forward, which the branches of a draft tree need. What costs
-more is refused by ``engine.text.grammar_check``, and compiled beside the engine (``Grammars.start``).
+llguidance computes the allowed next tokens: an Earley parser over a lexer of lazily built regular-expression derivatives, walked
+along a trie of the vocabulary (https://guidance-ai.github.io/llguidance/llg-go-brrr). A new schema mostly costs milliseconds, and
+states move back as well as forward, as the branches of a draft tree require. ``engine.text.grammar_check`` refuses expensive
+grammars.
 
-Where a grammar leaves one text only, the library would also dictate how it is cut into tokens. Here the model decides, so that
-what may come next is exactly what the language allows; the library's cut is drafted (``MatcherGrammar.forced``).
-
-A grammar travels as text in the library's own notation (``SamplingParams.grammar``), so that every rank of a group, and a replica
-that takes a request over, compiles the same one.
+A grammar is sent as text in the library's notation (``SamplingParams.grammar``), so that every rank of a group, and a replica
+that takes over a request, compiles the same one.
 """
 
 from __future__ import annotations
@@ -41,32 +38,34 @@ if INSTALLED:
 
 logger = logging.getLogger(__name__)
 
-FIELD = "response_format"  # what an engine that has no use for a grammar names as the field at fault
-MAX_GRAMMAR_CHARS = 100_000  # of a schema or pattern
-KEPT_BYTES = 256 << 20  # of compiled grammars, as ``_Compiled.size`` has it
-# The library does not tell how much memory a grammar takes. Measured with GPT-2's vocabulary: 85 bytes for a character of 2,500
-# rules; 30 to 150 MB for a second in which patterns are compiled, or masks are computed whose states are new.
+FIELD = "response_format"  # default field of errors about grammars
+MAX_GRAMMAR_CHARS = 100_000
+KEPT_BYTES = 256 << 20  # limit of compiled grammars, by the estimate ``_Compiled.size``
+# The library does not report the memory of a grammar. Measured with GPT-2's vocabulary: 85 bytes per character with 2,500 rules;
+# 30 to 150 MB per second of compiling patterns or computing masks of new states.
 _BYTES_PER_CHAR, _BYTES_PER_S = 100, 150_000_000
-_KNOWN_S = 0.001  # a mask takes less where its states are known
-MASK_S = 0.005  # processor time for the masks of one request in a step. Beyond it the request is slowed (``StepPlanner``)
-MAX_DEBT_S = 1.0  # beyond ``MASK_S`` a step, before a request is ended
+_KNOWN_S = 0.001  # a mask of known states takes less
+MASK_S = 0.005  # processor time for a request's masks in a step; a slower request is throttled (``StepPlanner``)
+MAX_DEBT_S = 1.0  # accumulated excess over ``MASK_S`` per step that ends a request
 _TOO_SLOW = (
     f"what may come next takes more than {1e3 * MASK_S:g} ms of processor time a step, by more than {MAX_DEBT_S:g} s in all: "
     "make the grammar less ambiguous (one rule for each text), or its patterns shorter"
 )
 _CHECKER = GrammarChecker()
+# By default the library fixes the split into tokens if only one text is possible. Here the model chooses the split, so that all
+# texts of the language, and no others, are allowed. The library's split is drafted instead (``MatcherGrammar.forced``).
 _UNFORCED = '%llguidance {"no_forcing": true}'
-HARMONY_TEXT = r"TEXT: /(?s:.*)/ & ~/(?s:.*)<\|[a-z]+\|>(?s:.*)/"  # of a message: marks are no text
-# Runs of it between the tokens of JSON. Bounded: a model may lose itself in it otherwise, and never come to the next value.
+HARMONY_TEXT = r"TEXT: /(?s:.*)/ & ~/(?s:.*)<\|[a-z]+\|>(?s:.*)/"  # text of a message, without marks
+# Whitespace between the tokens of JSON, bounded because a model might otherwise emit it without end.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{0,40}"
 
 
 class GrammarError(ValueError):
-    """A schema, pattern or choice that is not one, or that asks for more than the library can enforce; the message says what."""
+    """Invalid schema, pattern or choice, or one that the library cannot enforce; the message gives the reason."""
 
 
 def json_grammar(schema: Mapping[str, Any] | str) -> str:
-    """JSON that is valid under a schema, with any whitespace, at most 40 characters in a row. Raises ``GrammarError``."""
+    """Return the grammar of JSON that is valid under a schema. Raises ``GrammarError``."""
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema)
         return _checked(LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE}), len(text))
@@ -77,17 +76,17 @@ def json_grammar(schema: Mapping[str, Any] | str) -> str:
 
 
 def object_grammar() -> str:
-    """Any JSON object."""
+    """Return the grammar of any JSON object."""
     return json_grammar({"type": "object"})
 
 
 def regex_grammar(pattern: str) -> str:
-    """Text that a regular expression matches as a whole (Rust's syntax; no look-around). Raises ``GrammarError``."""
+    """Return the grammar of a regular expression (Rust's syntax; no look-around), matched as a whole. Raises ``GrammarError``."""
     return _checked(LLMatcher.grammar_from_regex(pattern), len(pattern))
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
-    """One of several texts. Raises ``GrammarError``."""
+    """Return the grammar of one of several texts. Raises ``GrammarError``."""
     if not choices or not all(choices):
         raise GrammarError("must hold at least one text, and no empty one")
     rule = "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in choices)
@@ -95,7 +94,7 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 
 def context_free_grammar(text: str) -> str:
-    """Text of a context-free grammar in Lark's notation or GBNF. Raises ``GrammarError``."""
+    """Return the grammar of a text in Lark's notation or GBNF. Raises ``GrammarError``."""
     if text.lstrip().startswith("{"):
         raise GrammarError("must be in Lark's notation or GBNF, not JSON")
     try:
@@ -105,19 +104,18 @@ def context_free_grammar(text: str) -> str:
 
 
 def lark_grammar(text: str) -> str:
-    """Text of a grammar in the library's own dialect of Lark's notation. Raises ``GrammarError``."""
+    """Return the grammar of a text in the library's dialect of Lark's notation. Raises ``GrammarError``."""
     return _checked(LLMatcher.grammar_from_lark(text), len(text))
 
 
 def after_reasoning(answer: str, tags: Tags, tokens: Mapping[str, int], begins_within: bool | None) -> str:
-    """A grammar that binds an answer behind reasoning, within which the model is free but for the tags.
+    """Return a grammar that constrains the answer after reasoning, which is free text between tags.
 
     Args:
-        answer: as the functions of this module return it.
-        tags: around the reasoning.
-        tokens: texts that are tokens of their own beside the vocabulary; tags that are among them are these tokens alone.
-        begins_within: the prompt has opened the reasoning (true) or closed it (false, nothing changes); None: the model may
-            begin with reasoning, or with the answer at once.
+        answer: a grammar from a function of this module.
+        tokens: ids of added tokens by text; a tag among them must be this token.
+        begins_within: whether the prompt has opened the reasoning (true) or closed it (false: ``answer`` is returned); None: the
+            model may begin with reasoning or with the answer.
     """
     if begins_within is False:
         return answer
@@ -140,14 +138,14 @@ def after_reasoning(answer: str, tags: Tags, tokens: Mapping[str, int], begins_w
 
 
 def behind_analysis(answer: str, tokens: Mapping[str, int], begins_within: bool | None, has_header: bool) -> str:
-    """A grammar that binds the last message of an answer in the harmony format, behind any number of messages of reasoning.
+    """Return a grammar that constrains the last message of a harmony answer, after any number of reasoning messages.
 
     Args:
-        answer: as the functions of this module return it.
-        tokens: of the model, its marks of the format among them.
-        begins_within: the prompt has begun a message of the channel ``analysis`` (true) or ``final`` (false); None: it ends
-            before the header of a message.
-        has_header: the answer begins with the header of its message; otherwise it is the text of one in the channel ``final``.
+        answer: a grammar from a function of this module.
+        tokens: ids of added tokens by text, with the marks of the format.
+        begins_within: whether the prompt has begun a message of the channel ``analysis`` (true) or ``final`` (false); None: it
+            ends before the header of a message.
+        has_header: whether ``answer`` includes the header of its message; if not, it is the text of one in the channel ``final``.
     """
     if begins_within is False and not has_header:
         return answer
@@ -166,13 +164,13 @@ def behind_analysis(answer: str, tokens: Mapping[str, int], begins_within: bool 
 
 
 def harmony_type(tokens: Mapping[str, int]) -> str:
-    """The rule ``type`` of how a message's header may say that its text is JSON."""
+    """Return the rule ``type``, by which a message's header may declare its text as JSON."""
     mark = tokens.get("<|constrain|>")
     return 'type: (" json")?' if mark is None else f'type: (" json" | " "? <[{mark}]> "json")?'
 
 
 def _checked(grammar: str, size: int) -> str:
-    """The grammar, with the tokens left to the model."""
+    """Return a valid grammar, changed so that the model chooses the split into tokens."""
     if size > MAX_GRAMMAR_CHARS:
         raise GrammarError(f"must have at most {MAX_GRAMMAR_CHARS} characters, got {size}")
     if fault := _CHECKER.fault(grammar):
@@ -185,7 +183,7 @@ def _checked(grammar: str, size: int) -> str:
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerFast, vocab_size: int, end_tokens: Collection[int]) -> Vocabulary:
-    """Return the vocabulary of a model with so many logits. Raises ``ValueError``: the library does not read such a tokenizer."""
+    """Return the vocabulary of a model. Raises ``ValueError`` if the library cannot read the tokenizer."""
     if not tokenizer.is_fast:
         raise ValueError("it is not one of the library tokenizers")
     backend = copy(tokenizer.backend_tokenizer)
@@ -196,12 +194,12 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerFast, vocab_size: int, end_token
 
 
 def reason_of(message: str) -> str:
-    """The library's message in one line, without the dump of its state that may follow."""
+    """Return the library's message in one line, without the dump of its state."""
     return " ".join(message.split("<state>")[0].split())[:400]
 
 
 class MatcherGrammar:
-    """A ``decoding.verify.grammar.Grammar`` over a matcher of the library."""
+    """``decoding.verify.grammar.Grammar`` over a matcher of the library."""
 
     __slots__ = (
         "_beyond", "_clock", "_compiled", "_debt_s", "_end_tokens", "_mask", "_matcher", "_size", "_step_s", "_vocab_size",
@@ -216,21 +214,14 @@ class MatcherGrammar:
         end_tokens: Sequence[int],
         clock: Callable[[], float],
     ) -> None:
-        """
-        Args:
-            compiled: the grammar, which other requests may share.
-            vocabulary: as the library has it.
-            vocab_size: logits of the model.
-            end_tokens: of the model.
-            clock: seconds of processor time of the calling thread.
-        """
+        """Create the state before the first token; ``clock`` returns the processor seconds of the calling thread."""
         self._compiled, self._matcher = compiled, compiled.matcher.deep_copy()
         self._vocab_size, self._end_tokens, self._clock = vocab_size, list(end_tokens), clock
         self._step_s = self._debt_s = self.slow_s = 0.0
         self._vocabulary = vocabulary
         self._words = np.zeros((vocabulary.vocab_size + 31) // 32, np.int32)
-        self._mask: BoolArray | None = None  # of the state as it is; None: not computed
-        self._size = self._beyond = 0  # tokens that the matcher holds, and those pushed behind its end
+        self._mask: BoolArray | None = None  # of the current state; None if not computed
+        self._size = self._beyond = 0  # tokens in the matcher, and tokens pushed after its end
         self.fault: str | None = None
 
     @property
@@ -321,22 +312,23 @@ class MatcherGrammar:
 
 @dataclass(slots=True)
 class _Compiled:
-    """A compiled grammar. Its copies share the states of its patterns, which grow with new texts."""
+    """Compiled grammar. Its copies share the states of its patterns, which grow with new texts."""
 
-    matcher: LLMatcher  # at its beginning
+    matcher: LLMatcher  # in its initial state
     chars: int
-    spent_s: float  # processor time to compile it, and for masks with new states
-    failed: bool = False  # a request ended by it, maybe since it may have no more states: the next one compiles it anew
+    spent_s: float  # processor time of compiling, and of masks with new states
+    failed: bool = False  # a request failed, maybe at the limit of states: the next one compiles it again
 
     @property
     def size(self) -> int:
-        """Estimated bytes."""
-        return self.chars * _BYTES_PER_CHAR + int(self.spent_s * _BYTES_PER_S)
+        return self.chars * _BYTES_PER_CHAR + int(self.spent_s * _BYTES_PER_S)  # estimated bytes
 
 
 class Grammars:
-    """Compiles the grammars of requests for one model, from any thread. The latest ones are kept compiled, each for one account:
-    what one account sends never pushes out what is another's while something of its own is left, nor uses up its states."""
+    """Thread-safe compiler and cache of grammars for one model, with separate entries for each account.
+
+    An account's grammars evict those of another account only if it has no others.
+    """
 
     def __init__(
         self,
@@ -345,7 +337,6 @@ class Grammars:
         end_tokens: Collection[int],
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        """``clock`` tells the processor time of the calling thread."""
         self._tokenizer, self._vocab_size, self._clock = tokenizer, vocab_size, clock
         self._end_tokens = sorted(token for token in end_tokens if token < vocab_size)
         self._lock, self._reading = threading.Lock(), threading.Lock()
@@ -354,25 +345,22 @@ class Grammars:
         self._compiling: dict[tuple[str, str], Future[_Compiled]] = {}
 
     def prepare(self) -> None:
-        """Reads the tokenizer, which takes a second for a large one, so that no request waits for it."""
+        """Read the tokenizer, which takes a second for a large one, so that no request waits for it."""
         try:
             self._known()
-        except RequestError as error:  # those that ask for structured output are told
+        except RequestError as error:  # requests with structured output get the error
             logger.warning("%s", error.message)
 
     def chore(self) -> Iterator[None]:
-        """``prepare`` as one piece of work, for a start that does not wait for it."""
+        """Run ``prepare`` as a deferred warm-up task."""
         self.prepare()
         yield
 
     def start(self, grammar: str, account: str = "", field: str = FIELD) -> MatcherGrammar:
-        """The state of a grammar, as the functions of this module return it, before the first token.
-
-        It is compiled unless it was for the same account, by one thread where several ask for it: not to be called where
-        other requests wait for the thread.
+        """Return the initial state of a grammar, compiled (by one thread, which blocks) unless it is cached for the account.
 
         Raises:
-            RequestError: naming the field; it cannot be used with this model.
+            RequestError: the grammar cannot be used with this model; the error names ``field``.
         """
         if not self._end_tokens:
             raise RequestError(field, "this model has no end token, by which structured output would end")
@@ -403,7 +391,7 @@ class Grammars:
         return MatcherGrammar(compiled, vocabulary, self._vocab_size, self._end_tokens, self._clock)
 
     def _compile(self, grammar: str, vocabulary: LLTokenizer) -> _Compiled:
-        """Compile a grammar and compute its first mask, which others wait for, in a thread that lets go of the interpreter."""
+        """Compile a grammar and its first mask in a thread that releases the GIL."""
 
         def compile_it() -> _Compiled:
             began_s = self._clock()
@@ -420,7 +408,7 @@ class Grammars:
         return compiled
 
     def _keep(self, key: tuple[str, str], compiled: _Compiled) -> None:
-        """Keep a grammar as the latest one, and let go of others for it: of its account's first, then of who has the most."""
+        """Cache a grammar; evict the oldest of its account, or of the account with the most bytes if it has no other."""
         with self._lock:
             self._kept[key] = compiled
             self._kept.move_to_end(key)

@@ -1,9 +1,8 @@
-"""Check grammars in processes that can be ended: the library's compiler cannot be interrupted, and no limit of its own bounds it.
+"""Checks of grammars in killable processes, because the library's compiler can neither be interrupted nor limited.
 
 ``{"multipleOf": 9999991}`` compiles for 200 s and takes 4.7 GB, and 20 patterns in an ``allOf`` are compared for 34 s, whatever
-fuel the library is given. So each grammar is tried in a fork of a small process that has nothing but the library and the
-vocabulary, with bounded processor time and memory. The longest compile in a process that serves is that of a grammar which
-passed here: ``CPU_S`` of a thread that does not hold the interpreter, but for the parsing of its text.
+the library's fuel limit. So each grammar is tried in a fork of a small process with bounded processor time and memory. Serving
+processes compile only grammars that passed: at most ``CPU_S`` each, in a thread that releases the GIL except for parsing.
 
     python -P engine/text/grammar_check.py DESCRIPTOR
 """
@@ -26,14 +25,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-INSTALLED = importlib.util.find_spec("llguidance") is not None  # engines are measured on machines that have not
+INSTALLED = importlib.util.find_spec("llguidance") is not None  # benchmark machines may lack it
 if INSTALLED:
     from llguidance import LLMatcher, LLTokenizer
 
-CPU_S = 2.0  # of a check. Schemas of real services take up to 0.1 s, a ``multipleOf`` of five digits up to 1 s
-MEMORY_BYTES = 128 << 20  # that a check may take
-# The library compiles recursively: rules that refer to one another in a long row would overflow the stack of an ordinary thread,
-# which ends the process. This much is enough for a row as long as 100,000 characters allow; what is not used takes no memory.
+CPU_S = 2.0  # per check. Schemas of real services take up to 0.1 s, a ``multipleOf`` of five digits up to 1 s
+MEMORY_BYTES = 128 << 20  # per check
+# The library compiles recursively: a long chain of rules would overflow the stack of an ordinary thread and crash the process.
+# This is enough for the longest chain in 100,000 characters; unused stack takes no memory.
 STACK_BYTES = 256 << 20
 TOO_COSTLY = (
     f"takes more than {CPU_S:g} s of processor time or {MEMORY_BYTES >> 20} MiB of memory to compile: make it simpler "
@@ -41,24 +40,24 @@ TOO_COSTLY = (
 )
 NO_VOCABULARY = "structured output is not possible with this model's tokenizer"
 _KEPT_VERDICTS = 4096
-_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "HOME")  # of the environment, that the process gets
-_ANSWERED = b"="  # before what is wrong with a grammar, so that no answer means an ended process
+_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "HOME")  # environment variables of the process
+_ANSWERED = b"="  # precedes each answer, so that no answer means that the process ended
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The tokens that grammars are compiled for."""
+    """Tokens that grammars are compiled for."""
 
-    tokenizer: str  # tokenizer.json
+    tokenizer: str  # contents of tokenizer.json
     size: int
     end_tokens: tuple[int, ...]
 
 
 class GrammarChecker:
-    """Checks grammars from any thread, several at a time. Its process starts with the first of them, and is replaced if lost."""
+    """Thread-safe grammar checker. Its process starts with the first check and is replaced if lost."""
 
     def __init__(self, vocabulary: Vocabulary | None = None) -> None:
-        """Without a vocabulary grammars are parsed only; with one their first masks are computed, too."""
+        """Create a checker. Without a vocabulary grammars are only parsed; with one their first masks are computed, too."""
         self._vocabulary = vocabulary
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -66,7 +65,7 @@ class GrammarChecker:
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()
 
     def fault(self, grammar: str) -> str:
-        """Return what is wrong with a grammar, in the words of the library or ``TOO_COSTLY``; empty: nothing."""
+        """Return the error of a grammar (the library's message or ``TOO_COSTLY``); empty if it is valid."""
         key = hashlib.blake2b(grammar.encode(), digest_size=16).digest()
         with self._lock:
             verdict = self._verdicts.get(key)
@@ -101,7 +100,7 @@ class GrammarChecker:
         """Return a connection to a fork of the process."""
         ours, theirs = socket.socketpair()
         with theirs:
-            for _ in range(2):  # it may have been ended, by the system for lack of memory
+            for _ in range(2):  # the system may have killed it for lack of memory
                 control = self._control or self._start()
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     socket.send_fds(control, [b"?"], [theirs.fileno()])
@@ -121,20 +120,20 @@ class GrammarChecker:
             )  # fmt: skip
         known = self._vocabulary
         text = b"" if known is None else json.dumps([known.tokenizer, known.size, known.end_tokens]).encode()
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended: the first question says so
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the process ended: the first question fails
             self._control.sendall(len(text).to_bytes(8) + text)
         return self._control
 
 
 def deeply(call: Callable[[], Any]) -> Any:
-    """Call the library in a thread with a deep stack, and return its result. Raises ``ValueError`` where it panics."""
+    """Return the result of a library call in a thread with a deep stack. Raises ``ValueError`` if the library panics."""
     found: list[Any] = []
     failed: list[BaseException] = []
 
     def work() -> None:
         try:
             found.append(call())
-        except BaseException as error:  # noqa: BLE001  # raised below; a panic of the library is no Exception
+        except BaseException as error:  # noqa: BLE001  # raised below; a panic of the library is a BaseException
             failed.append(error)
 
     with _STACK_LOCK:
@@ -152,7 +151,7 @@ def deeply(call: Callable[[], Any]) -> Any:
     return found[0]
 
 
-_STACK_LOCK = threading.Lock()  # the size is that of all threads which start meanwhile
+_STACK_LOCK = threading.Lock()  # the stack size applies to all threads that start meanwhile
 
 
 def _read(connection: socket.socket) -> bytes:
@@ -164,9 +163,9 @@ def _read(connection: socket.socket) -> bytes:
 
 
 def main() -> None:
-    """Fork for each grammar that is asked about, until the other side is gone."""
+    """Fork for each grammar to check, until the other side closes its socket."""
     os.nice(10)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are not waited for
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are reaped by the system
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     control = socket.socket(fileno=int(sys.argv[1]))
     size = int.from_bytes(_exactly(control, 8))
@@ -184,7 +183,6 @@ def main() -> None:
 
 
 def _vocabulary(text: str, size: int, end_tokens: list[int]) -> LLTokenizer | str:
-    """Return the vocabulary as the library has it, or why it has none."""
     try:
         return LLTokenizer(text, n_vocab=size, eos_token=end_tokens)
     except ValueError as error:
@@ -203,10 +201,10 @@ def _exactly(control: socket.socket, size: int) -> bytes:
 
 def _answer(connection: socket.socket, vocabulary: LLTokenizer | str | None) -> None:
     grammar = _read(connection).decode()
-    with contextlib.suppress(OSError), open("/proc/self/status") as status:  # where the system tells it
+    with contextlib.suppress(OSError), open("/proc/self/status") as status:  # Linux only
         data = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
         resource.setrlimit(resource.RLIMIT_DATA, (data + STACK_BYTES + MEMORY_BYTES,) * 2)
-    signal.setitimer(signal.ITIMER_PROF, CPU_S)  # whose signal ends the process
+    signal.setitimer(signal.ITIMER_PROF, CPU_S)  # SIGPROF ends the process
     try:
         fault = str(deeply(lambda: _fault(grammar, vocabulary)))
     except ValueError as error:

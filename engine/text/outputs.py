@@ -1,4 +1,4 @@
-"""Texts and ends of the live requests."""
+"""Text and end tokens of the live requests."""
 
 from __future__ import annotations
 
@@ -11,42 +11,35 @@ from engine.text.detokenizer import Detokenizer
 
 
 class Outputs:
-    """End tokens and text of every live request."""
+    """End tokens and detokenizers of all live requests."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast | None, eos_token_ids: Collection[int]) -> None:
-        """Without a tokenizer there is no text."""
         self._tokenizer, self._eos_token_ids = tokenizer, tuple(eos_token_ids)
-        self._live: dict[str, tuple[frozenset[int], Detokenizer | None]] = {}  # by request id: its end tokens, and its text
+        self._live: dict[str, tuple[frozenset[int], Detokenizer | None]] = {}  # by request id
 
     def begin(self, request: Request) -> None:
-        """A request that is new here."""
+        """Add a request, with the tokens that it emitted elsewhere."""
         own = () if request.params.ignore_eos else self._eos_token_ids
         params, detokenizer = request.params, None
         if self._tokenizer is not None:
             detokenizer = Detokenizer(self._tokenizer, params.stop, params.include_stop, params.skip_special_tokens)
-            for token in request.output_ids.tolist():  # emitted elsewhere, and shown
+            for token in request.output_ids.tolist():  # already emitted and shown by another replica
                 detokenizer.push(token)
         self._live[request.request_id] = frozenset((*own, *params.stop_token_ids)), detokenizer
 
     def end(self, request: Request) -> None:
-        """A request that is live no more."""
+        """Remove a request."""
         del self._live[request.request_id]
 
     def end_tokens(self, request: Request) -> frozenset[int]:
-        """The tokens that end a live request."""
+        """Return the tokens that end a live request."""
         return self._live[request.request_id][0]
 
     def read(self, request: Request, tokens: Sequence[int]) -> tuple[list[str], FinishReason | None]:
-        """The text that each emitted token releases, and why the output ends, if it does: then the tokens behind are not of it.
+        """Return a piece of text, possibly empty, for each token that belongs to the output, and the reason if the output ends.
 
-        Text that was held back is the token's that decided it; what is left at the end is the last token's.
-
-        Args:
-            request: live, before the tokens are committed.
-            tokens: at least one.
-
-        Returns:
-            A piece of text, be it empty, for each token that belongs to the output.
+        Text that was held back is released by the token that decided it, and the rest at the end by the last token. Call it with
+        at least one token, before the tokens are committed.
         """
         (end_tokens, detokenizer), room = self._live[request.request_id], request.remaining
         pieces: list[str] = []
@@ -71,5 +64,5 @@ class Outputs:
         return pieces, reason
 
     def check_integrity(self, live: Collection[str]) -> None:
-        """Asserts that nothing is kept but of these requests, by their ids."""
+        """Assert that the ids of the requests kept are ``live``."""
         assert self._live.keys() == set(live), (self._live.keys(), live)

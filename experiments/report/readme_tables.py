@@ -1,4 +1,4 @@
-"""The tables in the README and in docs/, made from the records, or the code, that they are of.
+"""The tables in the README, in docs/ and in experiments/results/, made from the records, or the code, that they are of.
 
 python -m experiments.report.readme_tables            writes them anew, each between its markers
 python -m experiments.report.readme_tables --check    exit code 1 where one is not what its record says
@@ -28,7 +28,7 @@ from engine.loading.hybrids import SERVED
 from experiments.report.cells import Cell
 from experiments.report.paper import directions, statements
 from experiments.report.simulation import deployments, form_map, published, validation
-from experiments.report.speeds import decoding, draft_models, forms, gains, rag, rag_pairs, replayed, scaling
+from experiments.report.speeds import by_workload, decoding, draft_models, forms, gains, rag, rag_pairs, scaling
 from experiments.report.tables import cache_figures, exact_cost, exact_outputs, node_faults, peers, rank_faults, shared_trie
 from experiments.report.values import Table, table_of
 
@@ -136,15 +136,19 @@ _METHODS = {
     "suffix": "`suffix`",
     "trie": "`trie`",
 }
+_PEERS = Source(("2026-11-27-peers.json",), peers)
 BENCHMARKS: dict[str, Source] = {
-    "draft-models": Source(("2026-11-22-bench-draft-models.json",), partial(draft_models, rows=_METHODS)),
+    "peers": _PEERS,
+    "workloads": Source(("2026-11-26-replay-strategies.json", *_PEERS.records), by_workload),
     "shared-trie": Source(("2026-11-21-shared-trie.json",), shared_trie),
-    "cache-figures": Source(("2026-11-21-cache-figures.json",), cache_figures),
-    "forms": Source(("2026-11-22-bench-scaling-2.json",), forms),
-    "rag": Source(("2026-11-25-bench-rag.json",), rag),
-    "gains": Source(("2026-11-25-bench-strategies.json",), gains),
+}
+RESULTS: dict[str, Source] = {
     "decoding": Source(("2026-11-25-peers-3.json",), decoding),
-    "replayed": Source(("2026-11-26-replay-strategies.json",), replayed),
+    "gains": Source(("2026-11-25-bench-strategies.json",), gains),
+    "draft-models": Source(("2026-11-22-bench-draft-models.json",), partial(draft_models, rows=_METHODS)),
+    "forms": Source(("2026-11-22-bench-scaling-2.json",), forms),
+    "cache-figures": Source(("2026-11-21-cache-figures.json",), cache_figures),
+    "rag": Source(("2026-11-25-bench-rag.json",), rag),
     "rank-faults": Source(("2026-11-21-rank-faults.json",), rank_faults),
 }
 _PAPERS = {
@@ -164,7 +168,7 @@ SIMULATION: dict[str, Source] = {
     "deployments": Source(("2026-11-22-simulate.json",), deployments),
 }
 README = {
-    "peers": Source(("2026-11-27-peers.json",), peers),
+    "peers": _PEERS,
     "exact-outputs": Source(
         ("2026-11-23-exact-outputs-2.json", "2026-11-23-exact-outputs-5.json", "2026-11-23-exact-outputs-6.json"), exact_outputs
     ),
@@ -184,7 +188,7 @@ MODELS = {
     "refused": Source((), partial(families, served=False)),
 }  # fmt: skip
 ARCHITECTURE = {"rooms": Source((), rooms)}
-OPERATIONS = {
+RUNBOOK = {
     "node-faults": Source(("2026-11-25-node-faults.json", "2026-11-26-node-faults.json"), node_faults),
     "request-bounds": Source((), request_bounds),
 }
@@ -194,9 +198,10 @@ DOCUMENTS = {
     "docs/rag.md": RAG,
     "docs/lookahead-parallel.md": LOOKAHEAD,
     "docs/simulation.md": SIMULATION,
-    "docs/operations.md": OPERATIONS,
+    "docs/runbook.md": RUNBOOK,
     "docs/exactness.md": EXACTNESS,
     "docs/benchmarks.md": BENCHMARKS,
+    "experiments/results/README.md": RESULTS,
     "docs/configuration.md": CONFIGURATION,
     "docs/architecture.md": ARCHITECTURE,
     "docs/models.md": MODELS,

@@ -73,7 +73,7 @@ def replayed(results: Results) -> Table:
 
 def decoding(results: Results) -> Table:
     """``experiments.peers``, one request at a time: tokens a second after the first, a row a prompt, named by its workload."""
-    turns = [turn for turn in results["turns"] if turn["level"] == 1]
+    turns = [turn for turn in results["turns"] if turn["level"] == 1 and turn["contestant"] in ("plain", "auto")]
     rates: dict[str, dict[str, list[float]]] = {}
     tokens: dict[str, int] = {}
     for turn in turns:
@@ -86,6 +86,14 @@ def decoding(results: Results) -> Table:
         row = [Cell(key.partition("/")[0]), figure(tokens[key], 0), repeats(found["plain"], 0), repeats(found["auto"], 0)]
         rows.append([*row, repeats(ratios)])
     return table_of("", ("", "tokens", "plain, tokens/s", "`auto`, tokens/s", "times"), rows)
+
+
+def by_workload(known: Results, served: Results) -> Table:
+    """Return the table of ``replayed`` with the speeds of ``decoding`` beside it: a row a workload, none for the mean."""
+    steps, speeds = replayed(known), {row[0].text: row[2:] for row in decoding(served).rows}
+    titles = ("SmolLM2: plain, tokens/s", "SmolLM2: `auto`, tokens/s", "SmolLM2: times")
+    rows = [[*row, *speeds.get(row[0].text, [Cell("")] * len(titles))] for row in steps.rows]
+    return table_of("", (*(title for _, title in steps.header), *titles), rows)
 
 
 def load(results: Results) -> Table:

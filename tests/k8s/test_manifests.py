@@ -44,7 +44,7 @@ def test_the_overlay_that_is_applied_has_eight_replicas_of_one_gpu() -> None:
     assert arguments.get("parallelism", {}).get("mode", "none") == "none"
     (engines,) = (pods for pods in ray_pods(documents) if resource(pods.ray, GPU))
     assert (engines.count, resource(engines.ray, GPU)) == (1, 8)
-    for page in (K8S / "README.md", REPOSITORY / "docs" / "operations.md"):
+    for page in (K8S / "README.md", REPOSITORY / "docs" / "install.md"):
         applied = re.findall(r"kubectl apply -k k8s/overlays/([\w-]+)", page.read_text(encoding="utf-8"))
         assert applied[0] == "dgx-8xa100", page
 

@@ -1,4 +1,4 @@
-"""``outrider generate``, and files of prompts.
+"""``outrider generate``, and prompt files.
 
 In: prompts.
 Out: records.

@@ -1,4 +1,4 @@
-"""``outrider generate``: an engine over a file of prompts; in this process without Ray, or over several ranks with it."""
+"""``outrider generate``: run an engine over a file of prompts, in this process without Ray, or on several ranks with it."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def generate(
     except ValueError as error:
         fail_input(str(error))
     stdout = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr), _engine(settings) as engine:  # Ray prints what happens to its processes
+    with contextlib.redirect_stdout(sys.stderr), _engine(settings) as engine:  # Ray prints the output of its processes
         started = time.perf_counter()
         for record in _run(engine, records, params, chat):
             print(json.dumps(record.result()) if as_json else record.readable(), file=stdout, flush=True)
@@ -108,7 +108,7 @@ def generate(
 
 
 def _read(prompt: str | None, prompts: Path | None) -> list[PromptRecord]:
-    """What is to be generated for. Ends the command unless one of the two options was given."""
+    """Return the prompts; end the command unless exactly one of the two options was given."""
     if prompt is not None and prompts is not None:
         fail_input("--prompt and --prompts were both given: leave one of them out")
     if prompt is not None:
@@ -119,15 +119,14 @@ def _read(prompt: str | None, prompts: Path | None) -> list[PromptRecord]:
 
 
 def _given(context: typer.Context) -> dict[str, Any]:
-    """The parameters that the user gave, by name."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
-    # By name: the class is click's or, in newer releases, typer's own.
+    # By name, because the class is click's or, in newer releases, typer's.
     return {name: context.params[name] for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
 
 
 @contextlib.contextmanager
 def _engine(settings: Settings) -> Iterator[OfflineEngine | OfflineGroup]:
-    """The engine, which ends with the block. Ends the command in one line when it cannot be had, or its ranks or device fail."""
+    """Yield the engine; end the command with one line if it cannot be loaded, or if its ranks or device fail."""
     from actors.ranks import GroupError
     from engine.errors import DeviceError, ModelLoadError
 
@@ -139,12 +138,12 @@ def _engine(settings: Settings) -> Iterator[OfflineEngine | OfflineGroup]:
 
 
 def _load(settings: Settings) -> OfflineEngine | OfflineGroup:
-    """The engine; ends the command for an option outside its range."""
+    """Load the engine; end the command if an option is out of range."""
     from engine.loading.model_files import find_files
 
     for path in (settings.model.path, settings.speculation.draft_model):
         if path is not None:
-            find_files(path)  # here, so that ranks find them there
+            find_files(path)  # fetch it here, so that all ranks find it
     slices = settings.model, settings.engine, settings.speculation
     try:
         if settings.parallelism.mode == "none":
@@ -153,7 +152,7 @@ def _load(settings: Settings) -> OfflineEngine | OfflineGroup:
             return OfflineEngine(*slices)
         if settings.parallelism.mode != "lookahead":
             return _of_parts(settings)
-        from actors.offline_group import OfflineGroup  # imports Ray, which takes a moment
+        from actors.offline_group import OfflineGroup  # imports Ray, which is slow
 
         return OfflineGroup(*slices, settings.parallelism)
     except ValueError as error:
@@ -161,7 +160,7 @@ def _load(settings: Settings) -> OfflineEngine | OfflineGroup:
 
 
 def _of_parts(settings: Settings) -> OfflineEngine:
-    """An engine over ranks that hold parts of the model, in processes of their own; where one is lost, this one ends, too."""
+    """Load an engine whose ranks, in separate processes, hold parts of the model; losing a rank ends the engine."""
     import torch
 
     from actors.offline import OfflineEngine
@@ -178,7 +177,7 @@ def _of_parts(settings: Settings) -> OfflineEngine:
 
 
 def _run(engine: OfflineEngine | OfflineGroup, records: list[Record], params: SamplingParams, chat: bool) -> Iterator[Record]:
-    """Generates for all records; yields each once it and all before it are done."""
+    """Generate for all records; yield each once it and all before it are done."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -209,7 +208,6 @@ def _run(engine: OfflineEngine | OfflineGroup, records: list[Record], params: Sa
 
 
 def _submit(engine: OfflineEngine | OfflineGroup, records: list[Record], params: SamplingParams, chat: bool) -> None:
-    """Hands all records to the engine; one that cannot be served is finished with its error."""
     from actors.offline import OfflinePrompt
 
     prompts = [OfflinePrompt(str(at), one.entry.prompt, one.entry.references) for at, one in enumerate(records)]
@@ -222,7 +220,6 @@ def _submit(engine: OfflineEngine | OfflineGroup, records: list[Record], params:
 
 
 def _circumstances(settings: Settings, engine: OfflineEngine | OfflineGroup) -> dict[str, Any]:
-    """What the outputs were generated with."""
     found = {
         "model": engine.info.served_name,
         "strategy": settings.speculation.strategy,

@@ -1,4 +1,4 @@
-"""Workloads with known outputs as tokens, read with the fast tokenizer alone: no model; transformers for GGUF files only."""
+"""Workloads with known outputs as token ids, read with the fast tokenizer alone; GGUF files also need transformers."""
 
 from __future__ import annotations
 
@@ -18,16 +18,12 @@ if TYPE_CHECKING:
 
 
 class TextTokenizer:
-    """A fast tokenizer and the token that ends a text."""
+    """Fast tokenizer, and the token that ends a text."""
 
     def __init__(self, path: Path) -> None:
-        """
-        Args:
-            path: a folder with ``tokenizer.json``, and ``tokenizer_config.json`` if the end token is to be known; a GGUF file; or
-                the name of a model that is fetched.
+        """Load from a GGUF file, a model name, or a folder with ``tokenizer.json`` and, for the end token, its configuration.
 
-        Raises:
-            PromptFileError: there is none, or it cannot be read.
+        Raises ``PromptFileError`` if there is no tokenizer, or it cannot be read.
         """
         from engine.errors import ModelLoadError
         from engine.loading.model_files import find_tokenizer
@@ -41,16 +37,15 @@ class TextTokenizer:
         self._tokenizer.no_padding()
         size = self._tokenizer.get_vocab_size()
         end = self._tokenizer.token_to_id(end_token)
-        self.end_token_id: int = size if end is None else end  # an id of its own where the folder names none
+        self.end_token_id: int = size if end is None else end  # a new id if the folder names no end token
         self.vocab_size: int = max(size, self.end_token_id + 1)
 
     def encode(self, texts: Sequence[str], special_tokens: bool = False) -> list[list[int]]:
-        """The ids of each text; with ``special_tokens`` a beginning-of-text token where the tokenizer adds one."""
+        """Return the token ids of each text, with ``special_tokens`` including the tokenizer's beginning-of-text token."""
         return [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=special_tokens)]
 
 
 def _of_folder(folder: Path) -> tuple[Tokenizer, str]:
-    """The tokenizer, and the name of the end token or an empty string."""
     from tokenizers import Tokenizer
 
     path = folder / "tokenizer.json"
@@ -58,21 +53,19 @@ def _of_folder(folder: Path) -> tuple[Tokenizer, str]:
         raise PromptFileError(f"tokenizer {str(folder)!r} has no tokenizer.json: give a fast tokenizer's folder, or a .gguf file")
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # the library raises no narrower class
         raise PromptFileError(f"{path} could not be read: {error}") from error
     return tokenizer, _end_token(folder / "tokenizer_config.json")
 
 
 def _of_gguf(path: str) -> tuple[Tokenizer, str]:
-    """The same of a GGUF file."""
-    from engine.text.tokenizer import load_tokenizer  # with transformers it takes a moment
+    from engine.text.tokenizer import load_tokenizer  # imports transformers, which is slow
 
     tokenizer = load_tokenizer(path)
     return tokenizer.backend_tokenizer, tokenizer.eos_token or ""
 
 
 def _end_token(config: Path) -> str:
-    """The name of the end token, or an empty string."""
     try:
         entry = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
     except (OSError, ValueError, AttributeError) as error:
@@ -83,13 +76,12 @@ def _end_token(config: Path) -> str:
 
 
 def read_known_texts(path: Path, tokenizer: TextTokenizer, max_tokens: int | None, limit: int | None = None) -> list[KnownText]:
-    """The records of a workload file, in its order, each with its output and one end token.
+    """Return the records of a workload file, each with its output and one end token.
 
     Args:
-        path: JSON lines with ``prompt``, ``output`` and, if wanted, ``references``.
-        tokenizer: of all texts.
-        max_tokens: outputs are cut to so many tokens, the end token counted; not at all when None.
-        limit: at most so many records.
+        path: JSON lines with ``prompt``, ``output`` and optional ``references``.
+        max_tokens: cut outputs to at most this many tokens, including the end token.
+        limit: read at most this many records.
 
     Raises:
         PromptFileError: the file cannot be read, or a record has no ``output`` or a prompt without tokens.
@@ -102,7 +94,7 @@ def read_known_texts(path: Path, tokenizer: TextTokenizer, max_tokens: int | Non
 
 
 def known_texts(records: Sequence[PromptRecord], tokenizer: TextTokenizer, max_tokens: int | None) -> list[KnownText]:
-    """Records with an output as tokens; see ``read_known_texts``."""
+    """Tokenize records with outputs; see ``read_known_texts``."""
     from decoding.replay import KnownText
 
     prompts = tokenizer.encode([record.prompt for record in records], special_tokens=True)

@@ -1,4 +1,4 @@
-"""Files of prompts: JSON lines with ``prompt`` and, if wanted, ``id``, ``references``, ``workload`` and ``output``."""
+"""Prompt files: JSON lines with ``prompt`` and optional ``id``, ``references``, ``workload`` and ``output``."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from pathlib import Path
 
 
 class PromptFileError(ValueError):
-    """A file of prompts that cannot be read; the message names file and line."""
+    """Prompt file that cannot be read; the message names the file and the line."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRecord:
-    """One line of a file of prompts."""
+    """One line of a prompt file."""
 
     id: str
     workload: str
     prompt: str
     references: tuple[str, ...]  # documents or earlier outputs that the answer may repeat
-    output: str | None = None  # what a target is known to answer, for replays
+    output: str | None = None  # known output of a target model, for replays
 
 
 def read_prompts(path: Path) -> list[PromptRecord]:
-    """The records of a file, in its order. ``id`` and ``workload`` default to ``FILE/LINE`` and the name of the file.
+    """Return the records of a file in order. ``id`` and ``workload`` default to ``FILE/LINE`` and the file's name.
 
     Raises:
-        PromptFileError: no such file, no record in it, a line that is no JSON object, or one without a string ``prompt``.
+        PromptFileError: the file is missing or empty, a line is no JSON object, or a record has no string ``prompt``.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: a text may hold other line separators

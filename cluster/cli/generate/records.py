@@ -1,4 +1,4 @@
-"""The records of ``outrider generate``: what became of each, and what they come to together."""
+"""Records of ``outrider generate``, their results and the summary."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Record:
-    """One record of the file, and what became of it."""
+    """One record of the file and its result."""
 
     entry: PromptRecord
     prompt_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
-    stats: SpecStats | None = None  # once it is generated
-    error: str | None = None  # why it is not
+    stats: SpecStats | None = None  # set once it is generated
+    error: str | None = None  # reason why it was not generated
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more will come."""
+        """Return whether the record is generated or has failed."""
         return self.stats is not None or self.error is not None
 
     def take(self, output: StepOutput) -> None:
-        """Adds what a step emitted."""
+        """Add the output of one step."""
         self.token_ids += output.token_ids
         self.text += output.text
         if output.finish_reason is not None:
             self.finish_reason, self.stats = str(output.finish_reason), output.stats
 
     def result(self) -> dict[str, Any]:
-        """The line of the output; ``prefill_s`` and ``decode_s`` are seconds."""
+        """Return the JSON line of the record; ``prefill_s`` and ``decode_s`` are seconds."""
         if self.stats is None:
             return {"id": self.entry.id, "error": self.error}
         return {
@@ -55,7 +55,7 @@ class Record:
         }
 
     def readable(self) -> str:
-        """For people."""
+        """Return the record as text for people."""
         if self.stats is None:
             return f"[{self.entry.id}] not generated: {self.error}\n"
         count = len(self.token_ids)
@@ -64,7 +64,7 @@ class Record:
 
 
 def summarize(records: Sequence[Record], wall_s: float) -> dict[str, Any]:
-    """Counts over all records that were generated."""
+    """Return totals over all generated records."""
     stats = [record.stats for record in records if record.stats is not None]
     tokens = sum(len(record.token_ids) for record in records)
     steps = sum(one.steps for one in stats)
@@ -90,7 +90,7 @@ def summarize(records: Sequence[Record], wall_s: float) -> dict[str, Any]:
 
 
 def readable_summary(summary: dict[str, Any]) -> str:
-    """One line for people."""
+    """Return the summary as one line for people."""
     parts = [
         f"{summary['records']} records, {summary['output_tokens']} tokens in {summary['wall_s']:.1f} s",
         f"{summary['tokens_per_s']:.1f} tokens/s",

@@ -1,4 +1,4 @@
-"""What ``outrider generate`` was asked for: a configuration, and the flags on top of it."""
+"""Settings of ``outrider generate``: a configuration file, overridden by flags."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from configs.slices import Dtype, EngineOptions, ModelOptions, ParallelismOption
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The slices that an engine of this command gets."""
+    """Configuration slices of this command's engine."""
 
     model: ModelOptions
     engine: EngineOptions
     speculation: SpeculationOptions
-    parallelism: ParallelismOptions  # mode none: one rank, in this process
+    parallelism: ParallelismOptions  # mode none: one rank in this process
 
 
 def read_settings(path: Path | None, flags: Mapping[str, Any], records: int) -> Settings:
-    """The settings of a yaml file, and on top of them the flags that were given.
+    """Return the settings of a yaml file, overridden by the flags that were given.
 
     Args:
-        path: a configuration; its defaults when absent.
-        flags: values by the names of the command's parameters, those only that the user gave.
-        records: how many there are to generate: they all wait in the engine.
+        path: a configuration; None for the defaults.
+        flags: values that the user gave, by parameter name.
+        records: number of records; all of them wait in the engine's queue.
 
     Raises:
-        ValueError: the configuration, or a flag, is not allowed; the message names it.
+        ValueError: the configuration or a flag is not allowed; the message names it.
     """
     config = load_config(path)
     dtype = flags.get("dtype", config.model.dtype)
@@ -56,8 +56,8 @@ def read_settings(path: Path | None, flags: Mapping[str, Any], records: int) -> 
 
 
 def _speculation(config: Config, flags: Mapping[str, Any]) -> SpeculationOptions:
-    """The options in the file are those of the strategy in the file."""
     strategy = flags.get("strategy", config.speculation.strategy)
+    # The file's options belong to its strategy; another one starts without options.
     options = config.speculation.options if strategy == config.speculation.strategy else {}
     drafted = flags.get("max_draft_tokens", config.speculation.max_draft_tokens)
     draft_model = flags.get("draft_model", config.speculation.draft_model)
@@ -73,7 +73,7 @@ def _speculation(config: Config, flags: Mapping[str, Any]) -> SpeculationOptions
 
 
 def _pairs(texts: Sequence[str]) -> dict[str, Any]:
-    """Values are JSON, or strings where they are not."""
+    """Parse ``name=value``; a value that is not JSON is a string."""
     options: dict[str, Any] = {}
     for text in texts:
         name, separator, value = text.partition("=")
@@ -87,7 +87,7 @@ def _pairs(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _parallelism(config: Config, flags: Mapping[str, Any]) -> ParallelismOptions:
-    """``--world-size`` above 1 asks for lookahead parallelism, or for the other kind that the file names, 1 for none."""
+    """Resolve ``--world-size``: above 1 selects lookahead parallelism, or the mode that the file names; 1 selects none."""
     kind = "lookahead" if config.parallelism.mode == "none" else config.parallelism.mode
     if kind != "lookahead" and (flags.get("draft_model") is not None or flags.get("world_size") == "auto"):
         refused = "--draft-model" if flags.get("draft_model") is not None else "--world-size auto"

@@ -8,10 +8,10 @@ __all__ = ["StrategyChoice", "chosen_strategies", "parse_strategy"]
 
 
 def chosen_strategies(texts: list[str] | None) -> list[StrategyChoice]:
-    """The strategies that were asked for, or all with their defaults, each built once to see that it can be.
+    """Return the requested strategies, or all of them with defaults; each is built once as a check.
 
     Raises:
-        ValueError: see ``parse_strategy`` and ``StrategyChoice.build``; or one asked for twice.
+        ValueError: see ``parse_strategy`` and ``StrategyChoice.build``; or a strategy was given twice.
     """
     from decoding.drafters import STRATEGIES
 

@@ -1,4 +1,4 @@
-"""``outrider serve``: what is checked, started and stopped, in order.
+"""``outrider serve``: checks before the start, then starting and stopping the service in order.
 
 In: a configuration.
 Out: a running service.

@@ -1,10 +1,9 @@
-"""Compiles what a first start would wait for: ``python -m cluster.cli.launch.compile_ahead``, which ``make install`` ends with.
+"""Ahead-of-time compilation: ``python -m cluster.cli.launch.compile_ahead``, the last step of ``make install``.
 
-Compiled code does not depend on the model: a tiny one with random weights is run once by every strategy, and what is made for it
-is kept (``decoding.jit.cache_folder``). Drafters are compiled beside, in a second process.
+Compiled code does not depend on the model: every strategy runs once on a tiny model with random weights, and the code is cached
+in ``decoding.jit.cache_folder``. A second process compiles the drafters at the same time.
 
-With ``--image`` it is done for each kind of processor that this one is, for all types of weights, and lies where an image
-brings it (``decoding.jit.IMAGE``).
+With ``--image``, the code is made for each kind of this processor and all weight types, and put into ``decoding.jit.IMAGE``.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from decoding.tree import Int32Array
 from engine.child_process import child_environment, python_module
 
 _COMMAND = python_module("cluster.cli.launch.compile_ahead")
-_DRAFTS, _TYPES = "drafts", "types"  # arguments of processes that this one starts
+_DRAFTS, _TYPES = "drafts", "types"  # arguments of the subprocesses
 _PROMPT = [5, 6, 7, 8, 9] * 4
 _MAX_TOKENS = 24
 _VOCABULARY, _CONTEXT = 512, 512
 
 
 class _AnyTarget:
-    """A model of which nothing is known: enough for drafters to compile."""
+    """Minimal ``Target`` with which drafters compile."""
 
     vocab_size, max_model_len = 64, 512
     end_token_ids: tuple[int, ...] = (0,)
@@ -64,7 +63,7 @@ def _compile_drafts() -> None:
 
 
 def _make_model(folder: Path) -> None:
-    """A Llama of two layers, with a tokenizer of bytes."""
+    """Save a Llama of two layers with a byte-level tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
     from transformers.utils.logging import disable_progress_bar
@@ -98,10 +97,10 @@ def _run_engine(model: ModelOptions, strategy: str, others: tuple[str, ...]) -> 
 def _compile(all_types: bool) -> None:
     with contextlib.ExitStack() as ended:
         drafts = ended.enter_context(subprocess.Popen([*_COMMAND, _DRAFTS], env=child_environment()))
-        ended.callback(drafts.kill)  # where this process is interrupted
+        ended.callback(drafts.kill)  # in case this process is interrupted
         folder = ended.enter_context(tempfile.TemporaryDirectory())
         _make_model(Path(folder))
-        model = ModelOptions(folder, device="cpu", dtype="bfloat16")  # the weights are drawn in float32
+        model = ModelOptions(folder, device="cpu", dtype="bfloat16")  # the weights are initialized in float32
         _run_engine(model, PLAIN, ())
         drafts.wait()
         _run_engine(model, "auto", tuple(name for name in STRATEGIES if name not in ("auto", PLAIN)))
@@ -111,7 +110,7 @@ def _compile(all_types: bool) -> None:
 
 
 def _compile_for_image() -> None:
-    """Raises subprocess.CalledProcessError when it cannot be compiled, OSError when it cannot be written."""
+    """Compile into ``IMAGE``. Raise subprocess.CalledProcessError if that fails, OSError if ``IMAGE`` cannot be written."""
     kinds = kinds_of_processor()
     for kind in kinds:
         IMAGE.mkdir(parents=True, exist_ok=True)
@@ -122,14 +121,14 @@ def _compile_for_image() -> None:
             (IMAGE / kind).mkdir()
             for made in (Path(scratch) / "outrider").glob("native-*"):
                 made.rename(IMAGE / kind / made.name)
-            set_modes(IMAGE / kind, 0o755, 0o644)  # for whichever user the image is run as
+            set_modes(IMAGE / kind, 0o755, 0o644)  # readable for any user that runs the image
     others = ", ".join(kind for kind in KINDS if kind not in kinds)
     rest = f"; pods on {others} compile when they start, as this processor is not" if others else ""
     print(f"kept in {IMAGE} for {', '.join(kinds) or 'no kind of processor'}{rest}")
 
 
 def main() -> None:
-    """Compiles all of it; where that was done before it takes a few seconds."""
+    """Compile everything; takes a few seconds if it was done before."""
     if sys.argv[1:] == [_DRAFTS]:
         _compile_drafts()
         return
@@ -145,7 +144,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: with the process that is beside, and the folder
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: also ends the second process and removes the folder
     try:
         main()
     except KeyboardInterrupt:

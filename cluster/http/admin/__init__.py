@@ -1,5 +1,5 @@
-"""The operator's routes, ``/admin``.
+"""Operator routes below ``/admin``.
 
 In: requests with an admin key.
-Out: what the server remembers, and what became of audits.
+Out: contents of the shared cache, audit results and baseline comparisons.
 """

@@ -1,4 +1,4 @@
-"""The operator's routes, ``/admin/cache``: what the cluster remembers is looked at, moved and deleted here."""
+"""Operator routes ``/admin/cache``: inspection, export, import and deletion of the shared cache."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_PRELOAD_BYTES = 8 << 20  # of a body: tokenized while requests are served, so in small parts
-MAX_PRELOAD = 1 << 16  # documents
+MAX_PRELOAD_BYTES = 8 << 20  # body size; small, because it is tokenized while requests are served
+MAX_PRELOAD = 1 << 16  # documents per request
 MAX_IMPORT_BYTES = 256 << 20
 _PIECE_BYTES = 1 << 20
 
 
 class Body(BaseModel):
-    """What the operator sends."""
+    """Base class of the bodies of operator routes."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -45,27 +45,26 @@ M = TypeVar("M", bound=Body)
 
 
 class _Documents(Body):
-    """The body of routes that take documents."""
+    """Body of routes that take documents."""
 
     documents: Annotated[list[Annotated[Text, Field(min_length=1)]], Field(min_length=1, max_length=MAX_PRELOAD, fail_fast=True)]
 
 
 @dataclass(frozen=True)
 class AdminService:
-    """What the admin routes do. Each first checks the key."""
+    """Service behind ``/admin/cache``. Each method checks the admin key first."""
 
-    tenancy: Tenancy  # knows the operator's keys
-    tokenizer: PreTrainedTokenizerFast  # of the model
-    port: CacheAdminPort | None  # the shared memory; None where there is none
-    replicas: Callable[[], Awaitable[Sequence[Description]]]  # what those that answer say of themselves
-    forget: Forget = keeps_nothing  # of what is kept for audits
+    tenancy: Tenancy
+    tokenizer: PreTrainedTokenizerFast
+    port: CacheAdminPort | None  # shared cache; None if the server has none
+    replicas: Callable[[], Awaitable[Sequence[Description]]]  # returns descriptions of the replicas that answer
+    forget: Forget = keeps_nothing  # deletes audit records
     _turns: Turns = dataclasses.field(default_factory=lambda: Turns("operator-texts"))
 
     async def stats(self, request: Request) -> dict[str, Any]:
-        """How much is kept of each tenant, how each replica gets on with Redis, which is told while Redis is away, too.
+        """Return the cache size of each tenant and the counters of the replicas: Redis, prefix cache, strategies and energy.
 
-        Beside it how much of the prompts did not have to be computed, what became of the requests of each strategy, and what
-        energy each replica used.
+        If Redis does not answer, ``error`` is set, and the replicas' counters are returned still.
         """
         port = self._allowed(request)
         replicas = await self.replicas()
@@ -88,7 +87,7 @@ class AdminService:
         }
 
     async def export(self, request: Request) -> Response:
-        """A snapshot of one tenant, as a file."""
+        """Return a snapshot of one tenant as a file."""
         port, tenant = self._allowed(request), _tenant(request)
         with answered(500, "corrupt_snapshot"):
             data = await port.export(tenant)
@@ -98,7 +97,7 @@ class AdminService:
         return StreamingResponse(_pieces(data), media_type="application/octet-stream", headers=headers)
 
     async def import_(self, request: Request) -> dict[str, Any]:
-        """Adds an exported snapshot to a tenant."""
+        """Add an exported snapshot to a tenant."""
         port, tenant = self._allowed(request), _tenant(request)
         data = await read_body(request, MAX_IMPORT_BYTES, ": export less, or raise cluster.http.admin.api.MAX_IMPORT_BYTES")
         with answered(400, "invalid_snapshot", "the body cannot be imported: "):
@@ -107,17 +106,17 @@ class AdminService:
         return {"tenant": tenant, "texts": texts}
 
     async def preload(self, request: Request) -> dict[str, Any]:
-        """Adds documents to the public corpus."""
+        """Add documents to the public corpus."""
         port = self._allowed(request)
         documents = await self._documents(request)
         with answered(400, "invalid_value"):
             texts = await port.preload(documents)
         tokens = sum(map(len, documents))
         logger.info("preloaded %d documents with %d tokens", len(documents), tokens)
-        return {"documents": len(documents), "tokens": tokens, "texts": texts}  # documents and tokens of the body, new texts
+        return {"documents": len(documents), "tokens": tokens, "texts": texts}  # texts: number of new texts
 
     async def delete_tenant(self, request: Request, tenant: str) -> dict[str, Any]:
-        """Forgets a tenant's texts, and what is kept of them for audits."""
+        """Delete a tenant's texts and audit records."""
         await self._forget(request, tenant)
         port = self._allowed(request)
         with answered():
@@ -126,7 +125,7 @@ class AdminService:
         return {"tenant": tenant, "deleted": True}
 
     async def delete_request(self, request: Request, tenant: str, request_id: str) -> dict[str, Any]:
-        """Forgets the texts of one answer, and what is kept of it for audits."""
+        """Delete the texts and the audit record of one response."""
         await self._forget(request, tenant, request_id)
         port = self._allowed(request)
         with answered():
@@ -135,7 +134,7 @@ class AdminService:
         return {"tenant": tenant, "request": request_id, "deleted": True}
 
     async def delete_documents(self, request: Request, tenant: str) -> dict[str, Any]:
-        """Forgets documents that a tenant's requests brought along, whoever brought them."""
+        """Delete reference documents of a tenant, whichever requests sent them."""
         port = self._allowed(request)
         documents = await self._documents(request)
         with answered():
@@ -144,18 +143,18 @@ class AdminService:
         return {"tenant": tenant, "documents": len(documents), "deleted": True}
 
     async def verify(self, request: Request) -> dict[str, Any]:
-        """What is wrong with the stored data; an empty list when nothing is."""
+        """Check the stored data and return a list of problems, empty if there are none."""
         port = self._allowed(request)
         with answered():
             return {"problems": [dataclasses.asdict(problem) for problem in await port.verify()]}
 
     async def _forget(self, request: Request, tenant: str, request_id: str | None = None) -> None:
-        """Lets go of what is kept for audits, also where nothing is shared."""
+        """Delete audit records, which may exist without a shared cache."""
         self.tenancy.check_admin(request.headers.get("authorization"))
         await self.forget(tenant, request_id)
 
     def _allowed(self, request: Request) -> CacheAdminPort:
-        """The shared memory, for the operator only."""
+        """Check the admin key and return the shared cache. Raises ``ApiError`` (401, 403, 404)."""
         self.tenancy.check_admin(request.headers.get("authorization"))
         if self.port is None:
             raise ApiError(
@@ -166,17 +165,17 @@ class AdminService:
         return self.port
 
     async def _documents(self, request: Request) -> list[list[int]]:
-        """The tokens of the documents in a body; raises ``ApiError`` where it holds none."""
+        """Return the tokens of the documents in a body. Raises ``ApiError`` if it holds none."""
         data = await read_body(request, MAX_PRELOAD_BYTES, ": send the documents in several requests")
         body = await self._turns.run(parsed, _Documents, data, '{"documents": ["a text", ...]}')
-        return await self._turns.run(self._encode, body.documents)  # the event loop goes on serving
+        return await self._turns.run(self._encode, body.documents)  # in a thread, not in the event loop
 
     def _encode(self, documents: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._encoder.encode_batch(documents, add_special_tokens=False)]
 
     @functools.cached_property
     def _encoder(self) -> Tokenizer:
-        """A tokenizer of its own: the service's may be changed while another thread uses it."""
+        # A copy, because changing the service's tokenizer is not safe while other threads use it.
         encoder = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
         encoder.no_truncation()
         encoder.no_padding()
@@ -184,7 +183,8 @@ class AdminService:
 
 
 def add_admin_routes(app: FastAPI, service: AdminService) -> None:
-    """Gives an application the routes. They take the request itself: the key is looked at before the body is read."""
+    """Add the routes to an application."""
+    # The handlers take the raw request, so that the key is checked before the body is read.
     app.get("/admin/cache/stats")(service.stats)
     app.get("/admin/cache/export", response_model=None)(service.export)
     app.post("/admin/cache/import")(service.import_)
@@ -203,7 +203,7 @@ def _tenant(request: Request) -> str:
 
 
 async def read_body(request: Request, limit: int, advice: str = "") -> bytes:
-    """The body; raises ``ApiError`` (413) as soon as it is known to be longer than ``limit`` bytes."""
+    """Return the body. Raises ``ApiError`` (413) as soon as it is known to exceed ``limit`` bytes."""
     too_long = ApiError(413, f"the body is longer than {limit} bytes{advice}", code="body_too_long")
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared) > limit:
@@ -217,7 +217,7 @@ async def read_body(request: Request, limit: int, advice: str = "") -> bytes:
 
 
 def parsed(kind: type[M], data: bytes, advice: str) -> M:
-    """A body of a kind; raises ``ApiError`` (400) that says what to send."""
+    """Parse a body of type ``kind``. Raises ``ApiError`` (400) with ``advice`` on what to send."""
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""The operator's routes ``/admin/audit``: served choices are computed again without drafts, and what came of it is told."""
+"""Operator routes ``/admin/audit``: replay of served choices without speculation, and the results."""
 
 from __future__ import annotations
 
@@ -25,31 +25,33 @@ _MAX_BODY_BYTES = 4096
 
 
 class _Wanted(Body):
-    """The body of ``POST /admin/audit``. An empty one asks for all."""
+    """Body of ``POST /admin/audit``."""
 
-    last: Annotated[int, Field(ge=1)] | None = None  # None: all that are kept
+    last: Annotated[int, Field(ge=1)] | None = None  # number of latest choices to replay; default: all that are kept
 
 
 @dataclass(frozen=True, slots=True)
 class AuditService:
-    """What the routes do. Each first checks the key.
+    """Service behind ``/admin/audit``. Each method checks the admin key first.
 
-    Nothing of a tenant's text is told but the two tokens at which an answer differs.
+    Of a tenant's text, only the two tokens at the first difference are revealed.
     """
 
-    tenancy: Tenancy  # knows the operator's keys
-    token_bytes: TokenBytes  # of the model's tokenizer
-    auditor: Auditor | None  # of the engine; None where nothing is kept
+    tenancy: Tenancy
+    token_bytes: TokenBytes
+    auditor: Auditor | None  # None if audits are disabled
 
     async def counters(self, request: Request) -> dict[str, Any]:
-        """What came of all audits since the start, and the last ones that found a difference."""
+        """Return the results of all audits since the start, and the latest audits that found a difference."""
         auditor = self._allowed(request)
         differences = [self._told(found) for found in auditor.differences()]
         return {"kept": auditor.num_kept, "audits": auditor.counts(), "last_differences": differences}
 
     async def run(self, request: Request) -> Response:
-        """Replays choices that were served last: a JSON object a line as each is done, then a summary. A client that goes away
-        ends it."""
+        """Replay the latest choices; stream one JSON object per line as each is done, then a summary.
+
+        Replaying stops when the client disconnects.
+        """
         auditor = self._allowed(request)
         data = await read_body(request, _MAX_BODY_BYTES)
         wanted = parsed(_Wanted, data or b"{}", '{"last": NUMBER}, or nothing for all that is kept')
@@ -66,7 +68,6 @@ class AuditService:
         yield json.dumps({"summary": {result.value: results[result] for result in Result if result is not Result.DROPPED}}) + "\n"
 
     def _told(self, found: Audit) -> dict[str, Any]:
-        """One audit, as JSON."""
         told: dict[str, Any] = {
             "request": found.request_id, "strategy": found.strategy, "result": found.result.value, "tokens": found.tokens,
         }  # fmt: skip

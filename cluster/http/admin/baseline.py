@@ -1,4 +1,4 @@
-"""The operator's route ``/admin/baseline``: how the engine stands beside the baseline, by what both answered."""
+"""Operator route ``/admin/baseline``: comparison of the engine with the baseline on requests that both answered."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from cluster.observe.shadow import Shadow
 
 @dataclass(frozen=True, slots=True)
 class BaselineService:
-    """What the route does. Nothing of a request's text is told."""
+    """Service behind ``/admin/baseline``. It reveals no text of any request."""
 
-    tenancy: Tenancy  # knows the operator's keys
-    shadow: Shadow | None  # None where the baseline answers nothing of what is served
+    tenancy: Tenancy
+    shadow: Shadow | None  # None if the baseline does not answer served requests
 
     async def standing(self, request: Request) -> dict[str, Any]:
-        """Requests and texts since the start, figures of the latest, and one sentence that says who is ahead by how much."""
+        """Return counts since the start, metrics of the latest requests, and a one-sentence summary."""
         self.tenancy.check_admin(request.headers.get("authorization"))
         if self.shadow is None:
             message = (

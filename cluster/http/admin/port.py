@@ -1,4 +1,4 @@
-"""The port of the operator's routes: /admin and /metrics, apart from the public's, on loopback unless configured otherwise."""
+"""Separate port for the operator's routes /admin and /metrics, on loopback by default."""
 
 from __future__ import annotations
 
@@ -19,31 +19,32 @@ from configs.schema import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_S = 1  # what answers get to finish in when the port closes
-_ASKS_S = 0.2  # within which a connection asks something
+_CLOSE_S = 1  # seconds that running requests get to finish when the port closes
+_ASKS_S = 0.2  # seconds that a new connection gets to send its request before shutdown
 _POLL_S = 0.01
 
 
 class AdminPort:
-    """A port, and the server on it while the application lives.
+    """Admin port, and the server on it during the application's lifetime.
 
-    The ingress that a redeploy starts listens beside the one that it replaces (SO_REUSEPORT), so that the port always answers:
-    each asks all engines. A port that any other program holds is an error.
+    During a redeploy, the new and the old ingress listen on the port together (SO_REUSEPORT), so that it always answers; each
+    queries all engines. A port held by another program is an error.
     """
 
     def __init__(self, host: str, port: int, names: frozenset[str] | None = None) -> None:
-        """Takes the port; it is served from ``serving`` on. Raises ``ConfigError`` naming the field at fault.
+        """Bind the port. Requests are answered once ``serving`` runs.
 
         Args:
-            host: where it listens.
-            port: likewise.
-            names: by which it may be addressed, see ``configs.server_checks.allowed_names``; None: any.
+            names: allowed host names, see ``configs.server_checks.allowed_names``; None allows any.
+
+        Raises:
+            ConfigError: the port cannot be bound; the error names the field.
         """
         self._socket, self._names = _bound(host, port), names
 
     @contextlib.asynccontextmanager
     async def serving(self, service: Service) -> AsyncIterator[None]:
-        """Serves the operator's routes in the running event loop; the socket is closed at the end."""
+        """Serve the operator's routes in the running event loop, and close the socket at the end."""
         app = create_admin_api(service, self._names)
         config = uvicorn.Config(
             app, http=LimitedProtocol, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=_CLOSE_S
@@ -61,14 +62,15 @@ class AdminPort:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process that it is a part of."""
+    """Uvicorn server inside another process, which handles the signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn does it, but who has just connected still gets to ask: a connection without a request would be closed."""
+        """Shut down like uvicorn, after ``_ASKS_S``."""
+        # Uvicorn closes connections that have sent no request; new connections get time to send theirs.
         for server in self.servers:
             server.close()
         await asyncio.sleep(_ASKS_S)
@@ -76,7 +78,7 @@ class _Server(uvicorn.Server):
 
 
 def create_admin_api(service: Service, names: frozenset[str] | None = None) -> FastAPI:
-    """The application of the operator's port, with the names by which it may be addressed."""
+    """Build the application of the admin port; ``names`` are the allowed host names."""
     app = FastAPI(title="Outrider's admin port", docs_url=None, redoc_url=None, openapi_url=None)
     errors.install(app)
     add_operator_routes(app, service)

@@ -1,4 +1,4 @@
-"""Answers, whole and in events.
+"""Responses, whole and streamed.
 
 In: outputs of the engine.
 Out: JSON and server-sent events.

@@ -1,4 +1,4 @@
-"""Extra fields of answers: token ids, and log-probabilities of the prompt, in vLLM's shapes and OpenAI's."""
+"""Optional response fields: token ids, log-probabilities and prompt log-probabilities, in the formats of vLLM and OpenAI."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
 from cluster.serving.generation import Job
 from decoding.request import StepOutput, TokenLogprob
 
-_ALTERNATIVE = 100  # bytes of JSON, roughly: a token with its log-probability
+_ALTERNATIVE = 100  # approximate bytes of JSON of a token with its log-probability
 
 
 class Extras:
-    """Keeps what the outputs tell of each choice until the next object about that choice is built, as far as it is asked for.
+    """Buffer of the requested extra fields of each choice, until the next chunk of that choice is built.
 
     Example: a step emits ``7 8``, whose text is held back, and the next one ``9``: the chunk with the text has ``token_ids``
     ``[7, 8, 9]``.
@@ -24,33 +24,25 @@ class Extras:
     def __init__(
         self,
         body: ChatCompletionRequest | CompletionRequest,
-        jobs: Sequence[Job],
+        jobs: Sequence[Job],  # one per choice
         token_bytes: TokenBytes,
         pauses: Pauses,
-        echoes: Sequence[str] = (),
+        echoes: Sequence[str] = (),  # prompt that the text of each choice begins with; empty without ``echo``
     ) -> None:
-        """
-        Args:
-            body: of the request; says what is to be told.
-            jobs: one for each choice.
-            token_bytes: of the model's tokenizer.
-            pauses: of the work on the answer.
-            echoes: the prompt that the text of each choice begins with, if any.
-        """
         self._jobs, self._bytes, self._echoes = jobs, token_bytes, echoes
         self._tells_ids, self._is_chat = bool(body.return_token_ids), isinstance(body, ChatCompletionRequest)
-        self._alternatives = body.prompt_logprobs  # in vLLM's shape
-        self._echoed_alternatives = body.num_logprobs if echoes else None  # in OpenAI's: those of the prompt before the text's
+        self._alternatives = body.prompt_logprobs  # in vLLM's format
+        self._echoed_alternatives = body.num_logprobs if echoes else None  # in OpenAI's format, before those of the output
         self._kind: Literal["chat", "text"] = "chat" if self._is_chat else "text"
         self._skip_special, self._pauses = body.skips_special, pauses
         self._ids: dict[int, list[int]] = {}
-        self._scores: dict[int, list[bytes]] = {}  # log-probabilities of the prompt, written
+        self._scores: dict[int, list[bytes]] = {}  # prompt log-probabilities as JSON
         self._writers: dict[int, LogprobWriter] = {}
         self._logprobs: dict[int, dict[str, Any]] = {}
-        self._begun: set[int] = set()  # choices of whose prompt the ids were told
+        self._begun: set[int] = set()  # choices that have reported their prompt token ids
 
     async def hear(self, index: int, output: StepOutput) -> None:
-        """Takes in an output of a choice, before anything is built of it."""
+        """Store the extra fields of a choice's output. Call it before the output's chunks are built."""
         scores = output.prompt_logprobs
         if self._tells_ids:
             self._ids.setdefault(index, []).extend(output.token_ids)
@@ -68,11 +60,10 @@ class Extras:
             await self._score(index, output.logprobs)
 
     def logprobs(self, index: int) -> dict[str, Any] | None:
-        """Return the ``logprobs`` object of the tokens of a choice heard since the last one; None where there are none."""
+        """Return the ``logprobs`` object of a choice's tokens since the last call; None if there are none."""
         return self._logprobs.pop(index, None)
 
     async def _score(self, index: int, entries: Sequence[TokenLogprob], count: int | None = None) -> None:
-        """Write the log-probabilities of the next tokens of a choice."""
         for part, size in _parts(entries, count):
             self._add(index, self._writer(index).write(part, count))
             await self._pauses.after(size)
@@ -90,7 +81,7 @@ class Extras:
                     found[name] += values
 
     def told(self, index: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Fields of the next object about a choice that say what was heard since the last: of the choice, and of the answer."""
+        """Return the fields since the last call, for the next chunk of a choice: those of the choice, and of the response."""
         of_choice: dict[str, Any] = {}
         of_prompt: dict[str, Any] = {}
         if self._tells_ids:
@@ -102,10 +93,10 @@ class Extras:
             of_prompt["prompt_logprobs"] = scores
         if not self._is_chat:
             return of_choice | of_prompt, {}
-        return of_choice, of_prompt if index == 0 else {}  # what is told of the prompt is told once for all choices
+        return of_choice, of_prompt if index == 0 else {}  # prompt fields are sent once for all choices
 
     def _shown(self, entry: TokenLogprob, count: int) -> dict[str, dict[str, Any]]:
-        """A token of the prompt and its alternatives, by id as vLLM has it: the token itself comes first."""
+        """Return a prompt token and its alternatives by id, in vLLM's format; the token itself comes first."""
         told = {entry.token_id: (entry.logprob, entry.rank)}
         for rank, (token, logprob) in enumerate(entry.top[:count], start=1):
             told.setdefault(token, (logprob, rank))
@@ -116,7 +107,7 @@ class Extras:
 
 
 def _parts(entries: Sequence[TokenLogprob], count: int | None) -> Iterator[tuple[Sequence[TokenLogprob], int]]:
-    """Entries with ``count`` or all alternatives, as many at once as make a piece of an answer, and their size in JSON."""
+    """Yield slices of entries of about ``PIECE`` bytes of JSON, and their sizes, with ``count`` or all alternatives."""
     size = _ALTERNATIVE * (1 + len(entries[0].top[:count])) if entries else 1
     step = max(1, PIECE // size)
     for start in range(0, len(entries), step):

@@ -1,8 +1,8 @@
-"""Answers in the harmony format of GPT-OSS: messages in channels, told apart as reasoning, text and calls of functions.
+"""Parser of GPT-OSS's harmony format: messages in channels, split into reasoning, text and function calls.
 
-A message is ``<|channel|>NAME<|message|>TEXT``, ended by ``<|end|>`` or the end of the answer; the next one begins with
-``<|start|>assistant``. What stands before ``<|message|>`` is the header: it may name a recipient (``to=functions.look``), before
-or behind the channel, and the type of the text (https://cookbook.openai.com/articles/openai-harmony).
+A message is ``<|channel|>NAME<|message|>TEXT``, ended by ``<|end|>`` or the end of the output; the next one begins with
+``<|start|>assistant``. The part before ``<|message|>`` is the header. It may name a recipient (``to=functions.look``), before or
+after the channel, and the type of the text (https://cookbook.openai.com/articles/openai-harmony).
 """
 
 from __future__ import annotations
@@ -17,52 +17,53 @@ from engine.text.chat_format import CALL_MARKS
 _MARKS = CALL_MARKS["harmony"]
 _MARK = re.compile("|".join(map(re.escape, _MARKS)))
 _WORDS = ("assistant", "analysis", "commentary", "final", "json")
-_ROLE = re.compile(r"\s*(?:assistant)?\s*(?:t|to|to=\S*\s*)?")  # all that may stand before the first mark of a header
+_ROLE = re.compile(r"\s*(?:assistant)?\s*(?:t|to|to=\S*\s*)?")  # valid text before the first mark of a header, may be cut
 _RECIPIENT, _CHANNEL = re.compile(r"to=([^\s<]+)"), re.compile(r"<\|channel\|>\s*(\w+)")
 _HEADER = re.compile(
     r"\s*(?:assistant)?\s*(?:to=[^\s<]*)?\s*(?:<\|channel\|>\s*(?:(?:analysis|commentary|final)\b)?)?\s*(?:to=[^\s<]*)?\s*"
     r"(?:<\|constrain\|>)?\s*(?:json\b)?\s*"
 )
-_LONGEST = 300  # characters of a header; what is longer is text
+_LONGEST = 300  # maximum characters of a header; anything longer is text
 
 Kind = Literal["thought", "text", "call", "dropped"]
 
 
 class HarmonyReader:
-    """Takes an answer that comes in pieces apart.
+    """Incremental parser of harmony output.
 
-    The channel ``analysis`` is reasoning, a message to a function is a call of it, any other message is text. Where the form is
-    broken, say that ``<|message|>`` is missing, what is said is text. A blank line parts messages of the same kind.
+    The channel ``analysis`` is reasoning, a message to a function is a call, and any other message is text. Malformed output,
+    for example without ``<|message|>``, is text. A blank line separates messages of the same kind.
 
     Example: ``push("<|channel|>analysis<|message|>Two")`` gives ``[Thought("Two")]``, and then
     ``push("<|end|><|start|>assistant to=functions.f<|channel|>commentary json<|message|>{")`` gives
     ``[Call("f", ""), Arguments("{")]``.
     """
 
-    is_over = False  # more reasoning may come at any time
+    is_over = False  # reasoning may follow at any time
     has_thought = False
 
     def __init__(self, begins_within: bool | None, reads_calls: bool = False, most: int | None = None) -> None:
-        """
+        """Set the state at the end of the prompt.
+
         Args:
-            begins_within: the prompt has begun a message in the channel ``analysis`` (true), or ``final`` (false); None: it ends
-                before the header of a message.
-            reads_calls: messages to functions are calls; otherwise they are text.
-            most: calls that are told; those after them are dropped. None: all.
+            begins_within: true if the prompt ends in a message of the channel ``analysis``, false for ``final``; None if it ends
+                before a header.
+            reads_calls: parse messages to functions as calls instead of text.
+            most: maximum calls to report, later ones are dropped; None for no limit.
         """
-        self._kind: Kind | None = None if begins_within is None else "thought" if begins_within else "text"  # None: a header
+        self._kind: Kind | None = None if begins_within is None else "thought" if begins_within else "text"  # None in a header
         self._reads_calls, self._most, self._calls = reads_calls, most, 0
         self._held = self._header = ""
-        self._said: set[Kind] = set()  # kinds of messages before that said something
-        self._is_first = True  # nothing was said of this message
+        self._said: set[Kind] = set()  # kinds of the earlier non-empty messages
+        self._is_first = True  # no text of the current message was emitted yet
 
     @property
     def is_within(self) -> bool | None:
-        """What comes next is reasoning; None within a header."""
+        """Return whether the next text is reasoning; None within a header."""
         return None if self._kind is None else self._kind == "thought"
 
     def push(self, text: str) -> list[str | Thought | Call | Arguments]:
-        """What is known of the text so far and was not given before. No piece is empty."""
+        """Parse more text and return the new parts, none of them empty."""
         self._held += text
         found: list[str | Thought | Call | Arguments] = []
         while (mark := _MARK.search(self._held)) is not None:
@@ -76,7 +77,7 @@ class HarmonyReader:
         return found
 
     def finish(self) -> list[str | Thought | Call | Arguments]:
-        """What was held back, when the text has ended."""
+        """Return the parts that were held back. Call it when the text has ended."""
         found: list[str | Thought | Call | Arguments] = []
         self._take(self._held, found)
         self._held = ""
@@ -85,7 +86,7 @@ class HarmonyReader:
         return found
 
     def _take(self, text: str, found: list[str | Thought | Call | Arguments]) -> None:
-        """Takes text in that holds no mark."""
+        """Process text without marks."""
         if self._kind is not None:
             self._say(text, found)
             return
@@ -101,7 +102,7 @@ class HarmonyReader:
             self._say(rest, found)
 
     def _end(self, mark: str, found: list[str | Thought | Call | Arguments]) -> None:
-        """Takes a mark in, before which all was taken in."""
+        """Process a mark."""
         if self._kind is None and mark in ("<|channel|>", "<|constrain|>"):
             self._header += mark
         elif self._kind is None and mark == "<|message|>":
@@ -114,7 +115,7 @@ class HarmonyReader:
             self._kind, self._is_first, self._header = None, True, mark if mark == "<|channel|>" else ""
 
     def _begin(self, found: list[str | Thought | Call | Arguments]) -> None:
-        """Begins the text of a message, whose header is complete."""
+        """Begin the text of a message, after its complete header."""
         recipient = _RECIPIENT.search(self._header)
         name = recipient[1].removeprefix("functions.") if recipient and recipient[1].startswith("functions.") else ""
         if name and self._reads_calls:
@@ -131,7 +132,7 @@ class HarmonyReader:
         return "thought" if channel is not None and channel[1] == "analysis" else "text"
 
     def _say_header(self, found: list[str | Thought | Call | Arguments]) -> None:
-        """What a header without a message says beside its own words, of which the last may be cut."""
+        """Emit a header without a message as text, except for its keywords, of which the last may be cut."""
         head = _HEADER.match(self._header)
         left = self._header[head.end() if head else 0 :]
         self._kind = self._channel()

@@ -1,6 +1,6 @@
-"""Log-probabilities in OpenAI's two shapes: ``content`` entries of a chat, parallel lists of a completion.
+"""Log-probabilities in OpenAI's two formats: ``content`` entries for chats, parallel lists for completions.
 
-A token is reported by its text; one that holds a part of a character only has no text, and is told by its bytes.
+A token is reported as text; a token with only a part of a character is reported as bytes.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from decoding.request import TokenLogprob
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_LOWEST = -9999.0  # as OpenAI and vLLM: JSON has no minus infinity
-_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how byte fallback spells one byte
+_LOWEST = -9999.0  # replaces minus infinity, which JSON cannot represent; same value as OpenAI and vLLM
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # vocabulary entry of a byte-fallback token
 
 
 class TokenBytes:
-    """The bytes that each token of a vocabulary stands for in the middle of a text."""
+    """Map from token ids to the bytes that the tokens stand for in the middle of a text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         self.backend = tokenizer.backend_tokenizer
         self._added = {index: str(token) for index, token in tokenizer.added_tokens_decoder.items()}
-        self._alphabet = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level BPE
-        # A token before another one: decoders strip the space at the beginning of a text, which is not this token's.
+        self._alphabet = {character: byte for byte, character in bytes_to_unicode().items()}  # byte-level BPE
+        # Tokens are decoded after this token, because decoders strip a space at the beginning of a text.
         self._anchor = list(self.backend.encode("a", add_special_tokens=False).ids[-1:])
         self._anchor_text = self.backend.decode(self._anchor, skip_special_tokens=False)
-        self._known: dict[int, bytes] = {}  # tokens that were asked for before, all of the vocabulary at most
+        self._known: dict[int, bytes] = {}  # cache, bounded by the vocabulary
 
     def __call__(self, token_id: int) -> bytes:
-        """The bytes of a token; none for an id beyond the tokenizer's vocabulary, which a padded embedding can have."""
+        """Return the bytes of a token; empty for ids beyond the vocabulary, which padded embeddings can produce."""
         known = self._known.get(token_id)
         if known is None:
             piece = self.backend.id_to_token(token_id)
@@ -59,17 +59,17 @@ class TokenBytes:
 
 
 class LogprobWriter:
-    """Log-probabilities of one choice, step by step, in the shape of its endpoint."""
+    """Writer of one choice's log-probabilities, step by step, in the format of its endpoint."""
 
     def __init__(self, kind: Literal["chat", "text"], token_bytes: TokenBytes, skip_special: bool = True) -> None:
         self._kind, self._bytes, self._skip_special = kind, token_bytes, skip_special
         self._stream = DecodeStream(skip_special_tokens=skip_special)
-        self._length = 0  # characters that the tokens before gave
+        self._length = 0  # characters of the text so far
 
     def write(self, entries: Sequence[TokenLogprob], count: int | None = None) -> dict[str, Any]:
-        """Return the ``logprobs`` object for the next tokens of the choice, with all or ``count`` of their alternatives.
+        """Return the ``logprobs`` object of the choice's next tokens, with ``count`` or all alternatives.
 
-        What is an object for each token is written already, see ``cluster.http.answers.pieces``.
+        Objects per token are JSON already, see ``cluster.http.answers.pieces``.
         """
         if self._kind == "chat":
             return {"content": [to_json(self._chat_entry(entry)) for entry in entries], "refusal": None}
@@ -81,16 +81,15 @@ class LogprobWriter:
         }
 
     def begin_prompt(self, first: int) -> dict[str, Any]:
-        """Return the beginning of a completion's ``logprobs`` object where its text begins with the prompt.
+        """Return the beginning of an echoed completion's ``logprobs`` object: the prompt's first token, without log-probability.
 
-        Args:
-            first: token of the prompt; it has no log-probability. The other ones are written as those of the choice.
+        Write the other prompt tokens with ``write``.
         """
         name, offset = self._name(first), self._offset(first)
         return {"tokens": [name], "token_logprobs": [None], "top_logprobs": [b"null"], "text_offset": [offset]}
 
     def end_prompt(self, text: str) -> None:
-        """Has the text of the tokens that are written next begin behind that of the prompt."""
+        """Start the text offsets of the following tokens after the prompt's text."""
         self._stream, self._length = DecodeStream(skip_special_tokens=self._skip_special), len(text)
 
     def _chat_entry(self, entry: TokenLogprob) -> dict[str, Any]:
@@ -102,14 +101,14 @@ class LogprobWriter:
         return {"token": data.decode("utf-8", "backslashreplace"), "logprob": finite(logprob), "bytes": list(data)}
 
     def _alternatives(self, entry: TokenLogprob, count: int | None) -> dict[str, float]:
-        """The emitted token is always among them, as OpenAI has it; of tokens that read alike, the more likely counts."""
+        """Return the alternatives by text, always including the emitted token, like OpenAI."""
         found: dict[str, float] = {}
         for token, logprob in (*entry.top[:count], (entry.token_id, entry.logprob)):
-            found.setdefault(self._name(token), finite(logprob))
+            found.setdefault(self._name(token), finite(logprob))  # of tokens with equal text, keep the more likely
         return found
 
     def _name(self, token_id: int) -> str:
-        """The token's text, or its bytes as OpenAI spells those that are no text."""
+        """Return the token's text, or its bytes in OpenAI's notation if they are not valid UTF-8."""
         data = self._bytes(token_id)
         try:
             return data.decode()
@@ -117,12 +116,12 @@ class LogprobWriter:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def _offset(self, token_id: int) -> int:
-        """Where the token's text begins in the text of the choice; within a character, where that begins."""
+        """Return the start of the token's text in the choice's text; inside a character, the character's start."""
         offset = self._length
         self._length += len(self._stream.step(self._bytes.backend, token_id) or "")
         return offset
 
 
 def finite(logprob: float) -> float:
-    """A log-probability as JSON can have it."""
+    """Return a log-probability with minus infinity replaced, for JSON."""
     return max(logprob, _LOWEST)

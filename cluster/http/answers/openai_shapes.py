@@ -1,6 +1,6 @@
-"""Answers in OpenAI's shapes, whole and in chunks.
+"""Responses in OpenAI's format, whole and in chunks.
 
-Only fields that were set are written, so that one class serves every shape: a ``None`` that was set is written as null.
+Only fields that were set are written, so that one class serves all formats; a field set to ``None`` is written as null.
 """
 
 from __future__ import annotations
@@ -20,116 +20,116 @@ from cluster.serving.generation import Generation, Job
 from decoding.request import StepOutput, StepReport
 from engine.loading.model_info import ModelInfo
 
-_PART = 32  # of the text of a choice: what joining it takes, in bytes of JSON
+_PART = 32  # cost of joining one part of a choice's text, in bytes of JSON
 
 
 class ReportedToken(BaseModel):
-    """A token that was emitted."""
+    """Emitted token and its draft source."""
 
-    text: str  # what it released: "" for a part of a character, and what stop strings held back with the token that decides it
+    # Text that the token released: "" for a part of a character. Text held back for stop strings comes with a later token.
+    text: str
     source: str  # model, prompt, document, output, trie, public, or the drafter's name: see decoding.budget.attribution
 
 
 class ReportedStep(BaseModel):
-    """A forward of the target model that emitted tokens, and these."""
+    """Forward pass of the target model that emitted tokens."""
 
     tokens: list[ReportedToken]
-    drafted: int  # tokens that were verified
-    accepted: int  # of these, emitted
+    drafted: int  # verified draft tokens
+    accepted: int  # emitted draft tokens
 
 
 class Reported(BaseModel):
-    """Steps of a choice, in order. All texts together are what the model wrote: without an echo, with the calls of tools."""
+    """Steps of a choice, in order. Their texts together are the model's output: no echoed prompt, but with tool calls."""
 
     steps: list[ReportedStep]
 
 
 class PromptTokensDetails(BaseModel):
-    """Of the tokens of a prompt."""
+    """Details of the prompt tokens."""
 
-    cached_tokens: int  # whose KV was there already: they begin another request of the same tenant
+    cached_tokens: int  # tokens whose KV was reused from another request of the same tenant
 
 
 class CompletionTokensDetails(BaseModel):
-    """Of the tokens of the answers."""
+    """Details of the completion tokens."""
 
-    reasoning_tokens: int | None = None  # up to the end of the reasoning, tags included; only of models that reason
-    accepted_prediction_tokens: int | None = None  # of a predicted output; see cluster.http.answers.predicted
+    reasoning_tokens: int | None = None  # tokens up to the end of the reasoning, tags included; reasoning models only
+    accepted_prediction_tokens: int | None = None  # tokens of a prediction; see cluster.http.answers.predicted
     rejected_prediction_tokens: int | None = None
 
 
 class Usage(BaseModel):
-    """Tokens of a response. Emitted tokens count, the end token included, whether or not they show as text."""
+    """Token counts of a response. All emitted tokens count, including end tokens and tokens without text."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | None = None  # only where there are such
-    energy_joules: float | None = None  # as hardware counted it, see engine.measures.energy_ledger; only where it did
+    completion_tokens_details: CompletionTokensDetails | None = None  # absent if there are none
+    energy_joules: float | None = None  # measured by hardware counters, see engine.measures.energy_ledger; absent without them
 
 
 class Delta(BaseModel):
-    """A message, or what a chunk adds to it. A call of a tool comes with its name, more of its arguments
-    in the chunks that follow.
+    """Message, or an addition to it in a chunk. A tool call starts with its name; its arguments may follow in later chunks.
 
-    Reasoning has vLLM's name, and the one that vLLM had before and DeepSeek, SGLang and llama.cpp have.
+    ``reasoning`` is vLLM's name; ``reasoning_content`` is the name in older vLLM, DeepSeek, SGLang and llama.cpp.
     """
 
     role: Literal["assistant"] = "assistant"
-    content: str | None = ""  # null where there are calls or reasoning, and no text
-    reasoning: str | None = None  # what the model wrote between the tags of its template, before the content
-    reasoning_content: str | None = None  # the same
+    content: str | None = ""  # null if there are tool calls or reasoning, and no text
+    reasoning: str | None = None  # text between the reasoning tags, before the content
+    reasoning_content: str | None = None  # same as reasoning
     refusal: None = None
     tool_calls: list[dict[str, Any]] = []
 
 
 class Choice(BaseModel):
-    """One answer, or what a chunk adds to it: ``message`` of a chat, ``delta`` of its stream, ``text`` of a completion."""
+    """Choice, or an addition to it in a chunk: ``message`` for chats, ``delta`` for their streams, ``text`` for completions."""
 
     index: int
     message: Delta = Delta()
     delta: Delta = Delta()
     text: str = ""
     logprobs: dict[str, Any] | None = None  # see cluster.http.answers.logprobs
-    token_ids: list[int] | None = None  # these three where the request asks for them; see cluster.http.answers.extras
-    prompt_token_ids: list[int] | None = None  # of a completion
-    prompt_logprobs: list[dict[str, Any] | None] | None = None  # of a completion: by token id, for each token of the prompt
-    speculation: Reported | None = None  # the steps that it comes from, where the request asks for them
+    token_ids: list[int] | None = None  # on request, like the next two; see cluster.http.answers.extras
+    prompt_token_ids: list[int] | None = None  # completions only
+    prompt_logprobs: list[dict[str, Any] | None] | None = None  # completions only: per prompt token, by token id
+    speculation: Reported | None = None  # draft report, on request
     finish_reason: Literal["stop", "length", "tool_calls"] | None = None
 
 
 class Answer(BaseModel):
-    """An answer, or one chunk of it."""
+    """Response to a chat or completion, or one chunk of it."""
 
     id: str
     object: Literal["chat.completion", "chat.completion.chunk", "text_completion"]
-    created: int  # seconds since 1970
+    created: int  # Unix time in seconds
     model: str
-    lossless: bool  # whether it has the distribution of plain decoding: how it was drafted for, if at all, changed nothing
+    lossless: bool  # whether the output has the distribution of plain decoding
     choices: list[Choice]
     usage: Usage | None = None
-    obfuscation: str | None = None  # of a padded chunk, see stream_guard.py
-    prompt_token_ids: list[int] | None = None  # of a chat, where the request asks for them, as its prompt_logprobs
+    obfuscation: str | None = None  # padding of a chunk, see stream_guard.py
+    prompt_token_ids: list[int] | None = None  # chats only, on request, like prompt_logprobs
     prompt_logprobs: list[dict[str, Any] | None] | None = None
 
     async def to_json(self, pauses: Pauses) -> bytes:
-        """Return the JSON of the fields that were set, lists in pieces; they may hold JSON that was written already."""
+        """Return the JSON of the fields that were set. Lists are written in pieces, and may hold ready JSON as ``bytes``."""
         if self._is_small:
             return self.model_dump_json(exclude_unset=True).encode()
         return await written(self, pauses)
 
     async def to_event(self, with_usage: bool, pauses: Pauses) -> str:
-        """The chunk as a server-sent event. Where usage was asked for, the chunks before it say null, as OpenAI's do."""
+        """Return the chunk as a server-sent event."""
         if with_usage and self.usage is None:
-            self.usage = None
+            self.usage = None  # marks the field as set: like OpenAI, chunks before the usage chunk have null
         data = await self.to_json(pauses)
-        await pauses.after(len(data))  # a copy is a piece of its own
+        await pauses.after(len(data))  # the copy below counts as a piece too
         return f"data: {data.decode()}\n\n"
 
     @property
     def _is_small(self) -> bool:
-        """Return whether this is a chunk of one choice without lists."""
+        """Return whether this has at most one choice and no long lists."""
         if len(self.choices) > 1 or self.prompt_token_ids is not None or self.prompt_logprobs is not None:
             return False
         fields = ("logprobs", "token_ids", "prompt_token_ids", "prompt_logprobs", "speculation")
@@ -137,37 +137,27 @@ class Answer(BaseModel):
 
 
 class AnswerBuilder:
-    """Builds the objects of one answer: all have its id."""
+    """Builder of one response, or of its chunks."""
 
     def __init__(
         self,
-        answer_id: str,
-        created: int,
+        answer_id: str,  # response id, by which the client can delete its texts
+        created: int,  # Unix time in seconds
         body: ChatCompletionRequest | CompletionRequest,
         info: ModelInfo,
         token_bytes: TokenBytes,
-        jobs: Sequence[Job],
-        echoes: Sequence[str] = (),
+        jobs: Sequence[Job],  # one per choice
+        echoes: Sequence[str] = (),  # prompt that the text of each choice begins with; empty without ``echo``
     ) -> None:
-        """
-        Args:
-            answer_id: what the client sees, and what its texts are deleted by.
-            created: seconds since 1970.
-            body: of the request.
-            info: the model.
-            token_bytes: of the model's tokenizer.
-            jobs: one for each choice.
-            echoes: the prompt that the text of each choice begins with, if any.
-        """
         self.id, self._model, self._created = answer_id, body.model, created
         self._kind: Literal["chat", "text"] = "chat" if isinstance(body, ChatCompletionRequest) else "text"
         self._lossless = info.is_lossless(body.drafting.strategy, body.drafting.max_draft_tokens)
-        self.pauses = Pauses()  # of the work on it
+        self.pauses = Pauses()
         self._extras = Extras(body, jobs, token_bytes, self.pauses, echoes)
-        self._steps: dict[int, list[bytes]] = {}  # by choice, what was heard of steps and is not told yet, written
+        self._steps: dict[int, list[bytes]] = {}  # by choice: unsent step reports as JSON
 
     async def hear(self, index: int, output: StepOutput) -> None:
-        """Takes in what an output of a choice tells besides its text, before anything is built of it."""
+        """Store the extra fields of a choice's output. Call it before the output's chunks are built."""
         if output.report is not None:
             self._steps.setdefault(index, []).append(reported_step(output.report))
         await self._extras.hear(index, output)
@@ -175,7 +165,7 @@ class AnswerBuilder:
     async def whole(
         self, pieces: Sequence[Sequence[str | Thought | Call | Arguments]], reasons: list[Any], usage: Usage
     ) -> bytes:
-        """Return the JSON of the answer that is not streamed, by choice."""
+        """Return the JSON of the response without streaming; ``pieces`` and ``reasons`` are per choice."""
         choices = []
         for index, (parts, reason) in enumerate(zip(pieces, reasons, strict=True)):
             choice = Choice(index=index, logprobs=self._extras.logprobs(index), finish_reason=reason)
@@ -197,13 +187,13 @@ class AnswerBuilder:
         return await self._object(choices, streamed=False, usage=usage).to_json(self.pauses)
 
     def opening(self, index: int) -> Answer | None:
-        """The first chunk of a choice of a chat, which says who speaks; a completion has none."""
+        """Return the first chunk of a chat's choice, with the role; None for a completion."""
         if self._kind == "text":
             return None
         return self._object([self._chunk(index, "", Delta(role="assistant", content="", refusal=None))])
 
     def piece(self, index: int, part: str | Thought) -> Answer:
-        """Return a chunk with text, with log-probabilities and steps of tokens that were heard: their text may be held back."""
+        """Return a chunk with text, and the log-probabilities and steps so far, whose text may be held back."""
         if isinstance(part, Thought):
             choice = self._chunk(index, "", Delta(reasoning=part.text, reasoning_content=part.text))
         else:
@@ -213,28 +203,26 @@ class AnswerBuilder:
         return self._object([choice])
 
     def call(self, index: int, part: Call | Arguments, position: int) -> Answer:
-        """A chunk with a call of a tool, ``position`` of its choice, or more of its arguments."""
+        """Return a chunk with a tool call, or with more of its arguments; ``position`` is its index in the choice."""
         told = _called(part) if isinstance(part, Call) else {"function": {"arguments": part.text}}
         return self._object([self._chunk(index, "", Delta(tool_calls=[{"index": position, **told}]))])
 
     def end(self, index: int, reason: Any) -> Answer:
-        """The last chunk of a choice."""
+        """Return the last chunk of a choice."""
         choice = self._chunk(index, "", Delta())
         choice.finish_reason = reason
         return self._object([choice])
 
     def _chunk(self, index: int, text: str, delta: Delta) -> Choice:
-        """What is added to a choice: to a completion the text, to a chat the delta."""
         if self._kind == "chat":
             return Choice(index=index, delta=delta, logprobs=None, finish_reason=None)
         return Choice(index=index, text=text, logprobs=None, finish_reason=None)
 
     def usage(self, usage: Usage) -> Answer:
-        """The chunk after the last one, when the client asked for it."""
+        """Return the usage chunk, which is sent last if requested."""
         return self._object([], usage=usage)
 
     def _report(self, choice: Choice) -> None:
-        """Tells of steps where there are any; else the field is not written."""
         if steps := self._steps.pop(choice.index, None):
             choice.speculation = Reported.model_construct(steps=steps)
 
@@ -256,7 +244,7 @@ class AnswerBuilder:
 
 
 def usage_of(generation: Generation) -> Usage:
-    """The tokens of a generation so far."""
+    """Return the token counts of a generation so far."""
     prompt, completion = generation.prompt_tokens, generation.completion_tokens
     details = PromptTokensDetails(cached_tokens=generation.cached_tokens)
     return Usage(
@@ -265,14 +253,13 @@ def usage_of(generation: Generation) -> Usage:
 
 
 def reported_step(report: StepReport) -> bytes:
-    """Return the JSON of a step's report."""
+    """Return a step's report as JSON."""
     pairs = zip(report.pieces, report.sources, strict=True)
     tokens = [ReportedToken(text=text, source=source) for text, source in pairs]
     return to_json(ReportedStep(tokens=tokens, drafted=report.drafted, accepted=report.accepted))
 
 
 def _called(call: Call) -> dict[str, Any]:
-    """A call in OpenAI's shape."""
     return {
         "id": call.id,
         "type": "function",

@@ -1,6 +1,6 @@
-"""Answers are built and written in pieces, between which the event loop goes on.
+"""Incremental building and serialization of responses, with pauses for the event loop between pieces.
 
-JSON that was written already is ``bytes`` in a list: such a list of a million entries is joined, and not walked through.
+JSON that is ready is ``bytes`` in a list. Such lists, which may have a million entries, are joined without visiting each entry.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from weakref import WeakKeyDictionary
 import pydantic_core
 from pydantic import BaseModel
 
-PIECE = 1 << 16  # bytes of JSON, about a millisecond: the most that is built in one turn of the loop
-_ITEMS = 1024  # of a list that are written at once
-_ENTRY = 64  # bytes: what building the smallest part of an answer takes, in bytes that are written
+PIECE = 1 << 16  # maximum bytes of JSON built in one turn of the event loop, about a millisecond
+_ITEMS = 1024  # list items written at once
+_ENTRY = 64  # cost of the smallest piece besides its bytes, in bytes of JSON
 
-to_json: Callable[[Any], bytes] = functools.partial(pydantic_core.to_json, inf_nan_mode="null")  # as that of a model
+to_json: Callable[[Any], bytes] = functools.partial(pydantic_core.to_json, inf_nan_mode="null")  # same as for models
 _TURNS: WeakKeyDictionary[AbstractEventLoop, Lock] = WeakKeyDictionary()
 
 
 class Pauses:
-    """Count what is built of one answer, and let the event loop go on after each piece.
+    """Counter of the work on one response, which yields to the event loop after each piece.
 
-    Of all answers that are built in a loop, one goes on in a turn of it: the loop is held by one piece, however many there are.
+    A lock shared by all responses of an event loop lets only one of them build a piece per turn of the loop.
     """
 
     def __init__(self) -> None:
         self._left = PIECE
 
     async def after(self, size: int) -> None:
-        """Let the loop go on if a piece is full, with ``size`` bytes of JSON more."""
+        """Count ``size`` bytes of JSON, and yield to the event loop if a piece is full."""
         self._left -= size
         if self._left <= 0:
             self._left = PIECE
@@ -42,7 +42,7 @@ class Pauses:
 
 
 async def written(value: Any, pauses: Pauses, dump: Callable[[Any], bytes] = to_json) -> bytes:
-    """Return the JSON of a value, as ``dump`` writes it at once; of a model the fields that were set."""
+    """Return the JSON of a value, equal to ``dump(value)``; for a model, of the fields that were set."""
     found: list[bytes] = []
     for piece in json_pieces(value, dump):
         found.append(piece)
@@ -51,7 +51,7 @@ async def written(value: Any, pauses: Pauses, dump: Callable[[Any], bytes] = to_
 
 
 def json_pieces(value: Any, dump: Callable[[Any], bytes] = to_json) -> Iterator[bytes]:
-    """Write the JSON of a value piece by piece; ``dump`` writes keys, single values and lists of them."""
+    """Yield the JSON of a value in pieces; ``dump`` writes keys, scalars and lists of scalars."""
     if isinstance(value, BaseModel):
         value = {name: getattr(value, name) for name in type(value).model_fields if name in value.model_fields_set}
     if not isinstance(value, dict | list) or not value:
@@ -74,7 +74,6 @@ def json_pieces(value: Any, dump: Callable[[Any], bytes] = to_json) -> Iterator[
 
 
 def _items(items: list[Any], dump: Callable[[Any], bytes]) -> Iterator[bytes]:
-    """Write some items of a list, with commas between them."""
     if isinstance(items[0], bytes):
         yield b",".join(items)
     elif any(isinstance(item, dict | list | BaseModel) for item in items):

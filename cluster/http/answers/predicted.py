@@ -1,4 +1,4 @@
-"""Counts of accepted and rejected tokens of OpenAI's ``prediction``."""
+"""Accepted and rejected token counts for OpenAI's ``prediction``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ from decoding.tree import Int32Array
 
 
 class Predicted:
-    """The tokens of a prediction, by place and by token: what all choices of an answer are compared with."""
+    """Tokens of a prediction, indexed by token id; shared by all choices of a response."""
 
     def __init__(self, token_ids: Sequence[int] | Int32Array) -> None:
-        """
-        Args:
-            token_ids: [n].
-        """
-        self._ids = np.asarray(token_ids, np.int32)
+        self._ids = np.asarray(token_ids, np.int32)  # [n]
         self._order = np.argsort(self._ids, kind="stable")
         self._sorted = self._ids[self._order]
 
@@ -25,7 +21,7 @@ class Predicted:
         return len(self._ids)
 
     def places(self, token: int) -> int:
-        """A bit for each place that holds a token."""
+        """Return the positions of a token as a bit mask."""
         first, last = np.searchsorted(self._sorted, (token, token + 1))
         if first == last:
             return 0
@@ -35,11 +31,11 @@ class Predicted:
 
 
 class PredictionMatch:
-    """Counts the tokens of a prediction that an answer holds, in the prediction's order: their longest common subsequence.
+    """Counter of predicted tokens that the output contains in order: their longest common subsequence.
 
-    It depends on the two texts alone, whoever drafted, so the count is the same with and without speculation. The algorithm is
-    Hyyrö's bit-vector one (Bit-parallel LCS-length computation revisited, AWOCA 2004): a bit for each predicted token, some
-    integer operations for each token of the answer.
+    The count depends only on the two texts, so it is the same with and without speculation. The algorithm is Hyyrö's bit-vector
+    algorithm (Bit-parallel LCS-length computation revisited, AWOCA 2004): one bit per predicted token, and a few integer
+    operations per output token.
 
     Example: of the prediction ``a b c d`` the answer ``a x c d e`` holds ``a c d``: three accepted, one rejected.
     """
@@ -49,7 +45,7 @@ class PredictionMatch:
         self._all = self._row = (1 << self._length) - 1
 
     def push(self, tokens: Sequence[int]) -> None:
-        """The next tokens of the answer."""
+        """Count the next tokens of the output."""
         row = self._row
         for token in tokens:
             if places := self._prediction.places(token):
@@ -59,10 +55,10 @@ class PredictionMatch:
 
     @property
     def accepted(self) -> int:
-        """Tokens of the prediction that the answer holds so far."""
+        """Return the number of predicted tokens in the output so far."""
         return self._length - self._row.bit_count()
 
     @property
     def rejected(self) -> int:
-        """The others."""
+        """Return the number of the other predicted tokens."""
         return self._length - self.accepted

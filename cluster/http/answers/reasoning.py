@@ -1,4 +1,4 @@
-"""Reasoning of a model, which it writes between tags before its answer, told apart from the answer."""
+"""Incremental separation of reasoning, which is written between tags, from the rest of the output."""
 
 from __future__ import annotations
 
@@ -12,57 +12,56 @@ from engine.text.chat_format import Tags
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """A piece of reasoning."""
+    """Piece of reasoning text."""
 
     text: str
 
 
 class Reader(Protocol):
-    """Takes the reasoning out of a text that comes in pieces."""
+    """Incremental parser of reasoning."""
 
-    has_thought: bool  # there is reasoning, be it not known yet whether more comes
+    has_thought: bool  # whether there was reasoning so far
 
     @property
     def is_over(self) -> bool:
-        """No more reasoning will come."""
+        """Return whether all reasoning has ended."""
 
     @property
     def is_within(self) -> bool | None:
-        """What comes next is reasoning; None: that is not known yet."""
+        """Return whether the next text is reasoning; None if not known yet."""
 
     def push(self, text: str) -> Sequence[Any]:
-        """What is known of the text so far and was not given before."""
+        """Parse more text and return the new parts."""
 
 
 class ReasoningReader:
-    """Takes the reasoning out of a text that comes in pieces.
+    """Incremental parser of reasoning at the beginning of the output.
 
-    Reasoning stands at the beginning of the text, or nowhere. The tags are dropped, and the space around reasoning and answer at
-    them, which the templates of earlier turns drop as well.
+    The tags and the whitespace around them are dropped, as chat templates do for earlier messages.
 
     Example: ``push("<think>Two and two")`` gives ``[Thought("Two and two")]``, and then ``push(" is four.</think>\\n\\n4")``
     gives ``[Thought(" is four."), "4"]``.
     """
 
     def __init__(self, tags: Tags, begins_within: bool | None) -> None:
-        """
+        """Set the state at the end of the prompt.
+
         Args:
-            tags: of the model.
-            begins_within: the prompt has opened the reasoning already (true), or closed it (false); None: the text decides.
+            begins_within: true if the prompt opens the reasoning, false if it closes it; None if the output decides.
         """
         self._tags, self._opened = tags, begins_within is True
         self._held = ""
-        self._is_first = True  # nothing was given of the part that the text is in
-        self.is_within: bool | None = None if begins_within is not False else False  # None: that is not known yet
-        self.has_thought = begins_within is True  # there is reasoning, be it empty
+        self._is_first = True  # no text of the current part was emitted yet
+        self.is_within: bool | None = None if begins_within is not False else False  # None if not known yet
+        self.has_thought = begins_within is True  # true for empty reasoning too
 
     @property
     def is_over(self) -> bool:
-        """No more reasoning will come."""
+        """Return whether all reasoning has ended."""
         return self.is_within is False
 
     def push(self, text: str) -> list[str | Thought]:
-        """What is known of the text so far and was not given before. No piece is empty."""
+        """Parse more text and return the new parts, none of them empty."""
         if self.is_within is False and not self.has_thought:
             return [text] if text else []
         self._held += text
@@ -96,7 +95,7 @@ class ReasoningReader:
         return found
 
     def finish(self) -> list[str | Thought]:
-        """What was held back, when the text has ended."""
+        """Return the parts that were held back. Call it when the text has ended."""
         left, self._held = self._held, ""
         if self.is_within or (self.is_within is None and self._opened):
             left = left.strip() if self._is_first else left.rstrip()
@@ -108,26 +107,21 @@ class ReasoningReader:
 
 
 class ReasoningTokens:
-    """Counts the tokens of the reasoning of an answer, the tags and the space before them included."""
+    """Counter of the output's reasoning tokens, including tags and the whitespace before them."""
 
     def __init__(self, reader: Reader, token_bytes: TokenBytes) -> None:
-        """
-        Args:
-            reader: at its beginning, and this object's own.
-            token_bytes: what the tokens of the model stand for.
-        """
-        self._reader, self._bytes = reader, token_bytes
-        self._unsure = 0  # tokens of which it is not known yet
+        self._reader, self._bytes = reader, token_bytes  # the reader must be new and not shared
+        self._unsure = 0  # tokens that are not classified yet
         self.count = 0
 
     def push(self, tokens: Sequence[int]) -> None:
-        """The next tokens of the answer."""
+        """Count the next tokens of the output."""
         for token in tokens:
             if self._reader.is_over:
                 return
             was_within = self._reader.is_within
             self._unsure += 1
-            self._reader.push(self._bytes(token).decode("latin-1"))  # a character for each byte: tags are ASCII
+            self._reader.push(self._bytes(token).decode("latin-1"))  # one character per byte, which suffices for ASCII tags
             is_within = self._reader.is_within
             if was_within or is_within or (was_within is None and self._reader.has_thought):
                 self.count, self._unsure = self.count + self._unsure, 0
@@ -136,7 +130,7 @@ class ReasoningTokens:
 
 
 def held_back(text: str, mark: str) -> int:
-    """Length of the end of a text that may be space before a mark and the beginning of the mark."""
+    """Return the length of a text's end that may be whitespace before a mark plus the beginning of the mark."""
     for length in range(min(len(text), len(mark) - 1), 0, -1):
         if text.endswith(mark[:length]):
             break

@@ -1,4 +1,4 @@
-"""The answer to a generation: one object, or server-sent events while it is computed."""
+"""HTTP response of a generation: one JSON object, or server-sent events while it runs."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from cluster.serving.generation import Generation
 from decoding.request import FinishReason, StepOutput
 from engine.text.chat_format import HARMONY, CallForm, Tags
 
-# A proxy must not collect chunks before it passes them on.
+# Proxies must not buffer chunks.
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-OUTPUT = 1024  # bytes of JSON that take as long to build as an output takes to be read
+OUTPUT = 1024  # cost of parsing one output, in bytes of JSON that take as long to build
 
 
-Part = str | Thought | Call | Arguments  # of an answer
+Part = str | Thought | Call | Arguments  # part of a response
 
 
 @dataclass(frozen=True, slots=True)
 class ReadReasoning:
-    """How reasoning is told from the answer."""
+    """Options for parsing reasoning."""
 
     tags: Tags
     begins_within: bool | None  # see ReasoningReader
     token_bytes: TokenBytes
-    is_told: bool = True  # false: it is counted and left out
+    is_told: bool = True  # false counts the reasoning and removes it from the response
 
     def reader(self, calls: ReadCalls | None) -> ReasoningReader | HarmonyReader:
-        """Of one answer; that of harmony reads calls, too."""
+        """Return a new parser for one choice; that of harmony parses calls too."""
         if self.tags is not HARMONY:
             return ReasoningReader(self.tags, self.begins_within)
         return HarmonyReader(self.begins_within, calls is not None, None if calls is None else calls.most)
@@ -49,7 +49,7 @@ class ReadReasoning:
 
 @dataclass(frozen=True, slots=True)
 class ReadCalls:
-    """How calls of tools are told from text; see ``ToolCallReader``."""
+    """Options for parsing tool calls; see ``ToolCallReader``."""
 
     form: CallForm
     most: int | None = None
@@ -59,20 +59,20 @@ class ReadCalls:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a request wants to be answered."""
+    """Requested form of a response."""
 
     stream: bool
-    include_usage: bool = False  # a stream ends with the usage
-    reports_usage: bool = False  # and every chunk holds it as far as it is known
-    echoes: Sequence[str] = ()  # what the text of each choice begins with
-    prediction: Predicted | None = None  # of the output
-    reasoning: ReadReasoning | None = None  # None: there is none
-    calls: ReadCalls | None = None  # None: none are read out of the text
-    shape: StreamShape = field(default_factory=StreamShape)  # of a stream
-    ids: EventIds | None = None  # of its events; None: they have none
+    include_usage: bool = False  # end the stream with a usage chunk
+    reports_usage: bool = False  # put the usage so far into every chunk
+    echoes: Sequence[str] = ()  # text that each choice begins with; empty without ``echo``
+    prediction: Predicted | None = None  # predicted output
+    reasoning: ReadReasoning | None = None  # None if the output has no reasoning
+    calls: ReadCalls | None = None  # None if tool calls are not parsed
+    shape: StreamShape = field(default_factory=StreamShape)  # padding and cadence of the stream
+    ids: EventIds | None = None  # generator of event ids; None disables them
 
     async def event(self, chunk: Answer, pauses: Pauses) -> str:
-        """A chunk as it leaves; nothing where it was told before. Raises as ``EventIds.rest``."""
+        """Return the event of a chunk; empty if the client has it already. Raises the errors of ``EventIds.rest``."""
         if self.ids is None:
             return self.shape.pad(await chunk.to_event(self.include_usage, pauses))
         rest = self.ids.rest(chunk)
@@ -80,7 +80,7 @@ class Form:
 
 
 class ChoiceReader:
-    """One choice while it comes: its reasoning, its text and the calls in it, and what came true of a prediction."""
+    """Incremental parser of one choice: reasoning, text, tool calls, and matches of the prediction."""
 
     def __init__(self, form: Form, index: int, answer_id: str) -> None:
         self._name, self._called = f"{answer_id}/{index}", 0
@@ -95,7 +95,7 @@ class ChoiceReader:
         self.match = None if form.prediction is None else PredictionMatch(form.prediction)
 
     def read(self, output: StepOutput) -> list[Part]:
-        """What an output adds: pieces of reasoning, text and arguments, none of them empty, and calls."""
+        """Parse an output and return the new parts; text, reasoning and arguments are never empty."""
         if self.match is not None:
             self.match.push(output.token_ids)
         if self.reasoned is not None:
@@ -123,16 +123,16 @@ class ChoiceReader:
         return found
 
     def reason(self, reason: FinishReason | None) -> Any:
-        """Why the choice ended, in OpenAI's words."""
+        """Return OpenAI's finish reason of the choice."""
         return "tool_calls" if self._called and reason is FinishReason.STOP else reason
 
 
 async def respond(answer: AnswerBuilder, generation: Generation, form: Form) -> Response:
-    """Starts the generation, so that a refusal is an HTTP status also for a stream, and answers with it."""
+    """Run a generation and return its response, whole or streamed."""
     choices = range(generation.num_choices)
     readers = [ChoiceReader(form, index, answer.id) for index in choices]
     if form.stream:
-        await generation.__aenter__()
+        await generation.__aenter__()  # started before the response, so that a refusal has its HTTP status in streams too
         events = _events(answer, generation, readers, form)
         return StreamingResponse(events, media_type="text/event-stream", headers=STREAM_HEADERS)
     pieces: list[list[Part]] = [[] for _ in choices]
@@ -150,7 +150,7 @@ async def respond(answer: AnswerBuilder, generation: Generation, form: Form) -> 
 async def _events(
     answer: AnswerBuilder, generation: Generation, readers: Sequence[ChoiceReader], form: Form
 ) -> AsyncIterator[str]:
-    """The server-sent events of a started generation. A failure is an event with the error, and no ``[DONE]`` follows it."""
+    """Yield the events of a started generation. After a failure, an error event is the last, without ``[DONE]``."""
     include_usage, shape = form.include_usage, form.shape
     opened, called = [False] * len(readers), [0] * len(readers)
     outputs = shape.outputs(generation.outputs(), len(readers))
@@ -165,7 +165,7 @@ async def _events(
             pieces: list[Part] = readers[index].read(output)
             untold = output.logprobs or output.report or output.prompt_logprobs
             if (untold or shape.has_period) and not (pieces and isinstance(pieces[0], str | Thought)):
-                pieces = ["", *pieces]  # they come with text, be it none
+                pieces = ["", *pieces]  # logprobs and reports are sent with text, which may be empty
             for piece in pieces:
                 if isinstance(piece, Call | Arguments):
                     called[index] += isinstance(piece, Call)

@@ -1,4 +1,4 @@
-"""Answers in the shapes of OpenAI's Responses API: one object, or the events by which it comes to be."""
+"""Responses in the format of OpenAI's Responses API, as one object or as events."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cluster.serving.generation import Generation
 from decoding.request import FinishReason, StepReport
 from engine.loading.model_info import ModelInfo
 
-# Of the kinds of items: what their ids begin with, and the events of their content.
+# By item type: prefix of its ids, and name of its content events.
 _KINDS = {
     "reasoning": ("rs", "reasoning_text"), "message": ("msg", "output_text"), "function_call": ("fc", "function_call_arguments"),
 }  # fmt: skip
@@ -37,46 +37,44 @@ Ending = Literal["completed", "incomplete", "failed"]
 
 
 class ResponseObject(BaseModel):
-    """An answer, as the OpenAPI document tells of it; there are more fields than these."""
+    """Response object. It has more fields than those listed here."""
 
     id: str
     object: Literal["response"]
-    created_at: int  # seconds since 1970
+    created_at: int  # Unix time in seconds
     model: str
     status: Literal["in_progress", "completed", "incomplete", "failed"]
-    lossless: bool  # as in chats
-    output: list[Item]  # of type reasoning, message and function_call
+    lossless: bool  # same as in chats
+    output: list[Item]  # items of type reasoning, message and function_call
     incomplete_details: dict[str, str] | None
     error: dict[str, str] | None
     usage: dict[str, Any] | None
-    speculation: Reported | None = None  # the steps that it comes from, where the request asks for them
+    speculation: Reported | None = None  # draft report, on request
 
 
 class ResponseBuilder:
-    """Builds one answer, part by part. What it gives are the events of the parts; who does not stream leaves them."""
+    """Builder of one response. Its methods yield the events of each part, which callers without streaming discard.
+
+    Args:
+        answer_id: response id, by which the client can delete its texts.
+        created: Unix time in seconds.
+    """
 
     def __init__(self, answer_id: str, created: int, body: ResponsesRequest, info: ModelInfo) -> None:
-        """
-        Args:
-            answer_id: what the client sees, and what its texts are deleted by.
-            created: seconds since 1970.
-            body: of the request.
-            info: the model.
-        """
         self.id = answer_id
         self._fields = {
             "id": answer_id, "object": "response", "created_at": created, "model": info.served_name,
             "lossless": info.is_lossless(body.drafting.strategy, body.drafting.max_draft_tokens), **told(body),
         }  # fmt: skip
         self._output: list[Item] = []
-        self._is_open = False  # the last of the output goes on
-        self._texts: list[str] = []  # of the open item
-        self._number = 0  # of the next event
-        self._steps: list[bytes] = []  # what they report, written
-        self.pauses = Pauses()  # of the work on it
+        self._is_open = False  # whether the last item is unfinished
+        self._texts: list[str] = []  # texts of the open item
+        self._number = 0  # sequence number of the next event
+        self._steps: list[bytes] = []  # step reports as JSON
+        self.pauses = Pauses()
 
     def response(self, status: str, usage: Usage | None = None, error: errors.ApiError | None = None) -> Event:
-        """The answer as it is."""
+        """Return the response object in its current state."""
         reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
         failure = None if error is None else {"code": "server_error", "message": error.body()["error"]["message"]}
         whole = {**self._fields, "status": status, "error": failure, "incomplete_details": reason, "output": list(self._output)}
@@ -85,17 +83,17 @@ class ResponseBuilder:
         return {**whole, "usage": None if usage is None else _usage(usage)}
 
     def begin(self) -> Iterator[Event]:
-        """The first events."""
+        """Yield the first events."""
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self.response("in_progress"))
 
     def report(self, step: StepReport | None) -> None:
-        """Takes in what a step reports, if anything."""
+        """Store the report of a step, if any."""
         if step is not None:
             self._steps.append(reported_step(step))
 
     def push(self, part: Part) -> Iterator[Event]:
-        """The events of the next part."""
+        """Add a part and yield its events."""
         if isinstance(part, Call):
             yield from self._end_item("completed")
             yield from self._begin_item("function_call", call_id=part.id, name=part.name)
@@ -111,7 +109,7 @@ class ResponseBuilder:
             yield self._event(f"response.{_KINDS[kind][1]}.delta", **self._place(), delta=text, **_beside(kind))
 
     def tick(self) -> Iterator[Event]:
-        """An event where there is nothing new."""
+        """Yield an event without new content, for streams with a cadence."""
         kind = self._output[-1]["type"] if self._is_open else None
         if kind in ("reasoning", "message"):
             yield from self.push(Thought("") if kind == "reasoning" else "")
@@ -119,7 +117,7 @@ class ResponseBuilder:
             yield self._event("response.in_progress", response=self.response("in_progress"))
 
     def end(self, ending: Ending, usage: Usage | None, error: errors.ApiError | None = None) -> Iterator[Event]:
-        """The last events. An answer without anything is a message without text."""
+        """Yield the last events. An empty response gets one message without text."""
         if not self._output and ending != "failed":
             yield from self._begin_item("message")
         yield from self._end_item("completed" if ending == "completed" else "incomplete")
@@ -164,7 +162,7 @@ class ResponseBuilder:
 
 
 async def respond_items(answer: ResponseBuilder, generation: Generation, form: Form) -> Response:
-    """Starts the generation, of one choice, and answers with it; as ``respond`` does."""
+    """Run a generation of one choice and return its response, like ``respond``."""
     reader = ChoiceReader(form, 0, answer.id)
     if form.stream:
         await generation.__aenter__()
@@ -185,7 +183,7 @@ async def respond_items(answer: ResponseBuilder, generation: Generation, form: F
 
 
 async def _events(answer: ResponseBuilder, generation: Generation, reader: ChoiceReader, form: Form) -> AsyncIterator[str]:
-    """The server-sent events of a started generation; a failure is the last of them."""
+    """Yield the events of a started generation; after a failure, ``response.failed`` is the last."""
     outputs = form.shape.outputs(generation.outputs(), 1)
     ending: Ending = "completed"
     try:
@@ -223,7 +221,6 @@ def _json(value: Any) -> bytes:
 
 
 def _beside(kind: str) -> Event:
-    """What the events of a text have beside it."""
     beside: dict[str, Event] = {"message": {"content_index": 0, "logprobs": []}, "reasoning": {"content_index": 0}}
     return beside.get(kind, {})
 

@@ -1,10 +1,10 @@
-"""Streams that go on where a client was cut off, by SSE's means: events have ids, and ``Last-Event-ID`` sends the last one back.
+"""Resumption of interrupted streams with SSE event ids: the client sends the last id back in ``Last-Event-ID``.
 
-Outputs are a function of prompt, parameters and seed. So an id holds all that another process needs, and nothing is kept: the id
-of the answer, from which a seed and the ids of calls follow, and how much was told of each choice. The answer is computed again
-from its beginning, and what was told is left out. That is counted in units that do not depend on how steps cut an output, and has
-a checksum: where the text comes out otherwise than it was told, the stream ends with an error. Another model goes on with none.
-An id ends with a signature by a key of the API processes: only what one of them sent is taken back.
+Outputs are a function of prompt, parameters and seed. So an event id holds all that any API process needs, and the server stores
+nothing: the response id, from which the seed and the ids of tool calls follow, and the amount sent of each choice. The response
+is generated again from its beginning, and the part that was sent is skipped. The amounts are in units that do not depend on the
+division into steps, and have a checksum: if the text differs, the stream ends with an error. Streams of other models are refused.
+The id ends with a signature by a key of the API processes, so that clients cannot make ids.
 
 Example: ``chatcmpl-6f...e2.1764000000.91c3a0d2b47f65e8.5d10f3a7.0.2f-5ab1c3d4-c-0-1.SIGNATURE``: 47 characters and 12
 log-probabilities of the only choice, and its role.
@@ -31,8 +31,8 @@ from cluster.serving.generation import Job
 from engine.loading.model_info import ModelInfo
 
 HEADER = "Last-Event-ID"
-MAX_EVENT_ID = 8192  # characters: of as many choices as a request may have it is shorter
-_ROLE, _END, _PROMPT_IDS, _PROMPT_LOGPROBS = 1, 2, 4, 8  # what is told once of a choice
+MAX_EVENT_ID = 8192  # characters; enough for the maximum number of choices
+_ROLE, _END, _PROMPT_IDS, _PROMPT_LOGPROBS = 1, 2, 4, 8  # flags of fields that are sent once per choice
 _ID = re.compile(
     r"(?P<signed>(?P<answer>[a-z]+-[0-9a-f]{32})\.(?P<created>[0-9]{1,12})\.(?P<digest>[0-9a-f]{16})\.(?P<model>[0-9a-f]{8})\.(?P<usage>[01])"
     r"(?P<told>(?:\.[0-9a-f]{1,8}(?:-[0-9a-f]{1,8}){4})+))(?:\.(?P<signature>[0-9a-f]{32}))?"
@@ -42,54 +42,52 @@ _UNSIGNED = "this server signs no events: set OUTRIDER_CACHE_SECRET to the same 
 
 @dataclass(frozen=True, slots=True)
 class StreamHeaders:
-    """What a request says of the events of its stream."""
+    """Request headers that concern the events of a stream."""
 
     accept: str | None = None
     last_event_id: str | None = None
 
     @property
     def wants_ids(self) -> bool:
-        """Whether the client reads events as SSE has them. Many look for ``data: `` alone, and stumble over an id."""
+        """Return whether the client parses SSE properly, by its headers."""
+        # Many clients expect only ``data: `` lines and fail on an id.
         kinds = (kind.partition(";")[0].strip().lower() for kind in (self.accept or "").split(","))
         return self.last_event_id is not None or "text/event-stream" in kinds
 
 
 @dataclass(slots=True)
 class ToldOfChoice:
-    """How much of a choice was told."""
+    """Amount of a choice that was sent to the client."""
 
-    content: int = 0  # characters of reasoning, text and arguments; a call has its name and one more
-    check: int = 0  # CRC-32 of them
-    logprobs: int = 0  # entries
+    content: int = 0  # characters of reasoning, text and arguments; a call adds its name and one more character
+    check: int = 0  # CRC-32 of the content
+    logprobs: int = 0  # number of entries
     token_ids: int = 0
-    once: int = 0  # bits
+    once: int = 0  # flags _ROLE, _END, _PROMPT_IDS and _PROMPT_LOGPROBS
 
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """What all objects of an answer have in common, and where its stream begins."""
+    """Common fields of a response's objects, and the state from which its stream is resumed."""
 
     answer_id: str
-    created: int  # seconds since 1970
-    digest: str = ""  # of the request; none where its events have no ids
-    model: str = ""  # digest of the one that began the stream that is gone on with
-    told: tuple[ToldOfChoice, ...] = ()  # of its choices, by the stream that is gone on with; empty: it begins
-    has_usage: bool = False  # that told the usage
-    key: bytes = dataclasses.field(default=b"", repr=False)  # signs the ids of events
+    created: int  # Unix time in seconds
+    digest: str = ""  # digest of the request; empty if events have no ids
+    model: str = ""  # digest of the model that began the resumed stream
+    told: tuple[ToldOfChoice, ...] = ()  # amounts that the resumed stream sent, by choice; empty for a new stream
+    has_usage: bool = False  # whether the resumed stream sent the usage
+    key: bytes = dataclasses.field(default=b"", repr=False)  # signs event ids
 
     @classmethod
     def of(cls, prefix: str, body: CompletionFields, tenant: str | None, headers: StreamHeaders, key: bytes) -> Beginning:
-        """The beginning of the answer to a request.
+        """Return the beginning of a new or resumed response to a request.
 
         Args:
-            prefix: of the answer's id.
-            body: of the request.
-            tenant: whose it is.
-            headers: of the request.
-            key: signs the ids of events: the same in all API processes, 64 bytes at most. Empty: events have no ids.
+            prefix: prefix of the response id.
+            key: signs event ids; at most 64 bytes, the same in all API processes. Empty disables event ids.
 
         Raises:
-            ApiError: 400, the header is not the id of an event of this request's stream.
+            ApiError: 400 if ``Last-Event-ID`` is not an event id of this request's stream.
         """
         if headers.last_event_id is not None and not key:
             raise _wrong(_UNSIGNED)
@@ -105,7 +103,7 @@ class Beginning:
         return begun if headers.last_event_id is None else begun._gone_on_with(prefix, headers.last_event_id)
 
     def _gone_on_with(self, prefix: str, event_id: str) -> Beginning:
-        """The beginning that an event's id tells of; this one is that of the same request, if it began anew."""
+        """Return the beginning encoded in an event id, which must be of the same request as this new one."""
         found = _ID.fullmatch(event_id)
         if found is None or not found["answer"].startswith(prefix):
             raise _wrong("it is no id of an event that this route sent: send the last one that came, as it came, or leave it out")
@@ -121,19 +119,18 @@ class Beginning:
 
     @property
     def seed(self) -> int:
-        """Of a request that names none: 63 bits that follow from the answer's id, and are as random as that is."""
+        """Return the seed for requests without one: 63 bits of a hash of the random response id."""
         return int.from_bytes(hashlib.blake2b(self.answer_id.encode(), digest_size=8).digest()) >> 1
 
     def events(self, jobs: Sequence[Job], info: ModelInfo, paced: bool) -> EventIds | None:
-        """The ids of the stream's events; None where they have none.
+        """Return the generator of event ids; None if the stream's events have no ids.
 
         Args:
-            jobs: one for each choice.
-            info: of the model.
-            paced: chunks that are empty leave, too.
+            jobs: one job per choice.
+            paced: send empty chunks too (streams with a cadence).
 
         Raises:
-            ApiError: 400, the stream cannot be gone on with.
+            ApiError: 400 if the stream cannot be resumed.
         """
         model = hashlib.blake2b(f"{info.model_revision} {info.tokenizer_revision}".encode(), digest_size=4).hexdigest()
         if self.told and self.model != model:
@@ -146,7 +143,7 @@ class Beginning:
 
 
 def _why_not(job: Job, info: ModelInfo) -> str | None:
-    """Why a choice need not come out as before when it is computed again, or is told by the steps that it comes from."""
+    """Return why a stream is not reproducible and therefore cannot be resumed; None if it is."""
     name = job.strategy or info.strategy
     if job.report:
         return "speculation.report tells of steps, which are others the next time: such a stream cannot be gone on with; ask anew"
@@ -158,7 +155,7 @@ def _why_not(job: Job, info: ModelInfo) -> str | None:
 
 
 def no_resuming(last_event_id: str | None) -> None:
-    """Refuses ``Last-Event-ID`` where no event has an id. Raises ``ApiError`` (400)."""
+    """Raise ``ApiError`` (400) if ``Last-Event-ID`` is sent to a route without event ids."""
     if last_event_id is not None:
         raise _wrong("this route's streams cannot be gone on with: leave it out, or stream /v1/chat/completions")
 
@@ -173,25 +170,24 @@ def _wrong(message: str) -> ApiError:
 
 
 class EventIds:
-    """Gives the events of a stream their ids, and leaves out what was told before."""
+    """Generator of a stream's event ids, which also removes content that was sent before.
+
+    Args:
+        model: digest of the model.
+        choices: number of choices.
+        paced: send text chunks as empty chunks instead of dropping them if all their content was sent before.
+    """
 
     def __init__(self, beginning: Beginning, model: str, choices: int, paced: bool) -> None:
-        """
-        Args:
-            beginning: of the stream.
-            model: digest of it.
-            choices: of the answer.
-            paced: chunks with text of which nothing is left leave empty.
-        """
         self._stream = f"{beginning.answer_id}.{beginning.created}.{beginning.digest}.{model}"
         self._has_usage, self._key = beginning.has_usage, beginning.key
         self._choices = [_ChoiceRest(told, paced) for told in beginning.told or [ToldOfChoice()] * choices]
 
     def rest(self, chunk: Answer) -> Answer | None:
-        """What of the next chunk was not told before, in the same object; None where all of it was.
+        """Remove content that was sent before from the next chunk, in place; return None if nothing is left.
 
         Raises:
-            ApiError: the choice comes out otherwise than it was told.
+            ApiError: the choice differs from the content that was sent.
         """
         if not chunk.choices:
             told, self._has_usage = self._has_usage, True
@@ -200,7 +196,7 @@ class EventIds:
         return chunk if self._choices[choice.index].take(chunk, choice) else None
 
     def line(self) -> str:
-        """The line before an event that says what was told with it."""
+        """Return the ``id:`` line of the next event, which encodes the amounts sent up to and including it."""
         told = (choice.told() for choice in self._choices)
         choices = (f".{one.content:x}-{one.check:x}-{one.logprobs:x}-{one.token_ids:x}-{one.once:x}" for one in told)
         name = f"{self._stream}.{self._has_usage:d}{''.join(choices)}"
@@ -208,20 +204,20 @@ class EventIds:
 
 
 class _ChoiceRest:
-    """What is left to tell of one choice."""
+    """Part of one choice that remains to be sent."""
 
     def __init__(self, before: ToldOfChoice, paced: bool) -> None:
-        self._before, self._seen, self._paced = before, ToldOfChoice(), paced  # told by an earlier stream; computed so far
+        self._before, self._seen, self._paced = before, ToldOfChoice(), paced  # sent by the earlier stream; generated so far
 
     def told(self) -> ToldOfChoice:
-        """What the client knows."""
+        """Return the amounts that the client has."""
         before, seen = self._before, self._seen
         text = max(before, seen, key=lambda one: one.content)
         logprobs, token_ids = max(before.logprobs, seen.logprobs), max(before.token_ids, seen.token_ids)
         return ToldOfChoice(text.content, text.check, logprobs, token_ids, before.once | seen.once)
 
     def take(self, chunk: Answer, choice: Choice) -> bool:
-        """Cuts off the next chunk what was told before; false where nothing is left of it that has to leave."""
+        """Remove content that was sent before from the next chunk; return whether to send the chunk."""
         once, known = _once(chunk, choice), self._before.once
         is_text = not (once & (_ROLE | _END) or choice.delta.tool_calls)
         content, count, ids = _content(choice), _count(choice.logprobs), choice.token_ids or []
@@ -239,13 +235,13 @@ class _ChoiceRest:
         return not gone or gone < whole or (self._paced and is_text)
 
     def _take(self, unit: str, length: int) -> int:
-        """How many of the next units were told before."""
+        """Count the next units, and return how many of them were sent before."""
         seen = getattr(self._seen, unit)
         setattr(self._seen, unit, seen + length)
         return min(length, max(0, getattr(self._before, unit) - seen))
 
     def _take_content(self, content: str) -> int:
-        """As ``_take``. Raises ``ApiError`` where it is not what was told."""
+        """Do the same as ``_take`` for content. Raises ``ApiError`` if it differs from the content that was sent."""
         before, seen = self._before, self._seen
         told = self._take("content", len(content))
         seen.check = zlib.crc32(content[:told].encode(), seen.check)
@@ -261,7 +257,7 @@ class _ChoiceRest:
 
 
 def _once(chunk: Answer, choice: Choice) -> int:
-    """What a chunk tells that is told once."""
+    """Return the flags of a chunk's fields that are sent once per choice."""
     flags = (
         (_ROLE, "role" in choice.delta.model_fields_set),
         (_END, choice.finish_reason is not None),
@@ -272,7 +268,7 @@ def _once(chunk: Answer, choice: Choice) -> int:
 
 
 def _keep_once(chunk: Answer, choice: Choice, told: int) -> None:
-    """Takes out of a chunk what is told once and was told."""
+    """Remove the fields with the flags ``told`` from a chunk."""
     if told & _ROLE:
         choice.delta = Delta()
     if told & _END:
@@ -284,7 +280,7 @@ def _keep_once(chunk: Answer, choice: Choice, told: int) -> None:
 
 
 def _content(choice: Choice) -> str:
-    """What a chunk adds to its choice, as text."""
+    """Return the content that a chunk adds to its choice, as one string."""
     if not choice.delta.tool_calls:
         return choice.text or choice.delta.reasoning or choice.delta.content or ""
     (call,) = choice.delta.tool_calls
@@ -293,7 +289,7 @@ def _content(choice: Choice) -> str:
 
 
 def _keep_content(choice: Choice, left: str) -> None:
-    """Has a chunk add what is left of its content."""
+    """Replace the content of a chunk by its remainder."""
     delta = choice.delta
     if delta.tool_calls:
         more = [{"index": delta.tool_calls[0]["index"], "function": {"arguments": left}}]
@@ -307,5 +303,5 @@ def _keep_content(choice: Choice, left: str) -> None:
 
 
 def _count(logprobs: dict[str, Any] | None) -> int:
-    """Entries of ``logprobs``, in either shape."""
+    """Return the number of entries of ``logprobs``, in either format."""
     return 0 if logprobs is None else len(logprobs["content"] if "content" in logprobs else logprobs["tokens"])

@@ -1,11 +1,10 @@
-"""Padding and cadence of streams, so that sizes and times of packets do not tell what they hold.
+"""Padding and cadence of streams, so that sizes and times of packets do not reveal their content.
 
-Who sees the encrypted packets of a stream sees when they come and how long they are. With speculative decoding both follow the
-number of accepted tokens, and that sequence has been shown to identify prompts (https://arxiv.org/abs/2411.01076). Two guards,
-alone or together (``both``):
+An observer of encrypted packets sees their times and sizes. With speculative decoding both follow the number of accepted tokens,
+and this sequence has been shown to identify prompts (https://arxiv.org/abs/2411.01076). Two guards, alone or together (``both``):
 
-* ``cadence``: tokens leave in one chunk a period, an empty one where nothing is new. When steps end is not seen any more.
-* ``pad``: each event is filled up to a multiple of some bytes by ``obfuscation``, a field of random characters as OpenAI's has.
+* ``cadence``: one chunk per period, empty if there are no new tokens. This hides when steps end.
+* ``pad``: each event is padded to a multiple of some bytes by ``obfuscation``, a field of random characters like OpenAI's.
 
 Example: with 100 ms and 512 bytes, 3 + 5 tokens that came in two steps within a period leave as one chunk of 512 bytes, and so
 do none. What is left to see is how long the answer takes, and a chunk with so much text that it needs another 512 bytes.
@@ -23,20 +22,20 @@ from cluster.http.types.openai import CompletionFields
 from configs.slices import ServerOptions
 from decoding.step_output import StepOutput, merge_outputs
 
-Outputs = AsyncGenerator[tuple[int, StepOutput], None]  # of choices by number
+Outputs = AsyncGenerator[tuple[int, StepOutput], None]  # (index of the choice, output)
 _FIELD = ',"obfuscation":"'
 _TAIL = "}\n\n"
 
 
 @dataclass(frozen=True, slots=True)
 class StreamShape:
-    """How one stream leaves."""
+    """Padding and cadence of one stream."""
 
-    period_s: float | None = None  # of its chunks; None: as the steps end
-    pad_bytes: int | None = None  # lengths of events are multiples of it; None: as they are
+    period_s: float | None = None  # seconds between chunks; None sends chunks as steps end
+    pad_bytes: int | None = None  # event lengths are multiples of it; None disables padding
 
     def pad(self, event: str) -> str:
-        """A server-sent event that holds a JSON object, filled up where that is asked for.
+        """Return an event that holds a JSON object, padded if enabled.
 
         Example: ``data: {"a":1}`` and its two line ends are 15 bytes; with the 17 of an empty field, 32 more make 64.
         """
@@ -48,18 +47,18 @@ class StreamShape:
 
     @property
     def has_period(self) -> bool:
-        """Whether a chunk comes also where there is nothing new."""
+        """Return whether empty chunks are sent."""
         return self.period_s is not None
 
     def outputs(self, outputs: Outputs, choices: int) -> Outputs:
-        """The outputs of ``choices`` choices as they are to leave. Closing it closes ``outputs``."""
+        """Return the outputs of all choices, at the cadence if enabled. Closing the result closes ``outputs``."""
         return outputs if self.period_s is None else paced(outputs, choices, self.period_s)
 
 
 async def paced(outputs: Outputs, choices: int, period_s: float) -> Outputs:
-    """In each period one output of each choice that has not ended: all that came in it, or nothing.
+    """Yield one output per period and unfinished choice: all outputs of the period merged, or an empty one.
 
-    Raises what ``outputs`` raises, after what came before it.
+    Errors of ``outputs`` are raised after the outputs before them.
     """
     arrived: list[list[StepOutput]] = [[] for _ in range(choices)]
 
@@ -72,7 +71,7 @@ async def paced(outputs: Outputs, choices: int, period_s: float) -> Outputs:
     began, tick, live = clock(), 0, set(range(choices))
     try:
         while live:
-            tick = max(tick, int((clock() - began) / period_s)) + 1  # a sleep may end early: no tick comes twice
+            tick = max(tick, int((clock() - began) / period_s)) + 1  # a sleep may end early; no tick may repeat
             await asyncio.sleep(began + tick * period_s - clock())
             complete = reader.done()
             for index in sorted(live):
@@ -82,7 +81,7 @@ async def paced(outputs: Outputs, choices: int, period_s: float) -> Outputs:
                     live.discard(index)
                 yield index, merged
             if complete and live:
-                await reader  # raises why it ended early
+                await reader  # raises the error that ended it early
                 return
         await reader
     finally:
@@ -92,22 +91,18 @@ async def paced(outputs: Outputs, choices: int, period_s: float) -> Outputs:
 
 
 class StreamGuard:
-    """The server's guard, and what single requests may ask of it."""
+    """Stream guard of the server, applied to requests."""
 
     def __init__(self, server: ServerOptions) -> None:
-        """
-        Args:
-            server: ``stream_guard`` and its measures.
-        """
         guard, self._pad_bytes = server.stream_guard, server.stream_pad_bytes
         self._period_s = server.stream_period_s if guard in ("cadence", "both") else None
         self._pads, self._is_on = guard in ("pad", "both"), guard != "none"
 
     def shape(self, body: CompletionFields) -> StreamShape:
-        """How the answer to a request leaves. ``stream_options.include_obfuscation`` decides on the padding, where it is there.
+        """Return padding and cadence of a request's stream; ``stream_options.include_obfuscation`` overrides the padding.
 
         Raises:
-            ApiError: 400, it asks for a report of its steps, which is what the guard hides.
+            ApiError: 400 if the request wants a report of its steps, which the guard hides.
         """
         if self._is_on and body.speculation is not None and getattr(body.speculation, "report", None):
             message = "speculation.report is not to be had here: server.stream_guard hides what steps emit; leave it out"

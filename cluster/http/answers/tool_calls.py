@@ -1,4 +1,4 @@
-"""Calls of tools in the text of a model, in the form that its chat template has it write (``engine.text.chat_format``)."""
+"""Incremental parsers of tool calls, for the formats in ``engine.text.chat_format``."""
 
 from __future__ import annotations
 
@@ -14,41 +14,40 @@ from engine.text.chat_format import CALL_MARKS, CallForm
 
 OPENING, CLOSING = CALL_MARKS["hermes"]
 
-_BETWEEN = " \t\r\n;"  # calls of Llama 3
+_BETWEEN = " \t\r\n;"  # characters between calls of Llama 3
 
-Schemas = Mapping[str, Mapping[str, Any]]  # of the arguments of tools, by name
+Schemas = Mapping[str, Mapping[str, Any]]  # JSON schemas of the arguments, by tool name
 
 
 def call_id(form: CallForm, choice: str, place: int) -> str:
-    """The id of a call in an answer: random as the answer's own is, and the same when it is computed again.
+    """Return the id of a tool call: as random as the response id, and the same if the response is generated again.
 
     Args:
-        form: of the call.
-        choice: in which it is, ``ANSWER_ID/INDEX``.
-        place: of the call among those of the choice.
+        choice: ``ANSWER_ID/INDEX``.
+        place: index of the call in the choice.
     """
     digits = hashlib.blake2b(f"{choice}/{place}".encode(), digest_size=16).hexdigest()
-    return digits[:9] if form == "mistral" else f"call_{digits}"  # the only ids that Mistral's templates take
+    return digits[:9] if form == "mistral" else f"call_{digits}"  # Mistral's templates accept only ids of 9 characters
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call that the model wrote, or its beginning: more of its arguments may follow."""
+    """Tool call, or its beginning, if ``Arguments`` follow."""
 
     name: str
-    arguments: str  # a JSON object, spelled as text
-    id: str = ""  # by which the client answers it; readers leave it out
+    arguments: str  # JSON object as a string
+    id: str = ""  # set by ``ChoiceReader``, not by the parsers
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """More of the arguments of the call before, as the model wrote them."""
+    """More of the previous call's arguments, as the model wrote them."""
 
     text: str
 
 
 def whole_calls(parts: Sequence[Any]) -> list[Call]:
-    """The calls among the parts of an answer, each with all its arguments."""
+    """Return the calls among the parts of a choice, with their complete arguments."""
     found: list[tuple[Call, list[str]]] = []
     for part in parts:
         if isinstance(part, Call):
@@ -59,29 +58,29 @@ def whole_calls(parts: Sequence[Any]) -> list[Call]:
 
 
 class _Taken(NamedTuple):
-    """What stands behind an opening mark, or behind the arguments of a call."""
+    """Parsed text after an opening mark, or after the arguments of a call."""
 
-    calls: list[Call]  # none where it is no call
-    length: int  # characters of it
-    is_begun: bool = False  # the arguments of the last call follow
-    goes_on: bool = False  # something of the call, or of the list that it is in, follows
+    calls: list[Call]  # empty if the text is not a call
+    length: int  # parsed characters
+    is_begun: bool = False  # whether the arguments of the last call follow
+    goes_on: bool = False  # whether more of the list that contains the call follows
 
 
 class _Objects:
-    """Calls that are JSON objects, ``{"name": NAME, "arguments": {...}}``.
+    """Base class for calls that are JSON objects, ``{"name": NAME, "arguments": {...}}``.
 
-    Where an object begins like that, its arguments are told while they come; else it is read when it is complete.
+    If an object has its keys in this order, its arguments are streamed; otherwise it is parsed when it is complete.
     """
 
     _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\<]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
     opening: str
-    _is_open = False  # of the object, what is behind the arguments follows
+    _is_open = False  # whether the end of the object follows, after the arguments
 
     def __init__(self, schemas: Schemas) -> None:
         self._schemas = schemas
 
     def _begun(self, rest: str, start: int) -> _Taken | None:
-        """The call that begins at ``start``, up to its arguments; None where none does as far as it is known."""
+        """Parse the beginning of a call at ``start``, up to its arguments; None if it does not match or is incomplete."""
         head = self._HEAD.match(rest, start)
         if head is None:
             return None
@@ -89,7 +88,7 @@ class _Objects:
         return _Taken([Call(head[1], "")], head.end(), is_begun=True)
 
     def _end_of_object(self, text: str) -> int | None:
-        """Behind the object whose arguments were told; None while it is not complete, 0 where the text is not its end."""
+        """Return the end of the object whose arguments were streamed; None if incomplete, 0 if the text is not its end."""
         bare = text.lstrip()
         if not self._is_open or (bare and bare[0] not in "},"):
             return 0
@@ -100,12 +99,12 @@ class _Objects:
 
 
 class _Hermes(_Objects):
-    """``<tool_call>{JSON}</tool_call>``: Hermes, Qwen and others."""
+    """Format of Hermes, Qwen and others: ``<tool_call>{JSON}</tool_call>``."""
 
     opening = OPENING
 
     def take(self, rest: str) -> _Taken | None:
-        """The calls at the beginning of ``rest``, which follows an opening mark; None while that is not known."""
+        """Parse the calls at the beginning of ``rest``, which follows an opening mark; None if more text is needed."""
         begun = self._begun(rest, len(rest) - len(rest.lstrip()))
         if begun is not None:
             return begun
@@ -116,7 +115,7 @@ class _Hermes(_Objects):
         return _Taken([] if call is None else [call], len(inside) + len(CLOSING))
 
     def behind(self, text: str) -> _Taken | None:
-        """What follows the arguments that were told; None while that is not known."""
+        """Parse the text after streamed arguments; None if more text is needed."""
         end = self._end_of_object(text)
         if end is None:
             return None
@@ -130,9 +129,9 @@ class _Hermes(_Objects):
 
 
 class _Qwen3Coder(_Hermes):
-    """``<tool_call><function=NAME><parameter=NAME>VALUE</parameter></function></tool_call>``, a line for each: Qwen3-Coder.
+    """Format of Qwen3-Coder: ``<tool_call><function=NAME><parameter=NAME>VALUE</parameter></function></tool_call>``.
 
-    A value is text where the tool's schema says so, else JSON where it is that.
+    Each tag is on its own line. A value is a string if the tool's schema says so, or if it is not valid JSON.
     """
 
     _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
@@ -159,14 +158,14 @@ class _Qwen3Coder(_Hermes):
 
 
 class _Json(_Objects):
-    """JSON objects, alone or in a list, behind a mark that has no closing one."""
+    """Base class for JSON objects, alone or in a list, after a mark without a closing mark."""
 
     opening = ""
-    _is_list = False  # they are in one
+    _is_list = False  # whether the objects are in a list
     _scan: _JsonScan | None = None
 
     def take(self, rest: str) -> _Taken | None:
-        """As ``_Hermes.take``."""
+        """Do the same as ``_Hermes.take``."""
         start = len(rest) - len(rest.lstrip())
         if start == len(rest):
             return None
@@ -179,7 +178,7 @@ class _Json(_Objects):
         return self._take_object(rest, start)
 
     def behind(self, text: str) -> _Taken | None:
-        """As ``_Hermes.behind``: in a list, the next call may be there."""
+        """Do the same as ``_Hermes.behind``; in a list, the next call may follow."""
         end = self._end_of_object(text)
         if end is None:
             return None
@@ -199,7 +198,6 @@ class _Json(_Objects):
         return _Taken([], end)
 
     def _take_object(self, rest: str, start: int) -> _Taken | None:
-        """The call that is the object at ``start``."""
         if rest[start] != "{":
             return _Taken([], start)
         begun = self._begun(rest, start)
@@ -216,13 +214,13 @@ class _Json(_Objects):
 
 
 class _Mistral(_Json):
-    """``[TOOL_CALLS][{JSON}, ...]``, or in newer models ``[TOOL_CALLS]NAME[ARGS]{JSON}`` for each call."""
+    """Format of Mistral: ``[TOOL_CALLS][{JSON}, ...]``, in newer models ``[TOOL_CALLS]NAME[ARGS]{JSON}`` per call."""
 
     opening = "[TOOL_CALLS]"
     _NAMED = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\]\w*\s*)?\[ARGS\]\s*(?=\{)")
 
     def take(self, rest: str) -> _Taken | None:
-        """As ``_Hermes.take``."""
+        """Do the same as ``_Hermes.take``."""
         bare = rest.lstrip()
         if not bare or bare[0] in "[{":
             return super().take(rest)
@@ -234,23 +232,22 @@ class _Mistral(_Json):
 
 
 class _Llama3(_Json):
-    """``{"name": ..., "parameters": {...}}`` at the beginning of the text, or behind ``<|python_tag|>``; more after ``;``."""
+    """Format of Llama 3: ``{"name": ..., "parameters": {...}}`` at the start or after ``<|python_tag|>``; more after ``;``."""
 
     opening = "<|python_tag|>"
 
 
-# Of all forms but harmony, for which see harmony.py.
+# Harmony is parsed in harmony.py.
 _FORMS: dict[CallForm, type[_Hermes | _Json]] = {
     "hermes": _Hermes, "qwen3_coder": _Qwen3Coder, "mistral": _Mistral, "llama3_json": _Llama3,
 }  # fmt: skip
 
 
 class ToolCallReader:
-    """Takes the calls out of a text that comes in pieces.
+    """Incremental parser of tool calls.
 
-    A call whose arguments are JSON is told as soon as its name is there and its arguments begin, and these as they come. What
-    stands behind a mark and begins no call, such as JSON without a ``name``, stays text as it was written. Space before a call
-    and at the end of a text with calls is dropped.
+    A call with JSON arguments is reported when its arguments begin, and these are streamed. Text after a mark that is not a call,
+    such as JSON without a ``name``, remains text. Whitespace before a call and at the end of a text with calls is dropped.
 
     Example: ``push("Let me see. <tool")`` gives ``["Let me see."]``, then ``push('_call>{"name": "f", "arguments": {"a"')`` gives
     ``[Call("f", ""), Arguments('{"a"')]``, and ``push(": 1}}</tool_call>")`` gives ``[Arguments(": 1}")]``.
@@ -259,24 +256,23 @@ class ToolCallReader:
     def __init__(
         self, form: CallForm = "hermes", most: int | None = None, schemas: Schemas | None = None, hidden: bool = False
     ) -> None:
-        """
+        """Create a parser for one choice.
+
         Args:
-            form: of the calls.
-            most: calls that are told; those after them are dropped. None: all.
-            schemas: of the arguments of the tools that may be called.
-            hidden: the opening mark is a special token, which is no text where no call follows.
+            most: maximum calls to report, later ones are dropped; None for no limit.
+            hidden: whether the opening mark is a special token, which is dropped from the text if no call follows.
         """
         self._form, self._most, self._mark = _FORMS[form](schemas or {}), most, "" if hidden else _FORMS[form].opening
         self._is_llama = form == "llama3_json"
         self._held = ""
-        self._next = self._is_llama  # a call may begin without a mark
-        self._scan: _JsonScan | None = None  # within the arguments of a call
-        self._is_behind = False  # behind arguments, or a call in a list
-        self._is_told = True  # the last call
-        self.calls = 0  # told so far
+        self._next = self._is_llama  # whether a call may begin without a mark
+        self._scan: _JsonScan | None = None  # set within the arguments of a call
+        self._is_behind = False  # whether the text follows arguments, or a call in a list
+        self._is_told = True  # whether the last call was reported
+        self.calls = 0  # reported calls
 
     def push(self, text: str) -> list[str | Call | Arguments]:
-        """What is known of the text so far and was not given before. Pieces of text and of arguments are not empty."""
+        """Parse more text and return the new parts; text and arguments are never empty."""
         self._held += text
         found: list[str | Call | Arguments] = []
         while True:
@@ -297,7 +293,7 @@ class ToolCallReader:
             elif (place := self._begin()) is not None:
                 before, rest = self._held[: place[0]], self._held[place[1] :]
                 taken = self._form.take(rest)
-                marked = before if place[0] < place[1] else ""  # without a mark it is what stands between two calls
+                marked = before if place[0] < place[1] else ""  # without a mark, it is only the separator of two calls
                 if taken is None:
                     if kept := marked.rstrip():
                         found.append(kept)
@@ -320,9 +316,9 @@ class ToolCallReader:
         return found
 
     def finish(self) -> list[str | Call | Arguments]:
-        """What was held back, when the text has ended."""
+        """Return the parts that were held back. Call it when the text has ended."""
         left, self._held = self._held, ""
-        if self._is_behind:  # what ends a call is no text, be it whole or not
+        if self._is_behind:  # the end of a call is not text, even if it is incomplete
             bare = left.lstrip(" \t\r\n},]")
             return [left] if bare and not CLOSING.startswith(bare) else []
         if self._mark == "" and left:
@@ -330,7 +326,7 @@ class ToolCallReader:
         return [left] if left and not (self.calls and not left.strip(_BETWEEN if self._next else None)) else []
 
     def _tell(self, taken: _Taken, text: str, found: list[str | Call | Arguments]) -> None:
-        """Tells the calls at the beginning of a text, of which the rest is held."""
+        """Report the calls at the beginning of a text, and hold back the rest."""
         for call in taken.calls:
             self._is_told = self._most is None or self.calls < self._most
             if self._is_told:
@@ -340,7 +336,7 @@ class ToolCallReader:
         self._scan, self._is_behind = _JsonScan(0) if taken.is_begun else None, taken.goes_on and not taken.is_begun
 
     def _begin(self) -> tuple[int, int] | None:
-        """Where what may be a call begins, and where its mark ends; None where the text holds none."""
+        """Return the start of a possible call and the end of its mark; None if there is no call."""
         place = self._held.find(self._form.opening)
         if self._next:
             bare = self._held.lstrip(_BETWEEN if self.calls else None)
@@ -349,24 +345,25 @@ class ToolCallReader:
         return None if place < 0 else (place, place + len(self._form.opening))
 
     def _unsure(self) -> int:
-        """Length of the end of the text that may belong to a call."""
+        """Return the length of the text's end that may belong to a call."""
         if self._next and self.calls and not self._held.strip(_BETWEEN):
             return len(self._held)
         return held_back(self._held, self._form.opening)
 
 
 class _JsonScan:
-    """Finds the end of a JSON object in a text that grows at its end.
+    """Incremental search for the end of a JSON object. Text with ``<`` outside strings is not JSON, and ends there.
 
-    A text that is no JSON may have ``<`` outside of its strings: it ends there.
+    Args:
+        start: start of the object, or of its remainder.
+        depth: open brackets before ``start``.
     """
 
     def __init__(self, start: int, depth: int = 0) -> None:
-        """Of the object that begins at ``start``; with a depth, of one that has begun before."""
         self.at, self._depth, self._is_text, self._is_escaped = start, depth, False, False
 
     def end(self, text: str) -> int | None:
-        """Behind the object; None while it is not complete. ``at`` is behind what was looked at."""
+        """Return the end of the object in the text so far; None if it is incomplete. ``at`` is the end of the scanned text."""
         while self.at < len(text):
             character = text[self.at]
             if self._is_text:
@@ -391,7 +388,6 @@ class _JsonScan:
 
 
 def _loaded(text: str) -> Any:
-    """The value of a JSON text; None where it is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -402,13 +398,13 @@ def _call(data: Any) -> Call | None:
     if not isinstance(data, dict) or not isinstance(data.get("name"), str) or not data["name"]:
         return None
     arguments = data.get("arguments", data.get("parameters", {}))
-    if isinstance(arguments, str):  # some models spell the object as text
+    if isinstance(arguments, str):  # some models write the object as a string
         return Call(data["name"], arguments)
     return Call(data["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
 
 
 def _value(text: str, schema: Mapping[str, Any]) -> Any:
-    """A value that stands in a text without quotes, by its schema."""
+    """Parse an unquoted value by its schema."""
     choices = schema.get("enum")
     if schema.get("type") == "string" or (isinstance(choices, list) and text in choices):
         return text

@@ -1,5 +1,5 @@
-"""What bodies of requests may hold, each field bounded.
+"""Request bodies, with bounds on every field.
 
 In: JSON.
-Out: checked types.
+Out: validated types.
 """

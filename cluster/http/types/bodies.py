@@ -1,4 +1,4 @@
-"""Which bodies are sent where, and the names of their fields."""
+"""Request body types by route, and the names of their fields."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ BODIES: dict[str, type[Strict]] = {
     "/responses": ResponsesRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
-}  # by the end of the path that they are sent to
+}  # by the end of the URL path
 
 
 def known_names(url_path: str, path: Sequence[int | str]) -> list[str]:
-    """The names a field at ``path`` of a request to ``url_path`` may have."""
+    """Return the valid field names at ``path`` in a request to ``url_path``."""
     kinds = (kind for ending, kind in BODIES.items() if url_path.endswith(ending))
     kind: type[Strict] = next(kinds, CompletionRequest)
     for step in path[:-1]:
@@ -29,7 +29,7 @@ def known_names(url_path: str, path: Sequence[int | str]) -> list[str]:
 
 
 def _model_in(annotation: Any) -> type[Strict] | None:
-    """The kind of objects that a field holds, alone or in a list."""
+    """Return the type of the objects that a field holds, directly or in a list."""
     if isinstance(annotation, type) and issubclass(annotation, Strict):
         return annotation
     inner = (_model_in(argument) for argument in get_args(annotation))

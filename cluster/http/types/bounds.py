@@ -1,6 +1,6 @@
-"""Table of the bounds of all request fields, read off the types that check them.
+"""Table of the bounds of all request fields, derived from the types that validate them.
 
-Bounds of a whole request are ``chat.MAX_ALL_PARTS``, ``openai.MAX_TOLD`` and those of ``cluster.http.checked_bodies``.
+``chat.MAX_ALL_PARTS``, ``openai.MAX_TOLD`` and ``cluster.http.checked_bodies`` bound whole requests.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ BODIES: tuple[Any, ...] = (
 
 
 class UnboundedError(TypeError):
-    """A text, list, object or number of a request that has no bound; the message is its path."""
+    """Raised for a request field without a bound; the message is its path."""
 
 
 def bounds() -> dict[str, tuple[str, ...]]:
-    """The fields by their bound, in the words of the documentation.
+    """Return the fields by bound, as the documentation words the bounds.
 
     Example: ``{"at most 4 items": ("stop",), "1 to 4096 characters": ("stop", "stop[]"), ...}``.
 
     Raises:
-        UnboundedError: a field has none.
+        UnboundedError: a field has no bound.
     """
     found: dict[str, dict[str, None]] = {}
     for kind in BODIES:
@@ -40,7 +40,7 @@ def bounds() -> dict[str, tuple[str, ...]]:
 
 
 def _walk(node: Mapping[str, Any], definitions: Mapping[str, Any], path: str) -> Iterator[tuple[str, str]]:
-    """Path and bound of a field, and of those within it. What has a list of values needs none."""
+    """Yield path and bound of a field and of its nested fields. Enumerated values need no bound."""
     if "$ref" in node:
         node = definitions[node["$ref"].rpartition("/")[2]]
     for option in (*node.get("anyOf", ()), *node.get("oneOf", ())):
@@ -65,7 +65,7 @@ def _bound(node: Mapping[str, Any], path: str) -> str:
         lows = [_number(node["minimum"])] if "minimum" in node else []
         lows += [f"above {_number(node['exclusiveMinimum'])}"] if "exclusiveMinimum" in node else []
         highs = [node["maximum"]] if "maximum" in node else []
-        highs += [node["exclusiveMaximum"] - 1] if "exclusiveMaximum" in node else []  # of integers
+        highs += [node["exclusiveMaximum"] - 1] if "exclusiveMaximum" in node else []  # exclusive maxima occur for integers only
         if not lows or not highs:
             raise UnboundedError(path)
         return f"{lows[0]} to {_number(highs[0])}"

@@ -1,4 +1,4 @@
-"""Messages, tools and prediction of a chat request."""
+"""Messages, tools and predicted output of a chat request."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pydantic_core import CoreSchema
 from cluster.http.types.strict import JsonObject, Name, Strict, Text, checked_json, unsupported
 
 MAX_MESSAGES = 4096
-MAX_PARTS = 1024  # of a message
-MAX_ALL_PARTS = 8192  # and calls of tools, of all messages of a request
-MAX_TOOLS = 128  # as OpenAI; and calls of one message
+MAX_PARTS = 1024  # content parts of a message
+MAX_ALL_PARTS = 8192  # content parts and tool calls of all messages of a request
+MAX_TOOLS = 128  # tools of a request (OpenAI's limit), and tool calls of one message
 
 
 class TextPart(Strict):
-    """A piece of a message. Images, sound and files are not supported."""
+    """Text part of a message. Images, audio and files are not supported."""
 
     type: Literal["text"]
     text: Text
@@ -29,15 +29,15 @@ Content = Text | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast
 
 
 def text_of(content: str | Sequence[TextPart]) -> str:
-    """A content as one string."""
+    """Return the text of a message's content."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class FunctionCall(Strict):
-    """What the assistant called in an earlier turn."""
+    """Function and arguments of an earlier tool call."""
 
     name: Name
-    arguments: Text  # a JSON object, spelled as text
+    arguments: Text  # JSON object as a string
 
     @field_validator("arguments")
     @classmethod
@@ -53,7 +53,7 @@ class FunctionCall(Strict):
 
 
 class ToolCall(Strict):
-    """A call in an earlier turn of the assistant."""
+    """Tool call in an earlier message of the assistant."""
 
     id: Name
     type: Literal["function"] = "function"
@@ -61,7 +61,7 @@ class ToolCall(Strict):
 
 
 class ChatMessage(Strict):
-    """One turn of a conversation."""
+    """One message of a conversation."""
 
     NO_OPS: ClassVar[dict[str, tuple[Any, ...]]] = {
         "name": (),
@@ -72,11 +72,11 @@ class ChatMessage(Strict):
     }
 
     role: Name
-    content: Content  # may be left out, or null, beside tool_calls and reasoning
-    reasoning: Text | None = None  # of the assistant, as it was told; templates decide what they show of it
-    reasoning_content: Text | None = None  # the same by its older name
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None  # of the assistant
-    tool_call_id: Name | None = None  # of a tool: the call that it answers
+    content: Content  # optional with tool_calls or reasoning
+    reasoning: Text | None = None  # earlier reasoning of the assistant; the chat template decides whether to show it
+    reasoning_content: Text | None = None  # older name of reasoning
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None  # assistant messages only
+    tool_call_id: Name | None = None  # tool messages only: the call that the message answers
 
     @model_validator(mode="before")
     @classmethod
@@ -105,7 +105,7 @@ class ChatMessage(Strict):
         return schema
 
     def turn(self) -> dict[str, Any]:
-        """The message as chat templates take it: arguments of calls are objects, as in ``transformers``."""
+        """Return the message for the chat template, with tool call arguments as objects, as in ``transformers``."""
         turn: dict[str, Any] = {"role": self.role, "content": text_of(self.content)}
         if thought := self.reasoning_content or self.reasoning:
             turn |= {"reasoning": thought, "reasoning_content": thought}
@@ -121,41 +121,41 @@ class ChatMessage(Strict):
 
 
 class Function(Strict):
-    """A function that the model may call."""
+    """Function that the model may call."""
 
     name: Annotated[Name, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")]
     description: Text | None = None
-    parameters: JsonObject | None = None  # JSON schema; shown to the model, and enforced where the answer is bound
-    strict: bool | None = None  # calls are of tools that were sent, and this one's arguments valid; see tool_grammar.py
+    parameters: JsonObject | None = None  # JSON schema; enforced if strict or if the response must be a call of the tool
+    strict: bool | None = None  # guarantees that calls name a tool of the request, with valid arguments; see tool_grammar.py
 
 
 class Tool(Strict):
-    """Something that the model may use."""
+    """Tool that the model may use."""
 
     type: Literal["function"]
     function: Function
 
     def shown(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """Return the tool for the chat template."""
         function: dict[str, Any] = {"name": self.function.name, "description": self.function.description or ""}
         return {"type": "function", "function": function | {"parameters": self.function.parameters or _NO_PARAMETERS}}
 
 
 class NamedFunction(Strict):
-    """Which function."""
+    """Name of a function."""
 
     name: Name
 
 
 class NamedTool(Strict):
-    """The one tool that the answer calls."""
+    """Tool that the response must call."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 def check_parts(value: Any, *fields: str) -> Any:
-    """Refuse messages whose lists in ``fields`` hold too many items together, before each of them is checked."""
+    """Raise ``ValueError`` if the lists in ``fields`` of all messages together have too many items."""
     messages = (message for message in value if isinstance(message, dict)) if isinstance(value, list) else ()
     count = sum(len(message[field]) for message in messages for field in fields if isinstance(message.get(field), list))
     if count > MAX_ALL_PARTS:
@@ -174,12 +174,12 @@ _NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
 class Prediction(Strict):
-    """OpenAI's predicted output: a text that the answer may repeat. Here it is the first of the reference documents."""
+    """Predicted output: text that the response may repeat. It is used like a first item of ``reference_documents``."""
 
     type: Literal["content"]
     content: Content
 
     @property
     def text(self) -> str:
-        """The content as one string."""
+        """Return the predicted text."""
         return text_of(self.content)

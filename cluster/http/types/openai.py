@@ -1,6 +1,6 @@
-"""Requests of OpenAI's HTTP API, as far as this server honours them, and of vLLM's ``/tokenize`` and ``/detokenize``.
+"""Requests of OpenAI's HTTP API, and of vLLM's ``/tokenize`` and ``/detokenize``.
 
-A parameter that is not honoured is an error, see ``cluster.http.types.strict``.
+Unsupported parameters are errors, see ``cluster.http.types.strict``.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from cluster.http.types.tool_grammar import CallMarks, tools_grammar
 from decoding.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_CHARS
 from decoding.sources.embeddings import MAX_EMBEDDING
 
-MAX_STOPS = 4  # as OpenAI
+MAX_STOPS = 4  # OpenAI's limit
 MAX_STOP_IDS = 1024
 MAX_BIASES = 1024
 MAX_DOCUMENTS = 1024
-MAX_COMPONENT = 1e6  # of a number in an embedding
+MAX_COMPONENT = 1e6  # absolute value of an embedding's component
 MAX_TIMEOUT_S = 1e9
-MAX_CHOICES = 128  # of one request: its prompts, times n
-MAX_TOLD = 1 << 20  # log-probabilities of an answer, alternatives included, and tokens of reports: 100 MB of JSON
+MAX_CHOICES = 128  # prompts times n of one request
+MAX_TOLD = 1 << 20  # log-probabilities (alternatives included) and reported tokens of a response: 100 MB of JSON
 _COMMON_NO_OPS: dict[str, tuple[Any, ...]] = {"cache_salt": ()}
 _CHAT_NO_OPS: dict[str, tuple[Any, ...]] = _COMMON_NO_OPS | {
     "functions": ([],),
@@ -75,11 +75,11 @@ PromptInput = Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MA
 
 
 class StreamOptions(Strict):
-    """What a stream carries besides the text."""
+    """Options of a stream."""
 
-    include_usage: bool | None = None  # a last chunk with the usage
-    continuous_usage_stats: bool | None = None  # beside include_usage: every chunk holds the usage so far, as vLLM
-    include_obfuscation: bool | None = None  # events are padded; when absent as server.stream_guard says
+    include_usage: bool | None = None  # send a last chunk with the usage
+    continuous_usage_stats: bool | None = None  # vLLM's: usage so far in every chunk; requires include_usage
+    include_obfuscation: bool | None = None  # pad events; default: server.stream_guard
 
     @model_validator(mode="after")
     def _check_usage(self) -> StreamOptions:
@@ -89,55 +89,58 @@ class StreamOptions(Strict):
 
 
 class SpeculationChoice(Strict):
-    """How a request is drafted for, without effect on the distribution of the answer; with a strategy that has one the answer
-    says ``lossless: false``. The configuration bounds both (``speculation``)."""
+    """Speculative decoding of a request.
 
-    strategy: Name | None = None  # one of the server's, listed by /v1/models; its own default when absent
-    max_draft_tokens: Tokens | None = None  # most drafted rows in a step; 0 is plain decoding
-    report: bool | None = None  # the answer says of every token who drafted it; see openai_shapes.py
+    The output distribution does not depend on it, except with lossy strategies, for which the response has ``lossless: false``.
+    The server's configuration limits both options (section ``speculation``).
+    """
+
+    strategy: Name | None = None  # a strategy listed by /v1/models; default: the server's
+    max_draft_tokens: Tokens | None = None  # maximum draft tokens per step; 0 is plain decoding
+    report: bool | None = None  # report the draft source of every token; see openai_shapes.py
 
 
 class CompletionFields(StructuredFields):
-    """What both kinds of completion take."""
+    """Fields of all requests that generate text."""
 
     model: Name
     max_tokens: MostTokens | None = None
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None  # 1.0 when absent; 0 is greedy
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None  # default 1.0; 0 is greedy
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MAX_NUMBER)] | None = None  # 0 and -1: all tokens
+    top_k: Annotated[int, Field(ge=-1, le=MAX_NUMBER)] | None = None  # 0 and -1 disable it
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None  # by token id, written as a string
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None  # choices for each prompt; see job_planner.choice_seed
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None  # drawn when absent
-    min_tokens: Tokens | None = None  # no end token before so many
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None  # keys are token ids as strings
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None  # choices per prompt; see job_planner.choice_seed
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None  # default: random
+    min_tokens: Tokens | None = None  # number of tokens before which no end token is allowed
     stop: Stops | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None  # the text holds what ended it, of stop and stop_token_ids
-    skip_special_tokens: bool | None = None  # true when absent
-    prompt_logprobs: Alternatives | None = None  # as vLLM: of the prompt's tokens, each with so many alternatives
-    return_token_ids: bool | None = None  # as vLLM: the ids of the prompt and of the answer
+    include_stop_str_in_output: bool | None = None  # keep the stop string or stop token in the text
+    skip_special_tokens: bool | None = None  # default true
+    prompt_logprobs: Alternatives | None = None  # vLLM's: alternatives per prompt token
+    return_token_ids: bool | None = None  # vLLM's: return token ids of prompt and output
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # texts the answer may repeat: they speed it up and do not change it
+    # Texts that the response may repeat. They speed up generation and do not change the output.
     reference_documents: Annotated[list[Text], Field(max_length=MAX_DOCUMENTS, fail_fast=True)] | None = None
-    # an embedding of what is asked: past requests of the tenant with one that is near are found by it, and drafted from
+    # Embedding of the request. Outputs of the tenant's past requests with a similar embedding are used as draft sources.
     reference_embedding: Annotated[list[Component], Field(min_length=1, max_length=MAX_EMBEDDING, fail_fast=True)] | None = None
-    cache: CacheChoice | None = None  # whose texts it drafts from, without effect on the answer; see cluster.admission.tenancy
+    cache: CacheChoice | None = None  # allowed draft sources; does not change the output; see cluster.admission.tenancy
     speculation: SpeculationChoice | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None  # lower first; see engine.scheduling_policy
-    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)] | None = None  # seconds, then a 504
-    prompt_cache_key: Name | None = None  # a session, whose requests go to one replica where that can be
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None  # lower runs first; see engine.scheduling_policy
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)] | None = None  # seconds until a 504
+    prompt_cache_key: Name | None = None  # session id; requests of a session go to the same replica if possible
     user: Name | None = None  # opaque label
     safety_identifier: Name | None = None  # opaque label
 
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _check_size(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > MAX_BIASES:  # before each of them has an error of its own
+        if isinstance(value, dict) and len(value) > MAX_BIASES:  # before pydantic reports an error for each of them
             raise ValueError(f"must hold at most {MAX_BIASES} token ids")
         return value
 
@@ -145,7 +148,7 @@ class CompletionFields(StructuredFields):
     @classmethod
     def _check_logit_bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
         for key in value or ():
-            # Short enough for int(), and spelled in one way, so that no two keys mean one token.
+            # Short enough for int(), and in canonical form, so that no two keys name the same token.
             if not (key.isascii() and key.isdigit() and len(key) <= 18 and key == str(int(key))):
                 raise ValueError("must map token ids, written as decimal strings, to numbers")
         return value
@@ -160,7 +163,7 @@ class CompletionFields(StructuredFields):
     @field_validator("stop", mode="before", json_schema_input_type=Stop | Stops | None)
     @classmethod
     def _check_stop(cls, value: Any) -> Any:
-        """Before the type is looked at: a lone string has no place in a list that an error could name."""
+        # Runs before type validation: for a single string, errors must not name a list index.
         texts = [value] if isinstance(value, str) else value
         if texts is None:
             return None
@@ -178,40 +181,40 @@ class CompletionFields(StructuredFields):
 
     @property
     def references(self) -> tuple[str, ...]:
-        """Texts that the answer may repeat, the likeliest first."""
+        """Return the texts that the response may repeat, most likely first."""
         return tuple(self.reference_documents or ())
 
     @property
     def drafting(self) -> SpeculationChoice:
-        """How it is drafted for: the server's own way where nothing was said."""
+        """Return the options for speculative decoding; the defaults if absent."""
         return self.speculation or SpeculationChoice()
 
     @property
     def skips_special(self) -> bool:
-        """Whether the text is without the tokenizer's special tokens."""
+        """Return whether special tokens are left out of the text."""
         return self.skip_special_tokens is not False
 
     @property
     def reports_usage(self) -> bool:
-        """Whether every chunk of a stream holds the usage."""
+        """Return whether every chunk of a stream has the usage."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with a chunk that holds the usage."""
+        """Return whether a stream ends with a usage chunk."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 class CompletionRequest(CompletionFields):
-    """``POST /v1/completions``. Each of several prompts gives ``n`` choices, in order."""
+    """Body of ``POST /v1/completions``. Each prompt gives ``n`` choices, in the order of the prompts."""
 
     NO_OPS = _COMPLETION_NO_OPS
-    PROMPT: ClassVar[str] = "prompt"  # the field that holds it
+    PROMPT: ClassVar[str] = "prompt"  # name of the field with the prompt
 
-    max_tokens: Tokens | None = None  # 0 beside echo only: the prompt alone, to be scored by logprobs
-    prompt: list[Text | CheckedIds]  # also taken: one string, one list of token ids
-    logprobs: Alternatives | None = None  # alternatives of each token; the token itself always comes along
-    echo: bool | None = None  # the text begins with the prompt's
+    max_tokens: Tokens | None = None  # 0 requires echo: returns the prompt only, for scoring with logprobs
+    prompt: list[Text | CheckedIds]  # a single string or list of token ids is accepted too
+    logprobs: Alternatives | None = None  # alternatives per token; the emitted token is always included
+    echo: bool | None = None  # the text begins with the prompt
 
     @field_validator("prompt", mode="before", json_schema_input_type=PromptInput)
     @classmethod
@@ -239,61 +242,61 @@ class CompletionRequest(CompletionFields):
 
     @property
     def most_tokens(self) -> tuple[str, int | None]:
-        """The field that says how long an answer may be, and its value."""
+        """Return the field that limits the output tokens, and its value."""
         return "max_tokens", self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
-        """Alternatives of each token, None for no log-probabilities."""
+        """Return the number of alternatives per token; None without log-probabilities."""
         return self.logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Alternatives of each token of the prompt, None for no log-probabilities."""
+        """Return the number of alternatives per prompt token; None without log-probabilities."""
         wanted = [count for count in (self.prompt_logprobs, self.logprobs if self.echo else None) if count is not None]
         return max(wanted, default=None)
 
 
 class ChatCompletionRequest(CompletionFields):
-    """``POST /v1/chat/completions``."""
+    """Body of ``POST /v1/chat/completions``."""
 
     NO_OPS = _CHAT_NO_OPS
     PROMPT: ClassVar[str] = "messages"
 
     messages: Messages
-    max_completion_tokens: MostTokens | None = None  # the newer name of max_tokens
+    max_completion_tokens: MostTokens | None = None  # newer name of max_tokens
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
-    tools: Tools | None = None  # shown to the model by its chat template
-    # none: the tools are not shown; auto, the default: the model decides; required: the answer is calls; or the one to call
+    tools: Tools | None = None  # given to the chat template
+    # "none": tools are not shown; "auto" (default): the model decides; "required": only tool calls; or the tool to call
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None  # false: of several calls in an answer only the first is told
-    prediction: Prediction | None = None  # a text the answer may repeat: as reference_documents
-    include_reasoning: bool | None = None  # as vLLM; false: the answer is told without the reasoning before it
-    reasoning_effort: Effort | None = None  # a variable of the chat template, as are those that follow
-    chat_template_kwargs: JsonObject | None = None  # as vLLM; enable_thinking above all
+    parallel_tool_calls: bool | None = None  # false returns only the first tool call
+    prediction: Prediction | None = None  # text that the response may repeat, like reference_documents
+    include_reasoning: bool | None = None  # vLLM's: false removes the reasoning from the response
+    reasoning_effort: Effort | None = None  # variable of the chat template
+    chat_template_kwargs: JsonObject | None = None  # vLLM's: variables of the chat template, such as enable_thinking
 
     @property
     def most_tokens(self) -> tuple[str, int | None]:
-        """The field that says how long an answer may be, and its value."""
+        """Return the field that limits the output tokens, and its value."""
         if self.max_completion_tokens is None:
             return "max_tokens", self.max_tokens
         return "max_completion_tokens", self.max_completion_tokens
 
     @property
     def references(self) -> tuple[str, ...]:
-        """The prediction and the documents."""
+        """Return the prediction and the reference documents."""
         predicted = () if self.prediction is None else (self.prediction.text,)
         return (*predicted, *(self.reference_documents or ()))
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
-        """The tools that the model is told of, as chat templates take them."""
+        """Return the tools for the chat template; empty with tool_choice "none"."""
         return [] if self.tool_choice == "none" else [tool.shown() for tool in self.tools or ()]
 
     @property
     def binds_calls(self) -> str | None:
-        """The field that says of which form calls in the answer are; None where none does."""
+        """Return the field that constrains tool calls in the response; None if they are unconstrained."""
         if self.tool_choice not in (None, "none", "auto"):
             return "tool_choice"
         shown = () if self.tool_choice == "none" else self.tools or ()
@@ -301,17 +304,17 @@ class ChatCompletionRequest(CompletionFields):
         return next((f"tools[{index}].function.strict" for index in strict), None)
 
     def calls_grammar(self, marks: CallMarks) -> str:
-        """The grammar of the answer where ``binds_calls``; see ``cluster.http.types.tool_grammar.tools_grammar``."""
+        """Return the grammar of the response if ``binds_calls`` is set; see ``tool_grammar.tools_grammar``."""
         return tools_grammar(self.tools or (), self.tool_choice, self.parallel_tool_calls is False, marks)
 
     @property
     def num_logprobs(self) -> int | None:
-        """Alternatives of each token, None for no log-probabilities."""
+        """Return the number of alternatives per token; None without log-probabilities."""
         return self.top_logprobs or 0 if self.logprobs else None
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Alternatives of each token of the prompt, None for no log-probabilities."""
+        """Return the number of alternatives per prompt token; None without log-probabilities."""
         return self.prompt_logprobs
 
     @model_validator(mode="after")
@@ -343,18 +346,18 @@ class ChatCompletionRequest(CompletionFields):
 
 
 class TokenizeRequest(Strict):
-    """``POST /tokenize``: a prompt as completions take it, or messages as chats do."""
+    """Body of ``POST /tokenize``: a prompt as in completions, or messages as in chats."""
 
     NO_OPS: ClassVar[dict[str, tuple[Any, ...]]] = {"continue_final_message": (False,)}
 
     model: Name | None = None
     prompt: Text | None = None
     messages: Messages | None = None
-    tools: Tools | None = None  # beside messages
-    chat_template_kwargs: JsonObject | None = None  # beside messages, as in chats
-    add_generation_prompt: bool = True  # beside messages: what begins the assistant's message comes last
-    add_special_tokens: bool | None = None  # of a prompt: true when absent. Messages have those of their template
-    return_token_strs: bool | None = None  # the tokens as the vocabulary spells them, too
+    tools: Tools | None = None  # with messages only
+    chat_template_kwargs: JsonObject | None = None  # with messages only
+    add_generation_prompt: bool = True  # with messages only: append the header of the assistant's message
+    add_special_tokens: bool | None = None  # with prompt only; default true
+    return_token_strs: bool | None = None  # return the vocabulary entries of the tokens too
 
     @model_validator(mode="after")
     def _check_input(self) -> TokenizeRequest:
@@ -369,7 +372,7 @@ class TokenizeRequest(Strict):
 
 
 class DetokenizeRequest(Strict):
-    """``POST /detokenize``."""
+    """Body of ``POST /detokenize``."""
 
     model: Name | None = None
     tokens: TokenIds

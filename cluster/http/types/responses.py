@@ -1,4 +1,4 @@
-"""Requests of OpenAI's Responses API. Each becomes a chat: what it asks for is planned, bound and computed as there."""
+"""Requests of OpenAI's Responses API. Each is converted to a chat request and processed like one."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from cluster.http.types.openai import ChatCompletionRequest, CompletionFields, E
 from cluster.http.types.strict import JsonObject, Name, Strict, Text, unsupported
 from cluster.http.types.structured import JsonSchemaFormat, ResponseFormat
 
-MAX_METADATA = 16  # as OpenAI
+MAX_METADATA = 16  # OpenAI's limit
 _UNTOLD: dict[str, tuple[Any, ...]] = {
-    # Of chats and completions; the Responses API has other words for them, or none.
+    # Fields of chats and completions; the Responses API has other names for them, or none.
     "max_tokens": (),
     "n": (1,),
     "response_format": (),
     "prompt_logprobs": (),
     "return_token_ids": (False,),
-    # Of the Responses API.
+    # Unsupported fields of the Responses API.
     "background": (False,),
     "conversation": (),
     "context_management": (),
@@ -48,7 +48,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class InputText(Strict):
-    """A piece of a message, or of what a function answered."""
+    """Text part of a message, or of a function's output."""
 
     NO_OPS: ClassVar[dict[str, tuple[Any, ...]]] = {"prompt_cache_breakpoint": ()}
 
@@ -57,7 +57,7 @@ class InputText(Strict):
 
 
 class OutputText(Strict):
-    """A piece of an earlier answer, as it was told."""
+    """Text part of an earlier response."""
 
     NO_OPS: ClassVar[dict[str, tuple[Any, ...]]] = {"annotations": ([],), "logprobs": ([],)}
 
@@ -66,14 +66,14 @@ class OutputText(Strict):
 
 
 class ThoughtText(Strict):
-    """A piece of earlier reasoning, as it was told."""
+    """Text part of earlier reasoning."""
 
     type: Literal["reasoning_text"]
     text: Text
 
 
 class InputMessage(Strict):
-    """One turn of the conversation."""
+    """One message of the conversation."""
 
     NO_OPS = _ITEM
 
@@ -85,7 +85,7 @@ class InputMessage(Strict):
 
 
 class InputCall(FunctionCall):
-    """What the assistant called."""
+    """Earlier function call by the assistant."""
 
     NO_OPS = _ITEM
 
@@ -96,7 +96,7 @@ class InputCall(FunctionCall):
 
 
 class InputCallOutput(Strict):
-    """What a function answered."""
+    """Output of a called function."""
 
     NO_OPS = _ITEM
 
@@ -108,7 +108,7 @@ class InputCallOutput(Strict):
 
 
 class InputReasoning(Strict):
-    """What the assistant had thought before the items that follow."""
+    """Earlier reasoning of the assistant, before the items that follow."""
 
     NO_OPS: ClassVar[dict[str, tuple[Any, ...]]] = {**_ITEM, "encrypted_content": (), "summary": ([],)}
 
@@ -119,8 +119,7 @@ class InputReasoning(Strict):
 
 
 def _kind(item: Any) -> Any:
-    """The kind of an item of the input; a message may leave it out."""
-    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)  # messages may omit it
 
 
 Item = Annotated[
@@ -137,27 +136,27 @@ Item = Annotated[
 
 
 class ResponseTool(Function):
-    """A function that the model may call."""
+    """Function that the model may call."""
 
     type: Literal["function"]
 
     @model_validator(mode="before")
     @classmethod
     def _check_type(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("type") != "function":  # of another kind all fields would be wrong
+        if isinstance(data, dict) and data.get("type") != "function":  # otherwise every field would be an error
             raise unsupported("type", "type must be 'function': this server calls nothing itself")
         return data
 
 
 class ResponseNamedTool(Strict):
-    """The one function that the answer calls."""
+    """Function that the response must call."""
 
     type: Literal["function"]
     name: Name
 
 
 class TextFormat(Strict):
-    """The form of the answer's text."""
+    """Format of the response's text."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Name | None = None
@@ -173,7 +172,7 @@ class TextFormat(Strict):
         return self
 
     def response_format(self) -> ResponseFormat:
-        """As chats have it."""
+        """Return the equivalent ``response_format`` of a chat."""
         if self.schema_ is None:
             return ResponseFormat(type=self.type)
         schema = {"name": self.name, "description": self.description, "schema": self.schema_, "strict": self.strict}
@@ -181,7 +180,7 @@ class TextFormat(Strict):
 
 
 class TextOptions(Strict):
-    """How the text is to be."""
+    """Options for the response's text."""
 
     NO_OPS: ClassVar[dict[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
 
@@ -189,7 +188,7 @@ class TextOptions(Strict):
 
 
 class ReasoningOptions(Strict):
-    """How much the model is to reason. There are no summaries: what it thought is told as it was."""
+    """Options for reasoning. Reasoning is returned in full, without summaries."""
 
     NO_OPS: ClassVar[dict[str, tuple[Any, ...]]] = {"summary": (), "generate_summary": (), "context": (), "mode": ()}
 
@@ -197,12 +196,12 @@ class ReasoningOptions(Strict):
 
 
 class ResponseStreamOptions(Strict):
-    """What a stream carries besides the answer."""
+    """Options of a stream."""
 
-    include_obfuscation: bool | None = None  # events are padded; when absent as server.stream_guard says
+    include_obfuscation: bool | None = None  # pad events; default: server.stream_guard
 
 
-# Fields of the chat by what they are called here.
+# Pairs of a chat's field and its name in the Responses API.
 _NAMES = (
     ("response_format.json_schema.schema", "text.format.schema"),
     ("response_format", "text.format"),
@@ -214,39 +213,39 @@ _NAMES = (
 
 
 def own_name(field: str | None) -> str | None:
-    """A field of the chat that a request became, by the name that the request has for it.
+    """Return the Responses API's name of a chat field.
 
-    Example: ``tools[0].function.parameters`` is ``tools[0].parameters``. A message is told as the whole ``input``, since items
-    and messages are not the same.
+    Example: ``tools[0].function.parameters`` is ``tools[0].parameters``.
     """
     if field is None:
         return None
     for name, own in _NAMES:
         if field == name or field.startswith((f"{name}.", f"{name}[")):
+            # Items and messages do not correspond one to one, so errors in messages name the whole input.
             return own if own == "input" else own + field[len(name) :]
     return field.replace("].function.", "].") if field.startswith("tools[") else field
 
 
 class ResponsesRequest(CompletionFields):
-    """``POST /v1/responses``."""
+    """Body of ``POST /v1/responses``."""
 
     NO_OPS = _UNTOLD
     PROMPT: ClassVar[str] = "input"
 
     input: Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | Text
-    instructions: Text | None = None  # goes before the input
+    instructions: Text | None = None  # system message before the input
     max_output_tokens: MostTokens | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseNamedTool | None = None
-    parallel_tool_calls: bool | None = None  # false: of several calls only the first is told
+    parallel_tool_calls: bool | None = None  # false returns only the first function call
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    include_reasoning: bool | None = None  # these two as in chats
-    chat_template_kwargs: JsonObject | None = None
-    metadata: Annotated[dict[Name, Name], Field(max_length=MAX_METADATA)] | None = None  # is told again with the answer
-    stream_options: ResponseStreamOptions | None = None  # type: ignore[assignment]  # of another kind than those of chats
-    store: bool | None = None  # true is refused: nothing is kept
-    previous_response_id: Name | None = None  # is refused as well
+    include_reasoning: bool | None = None  # same as in chats
+    chat_template_kwargs: JsonObject | None = None  # same as in chats
+    metadata: Annotated[dict[Name, Name], Field(max_length=MAX_METADATA)] | None = None  # returned with the response
+    stream_options: ResponseStreamOptions | None = None  # type: ignore[assignment]  # has fewer options than in chats
+    store: bool | None = None  # true is refused, because no responses are stored
+    previous_response_id: Name | None = None  # any value is refused, for the same reason
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -264,7 +263,7 @@ class ResponsesRequest(CompletionFields):
     @field_validator("metadata", mode="before")
     @classmethod
     def _check_metadata(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > MAX_METADATA:  # before each of them has an error of its own
+        if isinstance(value, dict) and len(value) > MAX_METADATA:  # before pydantic reports an error for each of them
             lengths = {"field_type": "Dictionary", "max_length": MAX_METADATA, "actual_length": len(value)}
             raise PydanticKnownError("too_long", lengths)
         return value
@@ -290,7 +289,7 @@ class ResponsesRequest(CompletionFields):
 
     @functools.cached_property
     def chat(self) -> ChatCompletionRequest:
-        """The chat that it is."""
+        """Return the equivalent chat request."""
         fields = {name: getattr(self, name) for name in CompletionFields.model_fields if name != "stream_options"}
         form = None if self.text is None else self.text.format
         choice = self.tool_choice
@@ -310,7 +309,7 @@ class ResponsesRequest(CompletionFields):
         return ChatCompletionRequest.model_validate({name: value for name, value in fields.items() if value is not None})
 
     def _messages(self) -> list[dict[str, Any]]:
-        """The conversation. What the assistant thought, said and called in a row is one message."""
+        """Return the messages of the chat. Consecutive reasoning, text and calls of the assistant form one message."""
         messages: list[dict[str, Any]] = []
         thought = ""
         for item in [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input:
@@ -332,7 +331,7 @@ class ResponsesRequest(CompletionFields):
             else:
                 turn["content"] = _text(item.content)
         if self.instructions is not None:
-            if messages and messages[0]["role"] in ("system", "developer"):  # templates take one
+            if messages and messages[0]["role"] in ("system", "developer"):  # templates accept only one system message
                 messages[0]["content"] = f"{self.instructions}\n\n{messages[0]['content']}"
             else:
                 messages.insert(0, {"role": "system", "content": self.instructions})
@@ -349,7 +348,7 @@ def _text(content: str | Sequence[InputText | OutputText | ThoughtText]) -> str:
 
 
 def told(body: ResponsesRequest) -> Mapping[str, Any]:
-    """What an answer says again of its request."""
+    """Return the request fields that the response repeats."""
     choice, form = body.tool_choice or "auto", None if body.text is None else body.text.format
     return {
         "instructions": body.instructions,

@@ -1,10 +1,10 @@
-"""Base of request bodies: strict and bounded. A parameter that is not honoured is an error, never ignored.
+"""Base class and field types of request bodies. Unsupported parameters are errors and never ignored.
 
-``NO_OPS`` lists, for parameters that clients send by habit, the values that ask for nothing. They are taken; any other value is
-refused.
+``NO_OPS`` lists unsupported parameters that clients often send, with the values that have no effect. These values are accepted,
+all others are refused.
 
-Every text, list and number of a request has a bound, and a list is looked at up to its first wrong item only, so that no answer
-about a body is larger than the body. The bounds are told in docs/operations.md, by ``cluster.http.types.bounds``.
+Every string, list and number has a bound, listed in docs/runbook.md by ``cluster.http.types.bounds``. Lists are validated up
+to their first wrong item, so that no error response is larger than the body.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 
 def _encodable(text: str) -> str:
-    """JSON can spell half of a surrogate pair, which is no text: no tokenizer and no response can carry it."""
+    # JSON can contain a lone surrogate, which neither a tokenizer nor a response can encode.
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -37,12 +37,12 @@ def _encodable(text: str) -> str:
     return text
 
 
-MAX_TEXT = 2**22  # characters of a text: a body of the default size holds two of them
-MAX_NAME = 512  # characters of what names something
+MAX_TEXT = 2**22  # characters of a text; a body of the default maximum size has room for two
+MAX_NAME = 512  # characters of a name or id
 MAX_TOKEN_IDS = 2**20
-MAX_NUMBER = 2**31 - 1  # of tokens, and of token ids
-MAX_UNKNOWN = 4  # fields without a meaning that are told of one by one
-MAX_DEPTH, MAX_VALUES, MAX_INTEGER = 64, 20_000, 2**64  # of a JSON object whose form is the client's
+MAX_NUMBER = 2**31 - 1  # number of tokens, or a token id
+MAX_UNKNOWN = 4  # unknown fields that are reported one by one
+MAX_DEPTH, MAX_VALUES, MAX_INTEGER = 64, 20_000, 2**64  # bounds of free-form JSON objects
 
 ENCODABLE = AfterValidator(_encodable)
 Text = Annotated[str, Field(max_length=MAX_TEXT), ENCODABLE]
@@ -51,7 +51,8 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
 
 
 def are_token_ids(value: Any) -> bool:
-    """Return whether a value is a list of one or more token ids. Other threads go on meanwhile, unlike with compiled checks."""
+    """Return whether a value is a non-empty list of token ids."""
+    # Python code, unlike compiled validators, lets other threads run meanwhile.
     return isinstance(value, list) and bool(value) and all(type(item) is int and 0 <= item <= MAX_NUMBER for item in value)
 
 
@@ -61,11 +62,11 @@ def _check_token_ids(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
 
 TokenIds = Annotated[
     list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True), WrapValidator(_check_token_ids)
-]  # checked once
+]  # validated only once: the compiled check runs if the Python check fails
 
 
 def checked_json(value: dict[str, Any]) -> dict[str, Any]:
-    """A JSON object of any form as it is. Raises ``ValueError``: it is too deep or too large, or what stands in it is."""
+    """Return a free-form JSON object unchanged. Raises ``ValueError`` if it, or a value in it, exceeds the bounds."""
     level: list[Any] = [value]
     depth, count = 0, 1
     while level:
@@ -76,7 +77,7 @@ def checked_json(value: dict[str, Any]) -> dict[str, Any]:
         for node in level:
             inner += node.values() if isinstance(node, dict) else node
             if isinstance(node, dict):
-                inner += node  # names are texts, too
+                inner += node  # names are checked like values
         count += len(inner)
         if count > MAX_VALUES:
             raise ValueError(f"must hold at most {MAX_VALUES} names and values")
@@ -102,17 +103,16 @@ JsonObject = Annotated[dict[str, Any], Field(json_schema_extra={"description": J
 
 
 def unsupported(param: str, message: str) -> PydanticCustomError:
-    """The error for a field whose value, or whose company, cannot be had; ``param`` is its name in the model that raises it."""
+    """Return the error for an unsupported value or combination; ``param`` is the field's name in the model that raises it."""
     return PydanticCustomError("unsupported_parameter", "{message}", {"param": param, "message": message})
 
 
 def _same(value: Any, noop: Any) -> bool:
-    """Equality in which true is not 1."""
-    return bool(value == noop) and isinstance(value, bool) is isinstance(noop, bool)
+    return bool(value == noop) and isinstance(value, bool) is isinstance(noop, bool)  # True is not 1
 
 
 class Strict(BaseModel):
-    """A part of a request: unknown fields and values of another type are errors."""
+    """Base class of request bodies and their parts. Unknown fields and values of another type are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     NO_OPS: ClassVar[dict[str, tuple[Any, ...]]] = {}
@@ -137,7 +137,7 @@ class Strict(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """The schema with the values that ask for nothing: the OpenAPI document says all that is taken."""
+        """Return the JSON schema, including the parameters in ``NO_OPS``."""
         schema = handler(core_schema)
         properties = handler.resolve_ref_schema(schema).setdefault("properties", {})
         for name, values in cls.NO_OPS.items():
@@ -147,11 +147,10 @@ class Strict(BaseModel):
 
 @functools.cache
 def _names(kind: type[Strict]) -> frozenset[str]:
-    """The fields of a kind of body, as clients spell them."""
+    """Return the field names of a body type as clients write them (aliases)."""
     return frozenset(field.alias or name for name, field in kind.model_fields.items())
 
 
 @functools.cache
 def _own_names(kind: type[Strict]) -> frozenset[str]:
-    """Those that are taken whatever their value."""
     return _names(kind) - kind.NO_OPS.keys()

@@ -1,4 +1,4 @@
-"""Structured output: OpenAI's ``response_format``, and vLLM's parameters of the same purpose."""
+"""Structured output: OpenAI's ``response_format``, and vLLM's equivalent parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from engine.text.grammar import (
 MAX_CHOICE_TEXTS = 10_000
 
 Pattern = Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS), ENCODABLE]
-Schema = JsonObject | Pattern  # a JSON schema, or its text
+Schema = JsonObject | Pattern  # JSON schema as an object or as text
 Choices = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS), ENCODABLE]],
     Field(min_length=1, max_length=MAX_CHOICE_TEXTS, fail_fast=True),
@@ -30,7 +30,7 @@ Choices = Annotated[
 
 
 class JsonSchemaFormat(Strict):
-    """A schema with a name. It is always enforced, whether ``strict`` or not."""
+    """Named JSON schema. It is always enforced, regardless of ``strict``."""
 
     name: Name | None = None
     description: Text | None = None
@@ -39,7 +39,7 @@ class JsonSchemaFormat(Strict):
 
 
 class ResponseFormat(Strict):
-    """``response_format`` of OpenAI's API."""
+    """Parameter ``response_format`` of OpenAI's API."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
@@ -54,7 +54,7 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    """``structured_outputs`` of vLLM's API: one of these."""
+    """Parameter ``structured_outputs`` of vLLM's API. At most one of its fields may be set."""
 
     NO_OPS: ClassVar[dict[str, tuple[Any, ...]]] = {
         "disable_fallback": (True, False),
@@ -66,17 +66,17 @@ class StructuredOutputs(Strict):
 
     json_: Annotated[Schema | None, Field(alias="json")] = None
     json_object: bool | None = None
-    regex: Pattern | None = None  # of the whole text
+    regex: Pattern | None = None  # must match the whole text
     choice: Choices | None = None
     grammar: Pattern | None = None  # Lark or GBNF
 
 
 class StructuredFields(Strict):
-    """The parameters of a request by which the text of its answer is bound. At most one of them binds it."""
+    """Parameters that constrain the response's text. At most one of them may be set."""
 
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None  # as vLLM
-    guided_json: Schema | None = None  # as older vLLM, like those below
+    structured_outputs: StructuredOutputs | None = None  # vLLM's
+    guided_json: Schema | None = None  # this and the following: names of older vLLM versions
     guided_regex: Pattern | None = None
     guided_choice: Choices | None = None
     guided_grammar: Pattern | None = None
@@ -90,14 +90,14 @@ class StructuredFields(Strict):
 
     @property
     def bound_by(self) -> str | None:
-        """The field that binds the answer; None where any text will do."""
+        """Return the field that constrains the response; None if there is no constraint."""
         return next((field for field, _ in self._bounds()), None)
 
     def grammar(self) -> str | None:
-        """The grammar of the answer, for ``SamplingParams.grammar``; None where any text will do.
+        """Return the grammar of the response for ``SamplingParams.grammar``; None if there is no constraint.
 
         Raises:
-            RequestError: naming the field whose schema, pattern or grammar cannot be enforced, and why.
+            RequestError: a schema, pattern or grammar cannot be enforced; the error names the field.
         """
         for field, build in self._bounds():
             try:
@@ -107,7 +107,7 @@ class StructuredFields(Strict):
         return None
 
     def _bounds(self) -> list[tuple[str, Callable[[], str]]]:
-        """The fields that bind the answer, and what builds their grammars."""
+        """Return the fields that constrain the response, each with a function that builds its grammar."""
         found: list[tuple[str, Callable[[], str]]] = []
         form = self.response_format
         if form is not None and form.type == "json_object":

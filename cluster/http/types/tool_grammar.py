@@ -1,4 +1,4 @@
-"""The grammar of an answer that calls tools: what ``tool_choice`` and ``strict`` bind, in the form of the model's calls."""
+"""Grammars that enforce ``tool_choice`` and ``strict`` tools in the model's own format of tool calls."""
 
 from __future__ import annotations
 
@@ -15,48 +15,49 @@ from engine.text.chat_format import CALL_MARKS, CallForm
 from engine.text.grammar import HARMONY_TEXT, WHITESPACE, GrammarError, harmony_type, json_grammar, lark_grammar
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
-_SPACE = r"/[ \n\r\t]{0,4}/"  # bounded as that within JSON is
+_SPACE = r"/[ \n\r\t]{0,4}/"  # bounded, as whitespace within JSON is
 
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """A tool that the answer may call."""
+    """Tool that the response may call."""
 
     name: str
-    arguments: dict[str, Any] | None  # JSON schema; None: any object
+    arguments: dict[str, Any] | None  # JSON schema; None allows any object
 
 
 @dataclass(frozen=True, slots=True)
 class CallMarks:
-    """How a model writes calls, and which texts are tokens of its own: the library tells these from the same characters in other
-    tokens, and does not count them as text."""
+    """Format of a model's tool calls, and its added tokens.
+
+    llguidance distinguishes an added token from the same characters in other tokens, and does not match it as text.
+    """
 
     form: CallForm = "hermes"
     has_names: bool = False  # see ChatFormat.has_call_names
-    tokens: Mapping[str, int] = field(default_factory=dict)  # all that stand beside the vocabulary
-    shown: Collection[str] = ()  # of these, texts in angle brackets that are no special tokens: they may stand in text
+    tokens: Mapping[str, int] = field(default_factory=dict)  # ids of all added tokens
+    shown: Collection[str] = ()  # added tokens in angle brackets that are not special, and may therefore occur in text
 
     def rule(self, mark: str) -> str:
-        """A mark, be it a token or spelled out."""
+        """Return the grammar rule of a mark, as a token or as its characters."""
         spelled = json.dumps(mark)
         return f"{spelled} | <[{self.tokens[mark]}]>" if mark in self.tokens else spelled
 
 
 def call_grammar(tools: Sequence[Offered], required: bool, single: bool, marks: CallMarks | None = None) -> str:
-    """Text with calls of tools and of nothing else between the marks, for ``SamplingParams.grammar``.
+    """Return the grammar of text with tool calls, for ``SamplingParams.grammar``.
 
     Example: for the tool ``look`` without parameters, required and single, the text ``<tool_call>{"name": "look", "arguments":
     {}}</tool_call>`` is one of the language, with space where JSON may have it. With neither, so is any text before, between and
     behind such calls, as long as it does not hold ``<tool_call>``.
 
     Args:
-        tools: at least one, with schemas that can be enforced.
-        required: the answer is one call or more, and no text; otherwise text and calls may take turns.
+        tools: at least one tool, with enforceable schemas.
+        required: only calls, at least one; if false, text and calls may alternate.
         single: at most one call.
-        marks: of the model.
 
     Raises:
-        GrammarError: all schemas together are more than can be enforced.
+        GrammarError: the schemas together are too large to enforce.
     """
     marks = marks or CallMarks()
     if marks.form == "harmony":
@@ -135,8 +136,10 @@ def _json_rule(schema: Mapping[str, Any]) -> str:
 
 
 def _harmony_rules(tools: Sequence[Offered], required: bool, tokens: Mapping[str, int]) -> list[str]:
-    """Those of a message to a function, with its header; where none is required, messages of text and reasoning may come instead
-    and before. The call ends the answer."""
+    """Return the rules for a harmony message to a function, with its header. The call ends the response.
+
+    Unless a call is required, other messages may precede it, or a final message may replace it.
+    """
     start, channel, message, end = (f"<[{tokens[mark]}]>" for mark in CALL_MARKS["harmony"][:4])
     rules = ["start: tool" if required else "start: before* (tool | final)", "tool: " + _either("tool", len(tools))]
     if not required:
@@ -153,8 +156,10 @@ def _harmony_rules(tools: Sequence[Offered], required: bool, tokens: Mapping[str
 
 
 def _xml_rules(index: int, tool: Offered) -> list[str]:
-    """The rules of a call of Qwen3-Coder's: a parameter after the other, in the order of the schema. Texts stand there as they
-    are, and are bound by an ``enum`` alone; other values are JSON."""
+    """Return the rules for a Qwen3-Coder call, with its parameters in the order of the schema.
+
+    String values are unquoted, and of their schema only ``enum`` is enforced; other values are JSON.
+    """
     schema = tool.arguments or _ANY_OBJECT
     required, definitions = schema.get("required", ()), {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     rules, parts = [f'value_{index}[suffix="\\n</parameter>\\n"]: /(?s:.*)/'], []
@@ -179,18 +184,16 @@ def _xml_rules(index: int, tool: Offered) -> list[str]:
 
 
 def tools_grammar(tools: Sequence[Tool], choice: str | NamedTool | None, single: bool, marks: CallMarks) -> str:
-    """The grammar of the calls that a chat asks for.
+    """Return the grammar of the tool calls that a chat requests.
 
-    The schema of a tool is enforced where the tool is strict or the answer has to call one; else its arguments are any object.
+    A tool's schema is enforced if the tool is strict or a call is required; otherwise the arguments are any object.
 
     Args:
-        tools: of the request.
-        choice: ``required``, the one to call, or else the model decides.
-        single: at most one call; always so of a named tool.
-        marks: of the model.
+        choice: ``required`` or the tool to call; with any other value the model decides.
+        single: at most one call, which always holds for a named tool.
 
     Raises:
-        RequestError: naming the tool whose schema cannot be enforced, and why.
+        RequestError: a schema cannot be enforced; the error names the tool.
     """
     named, required = _binding(choice)
     bound = _bound(tools, choice)
@@ -203,7 +206,7 @@ def tools_grammar(tools: Sequence[Tool], choice: str | NamedTool | None, single:
         _check_schemas(offered)
         return call_grammar(offered, required, single or named is not None, marks)
     except (GrammarError, RecursionError) as error:
-        for place, tool in bound:  # one by one only now: each takes a process
+        for place, tool in bound:  # find the tool at fault; not done before, because each check needs a process
             try:
                 json_grammar(tool.arguments or _ANY_OBJECT)
             except GrammarError as reason:
@@ -212,30 +215,27 @@ def tools_grammar(tools: Sequence[Tool], choice: str | NamedTool | None, single:
 
 
 def _check_schemas(offered: Sequence[Offered]) -> None:
-    """Raises ``GrammarError``: the arguments of one of these tools cannot be held to its schema, or all schemas are too long."""
+    """Raise ``GrammarError`` if a tool's schema cannot be enforced, or all schemas together are too long."""
     rules = [f"tool_{index}: {_json_rule(tool.arguments or _ANY_OBJECT)}" for index, tool in enumerate(offered)]
     lark_grammar("\n".join([f"start: {_either('tool', len(offered))}", *rules]))
 
 
 def faulty_tool(tools: Sequence[Tool], choice: str | NamedTool | None, fault: Callable[[str], str]) -> str | None:
-    """Return the field of the first tool whose schema has a fault by itself; None where only all of them together have one.
+    """Return the field of the first tool with a faulty schema; None if only the combination of all tools is faulty.
 
-    Args:
-        tools: of the request.
-        choice: as ``tools_grammar`` has it.
-        fault: of a grammar, empty for none.
+    ``fault`` returns the error of a grammar, empty if it is valid.
     """
     return next((field for field, tool in _bound(tools, choice) if fault(json_grammar(tool.arguments or _ANY_OBJECT))), None)
 
 
 def _binding(choice: str | NamedTool | None) -> tuple[str | None, bool]:
-    """Return the function that has to be called, if it is a certain one, and whether any has to be."""
+    """Return the name of the function that must be called, if any, and whether a call is required."""
     named = choice.function.name if isinstance(choice, NamedTool) else None
     return named, named is not None or choice == "required"
 
 
 def _bound(tools: Sequence[Tool], choice: str | NamedTool | None) -> list[tuple[str, Offered]]:
-    """Return the tools that may be called, with the schemas that are enforced and their fields."""
+    """Return the fields of the tools that may be called, and the tools with the schemas to enforce."""
     named, required = _binding(choice)
     return [
         (

@@ -1,5 +1,1 @@
-"""Strategies that draft with a second, smaller model.
-
-In: a request.
-Out: a tree, and the rule that verifies it.
-"""
+"""Strategies with a second, smaller draft model. In: a request. Out: a tree, and the rule that verifies it."""

@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     import torch
 
     from decoding.drafters.with_model.draft_probabilities import (
-        DraftDistributions,  # has torch, which those who only check options do not need
+        DraftDistributions,  # imports torch, which checking options does not need
     )
 
 SOURCE = SOURCES.index("draft_model")
 
-# One level of chains: which of the requests have one, all chains, and [n, vocab] what the draft model says at their ends, to
-# what comes next in each: a token, or None where the chain ends without one, and whether another may follow.
+# One level of chains: (indices of n active requests, all chains, [n, vocab] logits at the active chains' ends) -> per active
+# chain its next token, or None to end it, and whether another token may follow.
 NextTokens = Callable[[Sequence[int], Sequence[Sequence[int]], "torch.Tensor"], Sequence[tuple[int | None, bool]]]
 
 
 class ModelDrafter(Drafter):
-    """Asks the draft model for continuations, whose trees say how they are to be verified.
+    """Drafter that queries a draft model for up to ``num_draft_tokens`` tokens in a row. Its trees carry their rule.
 
     A request that the draft model has not caught up with, or that is longer than its context, gets the root alone.
     """
@@ -35,38 +35,31 @@ class ModelDrafter(Drafter):
     needs_logits = True  # a replay of known outputs has no draft model
 
     def __init__(self, num_draft_tokens: int) -> None:
-        """
-        Args:
-            num_draft_tokens: most tokens of a draft, one after the other.
-
-        Raises:
-            ValueError: below 1.
-        """
         check_least(1, num_draft_tokens=num_draft_tokens)
         self._num_draft_tokens = num_draft_tokens
-        self.draft_rows = num_draft_tokens  # strategies with several drafts have more
+        self.draft_rows = num_draft_tokens  # more in strategies with several drafts
         self._distributions: DraftDistributions | None = None
 
     def prepare(self, target: Target) -> None:
-        """Learns the target's end tokens."""
+        """Read the target's end tokens."""
         from decoding.drafters.with_model.draft_probabilities import DraftDistributions
 
         self._distributions = DraftDistributions(target.end_token_ids)
 
     @property
     def model(self) -> DraftModel:
-        """The draft model."""
+        """Return the draft model."""
         assert self.draft_model is not None, "there must be a draft model before the first proposal"
         return self.draft_model
 
     @property
     def distributions(self) -> DraftDistributions:
-        """What the draft model says by the requests' own rules."""
+        """Return the draft model's distributions under the requests' own rules."""
         assert self._distributions is not None, "prepare comes before the first proposal"
         return self._distributions
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int], load: StepLoad | None = None) -> list[DraftTree]:
-        """One tree per request: see ``draft``."""
+        """Return one tree per request: see ``draft``."""
         trees = [DraftTree.chain(request.root, ()) for request in requests]
         asking = [at for at, depth in enumerate(map(self._depth, requests, budgets)) if depth > 0]
         if asking:
@@ -80,7 +73,7 @@ class ModelDrafter(Drafter):
         return trees
 
     def _depth(self, request: Request, budget: int) -> int:
-        """The most tokens to draft one after the other: the token after them takes the last place of the request."""
+        """Return the maximum depth of a draft; the bonus token takes the last place of the request."""
         if budget == 0:
             return 0
         room = self.model.max_model_len - request.num_tokens
@@ -88,25 +81,14 @@ class ModelDrafter(Drafter):
 
     @abstractmethod
     def draft(self, requests: Sequence[Request], depths: Sequence[int], budgets: Sequence[int]) -> list[DraftTree]:
-        """Trees for requests that the draft model is ready for, at least one.
-
-        Args:
-            requests: in any order.
-            depths: most tokens one after the other, at least 1.
-            budgets: most rows below the root, at least as many.
-        """
+        """Return trees for ready requests, at least one, given the maximum depth (at least 1) and rows of each."""
 
     def chains(self, requests: Sequence[Request], depths: Sequence[int], next_tokens: NextTokens) -> list[list[int]]:
-        """A chain for each request, token by token, one forward a level for all of them. It ends with the request's end tokens.
-
-        Args:
-            requests: that are ready.
-            depths: most tokens of each, at least 1.
-            next_tokens: chooses them.
-        """
+        """Draft a chain of at most ``depths`` tokens for each ready request; a chain ends at the request's end tokens."""
         chains: list[list[int]] = [[] for _ in requests]
         ends = [self.distributions.ends(request) for request in requests]
         active = list(range(len(requests)))
+        # One forward per level for all active chains.
         while active:
             logits = self.model.next_logits([requests[at] for at in active], [chains[at] for at in active])
             going = []
@@ -123,6 +105,6 @@ class ModelDrafter(Drafter):
         return () if self._distributions is None else self._distributions.held()
 
     def finish(self, request: Request) -> None:
-        """Drops what is kept of a request. What the draft model computed of it goes when its slot is needed."""
+        """Forget a request. Its KV in the draft model is dropped when the slot is needed."""
         if self._distributions is not None:
             self._distributions.forget(request)

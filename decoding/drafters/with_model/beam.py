@@ -1,4 +1,4 @@
-"""Beam search with a draft model: the likeliest continuations of several tokens, by their joint probability."""
+"""Beam search with a draft model: the likeliest continuations of several tokens, by joint probability."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Noise = Callable[[Request, int, int], torch.Tensor]  # (request, level, n) -> [n
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A continuation, and the log-probability of each of its tokens after the ones before it."""
+    """Continuation with the conditional log-probability of each of its tokens."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -26,7 +26,7 @@ class Beam:
 
 
 def raw_score(request: Request, chains: Sequence[Sequence[int]], logits: torch.Tensor) -> torch.Tensor:
-    """The log-softmax of what the model says, whatever the request's own rules."""
+    """Return the log-softmax of the logits, regardless of the request's rules."""
     return torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
 
 
@@ -39,27 +39,26 @@ def beam_search(
     source: int = 0,
     noise: Noise | None = None,
 ) -> list[Beam]:
-    """The best continuation of each request, one forward a level for all of them.
+    """Return the best continuation of each request, with one forward per level for all of them.
 
-    As for the draft of multi-token joint speculative decoding (arXiv 2407.09722, section 4): the search begins with one beam, the
-    request itself, so that all are different; there is no penalty on length, all being alike long; and a token that ends a text
-    is a token like others. Beams that begin alike share the rows of one tree; those that fell out are not computed again.
+    Used for multi-token joint speculative decoding (arXiv 2407.09722, section 4). The search starts with one beam, so that all
+    beams differ; there is no length penalty, since all have the same length; end tokens are treated like other tokens. Beams with
+    a common prefix share tree rows; dropped beams are not computed again.
 
     Example: after the request, 5 has probability 0.6 and 6 has 0.4; then 7 has 0.5 after 5, and 8 has 0.9 after 6. With one beam
     5 7 is found (0.3), with two 6 8 (0.36): greedy is not the likeliest.
 
     Args:
-        model: that drafts.
-        requests: ready to be drafted for, at least one.
-        depths: tokens wanted behind each, at least 1.
-        beams: kept at each level.
-        score: what beams are scored by; excluded tokens have -inf, and a beam all of whose continuations are excluded ends there.
-        source: id of the drafter, for the rows that are computed.
-        noise: with it the beams of a level are drawn, without replacement, from the softmax of the scores of all continuations
-            (``num_beams`` and ``do_sample`` of ``transformers``): the ``beams`` largest after noise was added are such a draw.
+        requests: ready requests, at least one.
+        depths: tokens per continuation, at least 1.
+        beams: number of beams kept at each level.
+        score: scores of continuations; -inf excludes a token. A beam without any allowed continuation ends.
+        source: source index of the computed rows.
+        noise: if given, the beams of a level are drawn without replacement from the softmax of all continuations' scores
+            (``num_beams`` and ``do_sample`` of ``transformers``), as the ``beams`` largest noisy scores.
 
     Returns:
-        One a request, the likeliest that is left, of as many tokens as asked for, or fewer where every continuation is excluded.
+        The likeliest remaining beam per request, shorter than requested if all continuations were excluded.
     """
     alive = [[Beam((), ())] for _ in requests]
     for level in range(max(depths)):
@@ -73,20 +72,16 @@ def beam_search(
         ]
         for at, tree, logits in zip(active, trees, model.tree_logits(asked, trees), strict=True):
             leaves = [_row_of(tree.tokens.tolist(), tree.parents.tolist(), beam.tokens) for beam in alive[at]]
-            logprobs = score(
-                requests[at], [beam.tokens for beam in alive[at]], logits[torch.tensor(leaves).to(logits.device)]
-            )
+            logprobs = score(requests[at], [beam.tokens for beam in alive[at]], logits[torch.tensor(leaves).to(logits.device)])
             added = None if noise is None else noise(requests[at], level, logprobs.numel()).to(logprobs)
             alive[at] = _extended(alive[at], logprobs, beams, added) or alive[at]
     return [beams_of[0] for beams_of in alive]
 
 
 def _extended(alive: Sequence[Beam], logprobs: torch.Tensor, count: int, noise: torch.Tensor | None = None) -> list[Beam]:
-    """The best continuations by one token, the best first, of equals those of earlier beams; fewer where others are excluded.
+    """Return the best one-token extensions, best first, ties in order of the beams; fewer if others are excluded.
 
-    Args:
-        logprobs: [beams, vocab] of the next token.
-        noise: [beams * vocab] by which they are drawn.
+    ``logprobs`` is [beams, vocab]; ``noise``, [beams * vocab], turns the ranking into a draw.
     """
     scores = logprobs + torch.tensor([beam.score for beam in alive], dtype=logprobs.dtype).to(logprobs.device)[:, None]
     best = torch.topk(scores.flatten() if noise is None else scores.flatten() + noise, min(count, scores.numel()))
@@ -100,7 +95,7 @@ def _extended(alive: Sequence[Beam], logprobs: torch.Tensor, count: int, noise: 
 
 
 def _row_of(tokens: Sequence[int], parents: Sequence[int], path: Sequence[int]) -> int:
-    """The row at the end of a path from the root, in a tree without two children alike."""
+    """Return the row at the end of a path from the root, in a tree without duplicate branches."""
     row = 0
     for token in path:
         row = next(at for at in range(row + 1, len(tokens)) if parents[at] == row and tokens[at] == token)

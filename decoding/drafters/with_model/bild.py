@@ -1,4 +1,4 @@
-"""Big little decoder: a small model goes on as long as it is sure of itself. Lossy."""
+"""Strategy ``bild`` (Big little decoder): the small model continues as long as it is confident. Lossy."""
 
 from __future__ import annotations
 
@@ -17,20 +17,26 @@ VARIANTS = ("original", "mjsd")
 
 
 class BildDrafter(ModelDrafter):
-    """A chain that ends where the draft model is unsure (BiLD, arXiv 2302.07863, sections 3.2 and 3.3).
+    """Chain that ends when the draft model is unsure (BiLD, arXiv 2302.07863, sections 3.2 and 3.3).
 
-    - ``original``: the likeliest tokens, as long as their probability, before temperature and truncation, is at least
-      ``fallback``; the first less likely one is left to the target. The settings of its code are the defaults here.
-    - ``mjsd``: the baseline of arXiv 2407.09722. Tokens are drawn from what the request would draw from, and the chain ends with
-      the first token at which no token has the probability ``fallback``. Its settings: fallback 0.9, rollback 1 to 3 (Llama);
-      fallback 0.3, rollback 2 (OPT).
+    - ``original``: the likeliest tokens while their probability, before temperature and truncation, is at least ``fallback``; the
+      first less likely one is left to the target. The defaults are the settings of its code.
+    - ``mjsd``: the baseline of arXiv 2407.09722. Tokens are drawn from the request's sampling distribution, and the chain ends
+      with the first token at which no token has the probability ``fallback``. Its settings: fallback 0.9, rollback 1 to 3
+      (Llama); fallback 0.3, rollback 2 (OPT).
 
-    What the target finds too unlikely (``rollback``) is replaced, the rest stands: **the output is not the target's**. Rules of
-    the request (bias, penalties, minimum length) hold for drafts as well.
+    Tokens that the target finds too unlikely (``rollback``) are replaced, the others kept: **the output is not the target's**.
+    The request's rules (bias, penalties, minimum length) apply to drafts too.
 
     Example: fallback 0.6, and the draft model's highest probabilities are 0.9, 0.7, 0.5: two tokens are drafted.
 
-    Departure from the original, whose first token is the target's: here the prefill ends with the target's token in any case.
+    Departure from the original, whose first token is the target's: here the prefill always ends with the target's token.
+
+    Args:
+        num_draft_tokens: maximum tokens between two target forwards, at least 1.
+        fallback: minimum confidence of the draft model to continue, 0 to 1.
+        rollback: a draft token is replaced if ``-log`` of its target probability is above this, 0 or more.
+        variant: ``original`` or ``mjsd``.
     """
 
     own_rules = True
@@ -38,16 +44,6 @@ class BildDrafter(ModelDrafter):
     def __init__(
         self, num_draft_tokens: int = 10, fallback: float = 0.6, rollback: float = 5.0, variant: str = "original"
     ) -> None:
-        """
-        Args:
-            num_draft_tokens: most tokens between two forwards of the target, at least 1.
-            fallback: the draft model must be at least so sure to go on, 0 to 1.
-            rollback: a draft token of which the target's ``-log`` probability is above it is replaced, 0 or more.
-            variant: ``original`` or ``mjsd``.
-
-        Raises:
-            ValueError: a value outside its range.
-        """
         super().__init__(num_draft_tokens)
         if not 0.0 <= fallback <= 1.0:
             raise ValueError(f"fallback must be between 0 and 1, got {fallback}")
@@ -88,6 +84,6 @@ class BildDrafter(ModelDrafter):
 
 
 def _confidence(scores: torch.Tensor) -> tuple[float, int]:
-    """The highest probability of a row of logits, and whose it is."""
+    """Return the highest probability of a row of logits, and its token."""
     best = scores.max(dim=-1)
     return float((best.values - scores.logsumexp(dim=-1)).exp()), int(best.indices)

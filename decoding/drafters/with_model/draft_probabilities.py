@@ -1,4 +1,4 @@
-"""What a draft model says, with the request's own bias, penalties and warps: draft tokens are chosen or drawn by it."""
+"""A draft model's distributions under the request's own bias, penalties and warps."""
 
 from __future__ import annotations
 
@@ -15,31 +15,27 @@ from decoding.verify.target_probabilities import request_distribution
 
 
 class DraftDistributions:
-    """A draft model's logits after the rules of the request that it drafts for, at the prefix that they belong to.
+    """Draft model logits after the rules of the request, at the prefix that they belong to.
 
-    A draft that follows the rules is accepted more often. What the rules look back on is kept for each request until it ends.
+    A draft that follows the rules is accepted more often. The rules' state is kept per request until it ends.
     """
 
     def __init__(self, end_token_ids: Collection[int] = ()) -> None:
-        """
-        Args:
-            end_token_ids: the target's own end tokens.
-        """
         self._own_ends = tuple(end_token_ids)
         self._rules: dict[str, LogitRules] = {}
         self._ends: dict[str, frozenset[int]] = {}
 
     def held(self) -> Collection[str]:
-        """The ids of requests of which something is kept."""
+        """Return the ids of requests with state."""
         return self._rules.keys() | self._ends.keys()
 
     def forget(self, request: Request) -> None:
-        """Drops what is kept of a request."""
+        """Drop the state of a request."""
         self._rules.pop(request.request_id, None)
         self._ends.pop(request.request_id, None)
 
     def ends(self, request: Request) -> frozenset[int]:
-        """The tokens that end a request."""
+        """Return the tokens that end a request."""
         ends = self._ends.get(request.request_id)
         if ends is None:
             own = () if request.params.ignore_eos else self._own_ends
@@ -47,13 +43,7 @@ class DraftDistributions:
         return ends
 
     def altered(self, request: Request, chain: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-        """[vocab] logits after grammar, bias, minimum length and penalties.
-
-        Args:
-            request: that is drafted for.
-            chain: drafted tokens behind the request's own, up to the row of the logits.
-            logits: [vocab] what the draft model says there.
-        """
+        """Return [vocab] logits at the end of a chain of drafted tokens, after grammar, bias, minimum length and penalties."""
         params = request.params
         if not params.alters_logits:
             return logits
@@ -66,33 +56,26 @@ class DraftDistributions:
                 rules.push(token)
         barred = self.ends(request) if request.num_output + len(chain) < params.min_tokens else ()
         scores = rules.apply(logits, barred)
-        rules.truncate(request.num_output)  # the chain may be refused
+        rules.truncate(request.num_output)  # the chain may be rejected
         return scores
 
     def choose(self, request: Request, chain: Sequence[int], logits: torch.Tensor) -> int:
-        """The token that the target would choose if it said the same: by the same function, with the same noise."""
+        """Return the token that the target would choose from these logits: by the same function with the same noise."""
         return choose(self.altered(request, chain, logits), request.params, request.num_tokens + len(chain))
 
     def warped(self, request: Request, chain: Sequence[int], logits: torch.Tensor) -> Float64Array:
-        """[vocab] probabilities after the rules, temperature, min-p, top-k and top-p; all on one token for a greedy request."""
+        """Return [vocab] probabilities after rules, temperature, min-p, top-k and top-p; for a greedy request 1 at its token."""
         return request_distribution(self.altered(request, chain, logits), request.params)
 
     def draw(self, request: Request, chain: Sequence[int], logits: torch.Tensor, sequence: int = 0) -> tuple[int, Float64Array]:
-        """A token, and the distribution, [vocab], that it was drawn from.
-
-        Args:
-            request: that is drafted for.
-            chain: drafted tokens up to the row of the logits.
-            logits: [vocab].
-            sequence: which of several independent drafts: each has randomness of its own.
-        """
+        """Draw a token after a chain; return it and its [vocab] distribution. Each ``sequence`` has its own random stream."""
         probs = self.warped(request, chain, logits)
         return self.pick(request, len(chain), probs, sequence), probs
 
     def pick(self, request: Request, depth: int, probs: Float64Array, sequence: int = 0) -> int:
-        """A token with the distribution ``probs``, ``depth`` drafted tokens behind the request's own; see ``draw``."""
+        """Draw a token from ``probs``, at ``depth`` drafted tokens after the request's own; see ``draw``."""
         return pick(probs, uniform(request.params.seed, request.num_tokens + depth, DRAFT + sequence))
 
     def noise(self, request: Request, depth: int, count: int) -> torch.Tensor:
-        """[count] standard Gumbel noise, float64, for what is drawn ``depth`` drafted tokens behind the request's own."""
+        """Return [count] float64 standard Gumbel noise for draws at ``depth`` drafted tokens after the request's own."""
         return torch.from_numpy(gumbel(raw_stream(request.params.seed, request.num_tokens + depth, count, DRAFT)))

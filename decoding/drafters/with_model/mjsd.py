@@ -1,4 +1,4 @@
-"""Multi-token joint speculative decoding: the small model's likeliest continuation, judged as a whole. Lossy."""
+"""Strategy ``mjsd`` (multi-token joint speculative decoding): the likeliest continuation, judged as a whole. Lossy."""
 
 from __future__ import annotations
 
@@ -19,18 +19,25 @@ JOINT_LAWS = ("raw", "warped")
 
 
 class MjsdDrafter(ModelDrafter):
-    """The best of ``beams`` beams of ``num_draft_tokens`` tokens (MJSD, arXiv 2407.09722, section 4).
+    """Best of ``beams`` beams of ``num_draft_tokens`` tokens (MJSD, arXiv 2407.09722, section 4).
 
-    The target keeps the longest prefix of it whose joint probability is more than ``threshold`` times what the draft model gives
-    it (``decoding.verify.rules.MjsdRule``), and adds one token of its own: **the output is not the target's**, but it may be the
-    more likely one. With a threshold of 1 or more nothing is kept, and the output is plain decoding's. The defaults are the
-    paper's.
+    The target keeps its longest prefix whose joint probability is more than ``threshold`` times the draft model's
+    (``decoding.verify.rules.MjsdRule``), and adds its own next token: **the output is not the target's**, but may be more
+    likely. With a threshold of 1 or more nothing is kept, which is plain decoding. The defaults are the paper's.
 
     Example: see ``decoding.drafters.with_model.beam.beam_search`` and ``MjsdRule``.
 
-    Departures from the published code, which draws its beams and compares with the probability that a place among them was
-    drawn: beams are searched for, as the paper says, and drawn where ``do_sample`` asks for it; they begin with one beam, so that
-    all are different; and the draft model's probability is that of the tokens.
+    Departures from the published code, which draws its beams and compares with the probability that a place among them was drawn:
+    beams are searched for, as in the paper, or drawn with ``do_sample``; they start with one beam, so that all differ; and the
+    draft model's probability is that of the tokens.
+
+    Args:
+        num_draft_tokens: length of a beam, at least 1.
+        beams: number of beams kept at each level, at least 1.
+        threshold: on the ratio of joint probabilities; below 0 everything is kept.
+        joint_law: distribution of both models in beam search and test: ``raw``, before temperature and truncation, or ``warped``,
+            the request's sampling distribution. Both include bias, minimum length and penalties.
+        do_sample: draw beams from this distribution, with the request's seed, instead of searching.
     """
 
     own_rules = True
@@ -43,22 +50,10 @@ class MjsdDrafter(ModelDrafter):
         joint_law: str = "raw",
         do_sample: bool = False,
     ) -> None:
-        """
-        Args:
-            num_draft_tokens: length of a beam, at least 1.
-            beams: kept at each level, at least 1.
-            threshold: of the ratio of joint probabilities; below 0 everything is kept.
-            joint_law: what both models' probabilities are in beam search and test: ``raw``, before temperature and truncation,
-                or ``warped``, what the request would draw from. Bias, minimum length and penalties are in both.
-            do_sample: beams are drawn by this law, with the request's seed, instead of searched for.
-
-        Raises:
-            ValueError: a value that is not one of these.
-        """
         super().__init__(num_draft_tokens)
         check_least(1, beams=beams)
         check_choice(JOINT_LAWS, joint_law=joint_law)
-        self.draft_rows = max(1, beams * (num_draft_tokens - 1))  # all beams, sharing nothing; the last tokens are not computed
+        self.draft_rows = max(1, beams * (num_draft_tokens - 1))  # all beams, no shared rows; the last tokens are not computed
         self._beams, self._threshold = beams, threshold
         self._joint_law = cast(Literal["raw", "warped"], joint_law)
         self._do_sample = do_sample

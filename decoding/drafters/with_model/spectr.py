@@ -1,4 +1,4 @@
-"""SpecTr: several sequences drawn independently from a small model, verified together."""
+"""Strategy ``spectr`` (SpecTr): several sequences drawn independently from a small model, verified together."""
 
 from __future__ import annotations
 
@@ -19,33 +19,28 @@ if TYPE_CHECKING:
 class SpectrDrafter(ModelDrafter):
     """``sequences`` continuations of ``num_draft_tokens``, drawn independently (arXiv 2310.15141, sections 4 and 5).
 
-    Sequences that begin alike share rows of one tree, and what the draft model says below a row is computed once. They are
-    verified by K-SEQ (``decoding.verify.rules.KSeqRule``): the output has exactly the target's distribution, but it is another
-    one than the seed's of plain decoding. For a greedy request, of which all sequences are the same, it is plain decoding's.
-
-    Where the budget is smaller than all sequences, fewer are drafted, and at last one that is shorter.
+    Sequences with a common prefix share rows of one tree, and the draft model computes each row once. They are verified by K-SEQ
+    (``decoding.verify.rules.KSeqRule``): the output has exactly the target's distribution, but differs from plain decoding with
+    the same seed. For a greedy request, whose sequences are all equal, it is that of plain decoding. With a small budget fewer
+    sequences are drafted, at last a single shorter one.
 
     Example: sequences 1 2, 1 3 and 4 2 after root 7 are the rows 1, 2 below it, 3 below the 1, 4, and 2 below the 4.
+
+    Args:
+        num_draft_tokens: length of a sequence, at least 1.
+        sequences: at least 1.
     """
 
     own_rules = True
 
     def __init__(self, num_draft_tokens: int = 4, sequences: int = 4) -> None:
-        """
-        Args:
-            num_draft_tokens: length of a sequence, at least 1.
-            sequences: how many, at least 1.
-
-        Raises:
-            ValueError: a value below 1.
-        """
         super().__init__(num_draft_tokens)
         check_least(1, sequences=sequences)
         self._sequences = sequences
-        self.draft_rows = sequences * num_draft_tokens  # all sequences, sharing nothing
+        self.draft_rows = sequences * num_draft_tokens  # all sequences without shared rows
 
     def draft(self, requests: Sequence[Request], depths: Sequence[int], budgets: Sequence[int]) -> list[DraftTree]:
-        """See ``ModelDrafter``. All sequences of a request are of the same length: none is cut at an end token."""
+        """See ``ModelDrafter``. All sequences of a request have the same length: none is cut at an end token."""
         from decoding.verify.rules import KSeqRule
 
         counts = [
@@ -64,7 +59,7 @@ class SpectrDrafter(ModelDrafter):
         return [draft.tree for draft in drafts]
 
     def _extend(self, draft: _Sequences, logits: torch.Tensor) -> None:
-        """Draws the next token of each sequence, ``logits`` [rows, vocab] being those of its tree."""
+        """Draw the next token of each sequence from the [rows, vocab] logits of its tree."""
         request, drawn = draft.request, []
         for number, tokens in enumerate(draft.tokens):
             row = draft.rows[number][-1] if tokens else 0
@@ -75,18 +70,17 @@ class SpectrDrafter(ModelDrafter):
 
 
 class _Sequences:
-    """The sequences of one request on their way, and the tree of them. Its rows keep their numbers while it grows."""
+    """Growing sequences of one request, and their tree. Rows keep their numbers while it grows."""
 
     def __init__(self, request: Request, count: int) -> None:
         self.request = request
         self.tokens: list[list[int]] = [[] for _ in range(count)]
-        self.rows: list[list[int]] = [[] for _ in range(count)]  # of the tree, by sequence and depth
-        self.probs: dict[int, Float64Array] = {}  # by row: what the tokens below it were drawn from
+        self.rows: list[list[int]] = [[] for _ in range(count)]  # tree rows by sequence and depth
+        self.probs: dict[int, Float64Array] = {}  # by row: distribution of the tokens below it
         self.tree = DraftTree.chain(request.root, ())
         self._children: dict[tuple[int, int], int] = {}
 
     def extend(self, drawn: Sequence[int]) -> None:
-        """Appends a token to each sequence."""
         tokens, parents = self.tree.tokens.tolist(), self.tree.parents.tolist()
         for number, token in enumerate(drawn):
             parent = self.rows[number][-1] if self.rows[number] else 0

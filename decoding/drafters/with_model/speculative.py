@@ -1,4 +1,4 @@
-"""Speculative decoding and speculative sampling: a small model drafts a chain, token by token."""
+"""Strategy ``speculative`` (speculative decoding and sampling): a small model drafts a chain, token by token."""
 
 from __future__ import annotations
 
@@ -19,34 +19,28 @@ SAMPLINGS = ("coupled", "greedy", "rejection")
 
 
 class SpeculativeDrafter(ModelDrafter):
-    """A chain of ``num_draft_tokens`` from the draft model (Leviathan et al., arXiv 2211.17192; Chen et al., 2302.01318).
+    """Chain of ``num_draft_tokens`` from the draft model (Leviathan et al., arXiv 2211.17192; Chen et al., 2302.01318).
 
-    How its tokens are chosen is ``sampling``:
+    ``sampling`` selects how its tokens are chosen. A chain ends with an end token.
 
-    - ``coupled``: as the target chooses its own, by the same function with the same noise, that of (seed, position), and by the
-      request's own penalties. Where the models agree on the distribution they choose the same token. Verified by
-      ``verify_exact``: the output is that of the seed, whatever the draft model is.
-    - ``greedy``: the draft model's likeliest token, verified by ``verify_exact`` as well.
-    - ``rejection``: as published. Tokens are drawn from the draft model's warped distribution, with randomness of their own, and
-      verified by rejection sampling. The output has exactly the target's distribution, but it is another one than the seed's of
-      plain decoding. For a greedy request, which draws nothing, it is the same as the others.
+    - ``coupled``: as the target chooses, by the same function with the same noise of (seed, position), and with the request's
+      penalties. If the models' distributions agree they choose the same token. Verified by ``verify_exact``: the output is that
+      of the seed, whatever the draft model.
+    - ``greedy``: the draft model's likeliest token, verified by ``verify_exact``.
+    - ``rejection``: as published. Tokens are drawn from the draft model's warped distribution with separate randomness, and
+      verified by rejection sampling. The output has exactly the target's distribution, but differs from plain decoding with the
+      same seed. For a greedy request it equals the others.
 
     Example: draft distribution 0.6, 0.4, target 0.5, 0.5 at temperature 1. ``rejection`` accepts with 0.5 + 0.4 = 0.9, ``greedy``
     with 0.5. ``coupled`` accepts with the chance that both argmaxes of log-probability and noise agree, 0.83: less than
     ``rejection``, but the text is plain decoding's.
 
-    A chain ends with a token that ends the text.
+    Args:
+        num_draft_tokens: length of the chain, at least 1.
+        sampling: ``coupled``, ``greedy`` or ``rejection``.
     """
 
     def __init__(self, num_draft_tokens: int = 4, sampling: str = "coupled") -> None:
-        """
-        Args:
-            num_draft_tokens: length of the chain, at least 1.
-            sampling: ``coupled``, ``greedy`` or ``rejection``.
-
-        Raises:
-            ValueError: a value that is not one of these.
-        """
         super().__init__(num_draft_tokens)
         check_choice(SAMPLINGS, sampling=sampling)
         self._sampling = sampling
@@ -83,5 +77,5 @@ class SpeculativeDrafter(ModelDrafter):
         return trees
 
     def _takes_likeliest(self, request: Request) -> bool:
-        """Whether the argmax of what the draft model says is drafted as it is."""
+        """Return whether the argmax of the raw draft logits is drafted."""
         return self._sampling == "greedy" or (request.params.greedy and not request.params.alters_logits)

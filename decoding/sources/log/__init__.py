@@ -1,4 +1,4 @@
-"""Past texts as a log of tokens with chains of n-gram occurrences, an implicit trie.
+"""Log of past texts with chains of n-gram occurrences: an implicit trie.
 
 In: outputs.
 Out: branches.

@@ -1,8 +1,7 @@
-"""The arrays of a token log: made empty, and made larger.
+"""Allocation and growth of the arrays of a token log.
 
-A small log is copied where it doubles. From ``LARGE`` positions on it has memory for all that it may hold, of which the system
-gives what is written to: it grows where it lies, and no step copies all of it. Its buckets are as many as its tokens ask for
-(linear hashing): with each block some more are split off.
+A small log is copied when it doubles. From ``LARGE`` positions on, virtual memory is reserved for the full capacity, so no step
+copies all of it. Buckets grow with the tokens by linear hashing: each block splits a few.
 """
 
 from __future__ import annotations
@@ -11,16 +10,16 @@ import numpy as np
 
 from decoding.sources.log.chains import BLOCK, WAYS, Int64Array, LogArrays
 
-LARGE = 1 << 16  # positions; up to here a copy takes a millisecond or two
+LARGE = 1 << 16  # positions; a copy of fewer takes a millisecond or two
 
 
 def _buckets(size: int) -> tuple[int, int, int]:
-    """Buckets of 1-, 2- and 4-grams of a log of ``size`` positions."""
+    """Return the numbers of buckets for the 1-, 2- and 4-grams of a log of ``size`` positions."""
     return min(size, 2**17), max(64, size // 4), max(64, size // 2)
 
 
 def memory_for(size: int) -> LogArrays:
-    """Memory for so many positions, a power of two, without a log in it."""
+    """Allocate memory for ``size`` positions, a power of two."""
     one, two, four = _buckets(size)
     return LogArrays(
         tokens=np.empty(size, np.int32),
@@ -34,7 +33,7 @@ def memory_for(size: int) -> LogArrays:
 
 
 def _beginning(memory: LogArrays, size: int, one: int, two: int, four: int) -> LogArrays:
-    """The arrays of a log of ``size`` positions, with so many buckets, at the beginning of some memory."""
+    """Return views of the first ``size`` positions and of the given numbers of buckets."""
     return LogArrays(
         tokens=memory.tokens[:size],
         back=memory.back[:size],
@@ -47,7 +46,7 @@ def _beginning(memory: LogArrays, size: int, one: int, two: int, four: int) -> L
 
 
 def empty_log(memory: LogArrays, size: int) -> LogArrays:
-    """An empty log of ``size`` positions, a power of two, at the beginning of some memory."""
+    """Initialise an empty log of ``size`` positions, a power of two, at the beginning of ``memory``."""
     arrays = _beginning(memory, size, *_buckets(size))
     arrays.tokens.fill(-1)
     arrays.owners.fill(-1)
@@ -57,7 +56,7 @@ def empty_log(memory: LogArrays, size: int) -> LogArrays:
 
 
 def copied(arrays: LogArrays, memory: LogArrays) -> LogArrays:
-    """A log at the beginning of larger memory."""
+    """Copy a log to the beginning of larger memory."""
     copy = _beginning(memory, len(arrays.tokens), len(arrays.heads1), len(arrays.heads2), len(arrays.heads4))
     for name in LogArrays._fields:
         getattr(copy, name)[:] = getattr(arrays, name)
@@ -65,13 +64,9 @@ def copied(arrays: LogArrays, memory: LogArrays) -> LogArrays:
 
 
 def enlarged(arrays: LogArrays, memory: LogArrays, size: int, bucket_size: int) -> LogArrays:
-    """A log that grows to ``size`` positions within its memory, none of which has been taken twice yet.
+    """Grow a log in place to ``size`` positions, a power of two; its ring must not have wrapped yet.
 
-    Args:
-        arrays: as they are, at the beginning of the memory.
-        memory: of at least ``size`` positions.
-        size: a power of two.
-        bucket_size: there are to be as many buckets as a log of so many positions has, at least as many as there are.
+    The buckets become those of a log of ``bucket_size`` positions; their number must not decrease.
     """
     held, (one, two, four) = len(arrays.tokens), _buckets(bucket_size)
     if size > held:
@@ -84,11 +79,10 @@ def enlarged(arrays: LogArrays, memory: LogArrays, size: int, bucket_size: int) 
 
 
 def _split(heads: Int64Array, held: int, count: int) -> None:
-    """Makes ``count`` buckets of ``held``. A new one begins with the chains of the one of which it was a part (see
-    ``decoding.sources.log.chains.place``): what comes is chained by the new buckets, what was there stays as findable as
-    it was."""
+    """Grow the buckets from ``held`` to ``count``, initialising each new bucket with the chain of the one it is split from."""
     while held < count:
         half = 1 << (held.bit_length() - 1)
         end = min(count, 2 * half)
+        # See ``chains.place``: new tokens use the new buckets, and older tokens stay findable from both.
         heads[held:end] = heads[held - half : end - half]
         held = end

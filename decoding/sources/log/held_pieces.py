@@ -1,4 +1,4 @@
-"""Buffer of pieces of texts that arrived before the piece in front of them."""
+"""Buffer of text pieces that arrived before the piece in front of them."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from bisect import bisect_left
 
 from decoding.tree import Int32Array
 
-HELD_TEXTS, HELD_TOKENS = 256, 1 << 16  # at most so much waits in one history
+HELD_TEXTS, HELD_TOKENS = 256, 1 << 16  # limits per history
 
 
 class HeldPieces:
-    """Keeps pieces until the gap before them is filled. Of too many, those of the text that waits longest are dropped."""
+    """Out-of-order pieces, held until the gap before them is filled; beyond the limits the longest-waiting text is dropped."""
 
     def __init__(self) -> None:
-        self._pieces: dict[int, list[tuple[int, Int32Array]]] = {}  # by offset; the text that waits longest comes first
+        self._pieces: dict[int, list[tuple[int, Int32Array]]] = {}  # pieces by offset; the longest-waiting text first
         self.num_tokens = 0
 
     def __len__(self) -> int:
-        """Texts with pieces behind a gap."""
+        """Return the number of texts with pieces behind a gap."""
         return len(self._pieces)
 
     def hold(self, text: int, offset: int, tokens: Int32Array) -> None:
-        """Keeps a copy of a piece; of two with one offset the longer."""
+        """Store a copy of a piece; of two pieces with one offset the longer is kept."""
         pieces = self._pieces.setdefault(text, [])
         at = bisect_left(pieces, offset, key=_offset)
         known = len(pieces[at][1]) if at < len(pieces) and pieces[at][0] == offset else 0
@@ -32,7 +32,7 @@ class HeldPieces:
             self.drop(next(iter(self._pieces)))
 
     def take(self, text: int, length: int) -> tuple[int, Int32Array] | None:
-        """The first piece, no longer kept, if it begins within or right behind the ``length`` tokens that are there."""
+        """Pop the first piece if it starts within or directly behind the first ``length`` tokens; None otherwise."""
         pieces = self._pieces.get(text)
         if pieces is None or pieces[0][0] > length:
             return None
@@ -43,11 +43,11 @@ class HeldPieces:
         return piece
 
     def drop(self, text: int) -> None:
-        """Forgets the pieces of a text."""
+        """Discard the pieces of a text."""
         self.num_tokens -= sum(len(tokens) for _, tokens in self._pieces.pop(text, ()))
 
     def clear(self) -> None:
-        """Forgets all pieces."""
+        """Discard all pieces."""
         self._pieces.clear()
         self.num_tokens = 0
 

@@ -1,4 +1,4 @@
-"""Frequent n-grams of a block that leaves the log: they are read from it and written again."""
+"""Frequent n-grams of a block that leaves the log: reading them and writing them again."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ from decoding.tree import Int32Array
 
 @compiled
 def survivors(tokens: Int32Array, counts: UInt8Array, oldest: int, start: int, out: Int32Array, out_counts: UInt8Array) -> int:
-    """The runs of a leaving block that were seen more than once, each closed by -1, with half their count.
+    """Collect the runs of a leaving block that were seen more than once, each closed by -1; return the used entries.
 
     Args:
-        oldest: the first position that is still there.
-        start: of the block.
-        out: [m] their tokens; what does not fit is dropped.
-        out_counts: [m] the count of the 4-gram that ends at each, 1 where it only is context.
-
-    Returns:
-        Entries of ``out`` in use.
+        oldest: first position still in the log.
+        start: first position of the block.
+        out: [m] out: tokens; the excess is dropped.
+        out_counts: [m] out: half the count of the 4-gram that ends at each token, at least 1.
     """
     mask = len(tokens) - 1
     used, written = 0, start - 1  # positions up to ``written`` are in ``out``
@@ -50,7 +47,7 @@ def survivors(tokens: Int32Array, counts: UInt8Array, oldest: int, start: int, o
 
 @compiled
 def append_counted(log: PlainArrays, oldest: int, position: int, new: Int32Array, new_counts: UInt8Array) -> None:
-    """Writes runs of tokens from ``position`` on, each token with a count of its own; a -1 leaves a place empty."""
+    """Write runs of tokens from ``position`` on, each token with its own count; -1 leaves a slot empty."""
     for index in range(len(new)):
         if new[index] >= 0:
             append(log, oldest, position + index, new[index : index + 1], int(new_counts[index]))

@@ -1,15 +1,10 @@
-"""An implicit trie of past texts: a log of tokens and chains of where each n-gram occurred.
+"""Implicit trie of past texts: a log of tokens with chains of n-gram occurrences.
 
-An explicit trie stores each text once per start, ``branch_length`` deep. The log stores it once; the branches below an n-gram are
-what follows its occurrences, and the frequency of a node is the number of occurrences that go through it. Insertion is a few
-writes a token, and a retrieval reads a bounded number of occurrences, the latest ones, whatever the log holds.
+Each text is stored once. The branches below an n-gram are the continuations of its occurrences, and the frequency of a node is
+the number of occurrences through it. A retrieval reads a bounded number of the latest occurrences, whatever the size of the log.
 
-Texts live in blocks of 64 tokens in a ring, so that several can grow at once. When the ring is full the oldest block leaves;
-what was frequent in it survives with half its frequency, as under the pruning of the published trie (Lookahead, arXiv 2312.12728,
-section 4.2; there, nodes are halved and those at 1 or below are dropped).
-
-A log starts small and doubles until it has its capacity, so that many can be kept of which few are full; no step pays for the
-whole of a large one (``decoding.sources.log.arrays``).
+Texts are stored in blocks of 64 tokens in a ring, so that several can grow at once. When the oldest block leaves, its frequent
+n-grams survive with half their count, similar to the published pruning (Lookahead, arXiv 2312.12728, section 4.2).
 """
 
 from __future__ import annotations
@@ -24,15 +19,15 @@ from decoding.sources.log.chains import BLOCK, COPIED, MOVED, Log, LogArrays, UI
 from decoding.sources.log.survivors import append_counted, survivors
 from decoding.tree import Int32Array
 
-OVERLAP = 20  # last tokens of a text that go with it to blocks elsewhere
-_CONTEXT = 4  # of these are only there for matching backwards
-_RESCUED = -2  # number of what survived
+OVERLAP = 20  # last tokens of a text that are copied when it continues in a distant block
+_CONTEXT = 4  # of these, tokens that only serve backward matching
+_RESCUED = -2  # owner number of surviving runs
 _NOTHING = np.zeros(0, np.int32)
 
 
 @dataclass(slots=True)
 class _Text:
-    """A text that may grow: its number, where its next token goes, and the end of its block."""
+    """Text that may grow: its owner number, the position of its next token, and the end of its block."""
 
     number: int
     position: int = 0
@@ -40,22 +35,17 @@ class _Text:
 
 
 class TokenLog:
-    """Token sequences in a ring, with chains of the occurrences of their 1-, 2- and 4-grams.
+    """Ring of token sequences with chains of the occurrences of their 1-, 2- and 4-grams.
 
-    Memory: ``nbytes``, 33 to 49 bytes for each token of the ring as it is. ``arrays``, ``plain`` (the same; a plain tuple is
-    passed to compiled code in half the time) and the ring's size change while it grows: read them anew at each use. Positions
-    stay what they are.
+    It starts with room for ``initial`` tokens and doubles up to ``capacity``, both rounded up to a power of two, at 33 to 49
+    bytes per token. ``arrays``, ``plain`` and the size of the ring change when it grows, so read them at each use. Positions
+    never change.
+
+    Raises:
+        ValueError: an argument is below 1.
     """
 
     def __init__(self, capacity: int, initial: int = 1 << 14) -> None:
-        """
-        Args:
-            capacity: tokens to hold, at least one block; rounded up to a power of two.
-            initial: tokens to have room for at the start; rounded likewise.
-
-        Raises:
-            ValueError: a capacity or a start below one token.
-        """
         for name, value in (("capacity", capacity), ("initial", initial)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1 token, got {value}")
@@ -65,41 +55,39 @@ class TokenLog:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets everything, open texts too, and becomes as small as at the start. Numbers are not used again."""
+        """Remove all texts and shrink to the initial size; owner numbers are not reused."""
         self._memory, self._split = memory_for(self._initial), self._initial
         self._use(empty_log(self._memory, self._initial))
-        self.end = 0  # the first position behind all blocks
+        self.end = 0  # first position behind all blocks
         self._open: dict[Hashable, _Text] = {}
         self._rescued = _Text(_RESCUED)
 
     def _use(self, arrays: LogArrays) -> None:
         self.arrays = arrays
+        # A plain tuple is passed to compiled code in half the time.
         self.plain = arrays[:]
 
     @property
     def oldest(self) -> int:
-        """The first position that is still there."""
+        """Return the first position still in the log."""
         return max(0, self.end - len(self.arrays.tokens))
 
     def without(self, owner: int) -> Log:
-        """As it is read by one who passes over the text of a number; -1 for none."""
+        """Return the log for reading, skipping the text with owner number ``owner`` (-1: none)."""
         return self.plain, self.oldest if self.end else -1, owner
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays."""
+        """Return the bytes of the arrays."""
         return sum(array.nbytes for array in self.arrays)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of texts that are still there, and of runs that survived."""
+        """Return the number of stored tokens, including surviving runs."""
         return int(np.count_nonzero((self.arrays.tokens >= 0) & (self.arrays.back[:, 0] != COPIED)))
 
     def extend(self, text: Hashable, new: Sequence[int] | Int32Array) -> int:
-        """Appends tokens to a text, which is created when it is not open; returns its owner number, -1 for no tokens.
-
-        What follows an n-gram can be drafted as soon as it is here. Negative tokens are not allowed.
-        """
+        """Append non-negative tokens to a text, opening it if necessary; return its owner number, -1 for no tokens."""
         if not len(new):
             return -1
         entry = self._open.get(text)
@@ -110,22 +98,22 @@ class TokenLog:
         return entry.number
 
     def close(self, text: Hashable) -> None:
-        """Says that a text is complete. One that is not open is no error."""
+        """Mark a text as complete; do nothing if it is not open."""
         self._open.pop(text, None)
 
     def add(self, tokens: Sequence[int] | Int32Array) -> None:
-        """A complete text."""
+        """Add a complete text."""
         if len(tokens):
             self._write(_Text(self._next_number), np.asarray(tokens, np.int32))
             self._next_number += 1
 
     def number(self, text: Hashable) -> int:
-        """The owner number of an open text; -1 for another."""
+        """Return the owner number of an open text; -1 for any other."""
         entry = self._open.get(text)
         return -1 if entry is None else entry.number
 
     def tokens_of(self, number: int) -> Int32Array:
-        """The tokens of a text that are still there, in its order."""
+        """Return the stored tokens of a text, in order."""
         arrays, size = self.arrays, len(self.arrays.tokens)
         blocks = np.flatnonzero(arrays.owners == number)
         blocks = blocks[np.argsort((blocks * BLOCK - self.oldest) % size)]
@@ -134,11 +122,9 @@ class TokenLog:
         return there
 
     def remove(self, number: int, rescued: bool) -> None:
-        """Takes a text out: it is never found or followed again, and is not open any more.
+        """Close the text with an owner number and remove its tokens, if any.
 
-        Args:
-            number: of the text; one that has no blocks is no error.
-            rescued: every run that survived the leaving of its block goes too, as it may be of that text.
+        ``rescued`` also removes all surviving runs, because they may belong to this text.
         """
         arrays = self.arrays
         gone = arrays.owners == number
@@ -154,7 +140,7 @@ class TokenLog:
         at, size = 0, len(new)
         while at < size:
             oldest = self.oldest
-            if entry.position == entry.block_end or entry.position < oldest:  # full, or gone while it paused
+            if entry.position == entry.block_end or entry.position < oldest:  # full, or evicted while the text paused
                 self._grow(entry, size - at)
                 oldest = self.oldest
             part = new[at : at + entry.block_end - entry.position]
@@ -163,16 +149,13 @@ class TokenLog:
             at += len(part)
 
     def _grow(self, entry: _Text, wanted: int) -> None:
-        """Takes as many blocks as ``wanted`` tokens need, beside the text's last one where that is free.
-
-        Where it is not, the text's last tokens move to the new blocks: there they are found, in the old block they only follow.
-        """
+        """Allocate blocks for ``wanted`` tokens, next to the text's last block if that space is free."""
         neighbour = entry.block_end == self.end and entry.position > 0
         tail = self._tail(entry.position) if not neighbour else _NOTHING
-        head = 0 if neighbour else 1 + len(tail)  # the first place of a run stays empty: matching backwards ends there
-        blocks = max(-(-(wanted + head) // BLOCK), 2 if len(tail) else 1)  # a text that moves takes room to stay for a while
+        head = 0 if neighbour else 1 + len(tail)  # an empty slot before a run ends backward matching
+        blocks = max(-(-(wanted + head) // BLOCK), 2 if len(tail) else 1)  # a moved text gets space for further growth
         self._make_room(self.end + blocks * BLOCK)
-        blocks = min(blocks, len(self.arrays.owners) // 2)  # a text longer than the ring is written in parts, each of which fits
+        blocks = min(blocks, len(self.arrays.owners) // 2)  # a text longer than the ring is written in parts
         start = self._take(blocks, entry.number)
         left, entry.position, entry.block_end = entry.position, start + head, start + blocks * BLOCK
         if not len(tail):
@@ -183,12 +166,13 @@ class TokenLog:
         tokens[begin : begin + len(context)] = context
         self.arrays.back[begin : begin + len(context), 0] = COPIED
         there = np.arange(max(left - len(moved), self.oldest), left)
+        # In the old block the tail is no longer searchable, only readable as a continuation.
         tokens[there & mask] = MOVED - moved[len(moved) - len(there) :]
         self.arrays.counts[there & mask] = 0
         append(self.plain, self.oldest, start + 1 + len(context), moved, 1)
 
     def _make_room(self, end: int) -> None:
-        """Doubles the ring until it holds all positions before ``end``, or as many as it may, with buckets for twice as many."""
+        """Double the ring until it holds all positions before ``end`` or reaches its capacity; add buckets for twice as many."""
         size = len(self.arrays.tokens)
         while size < min(end, self._capacity):
             size *= 2
@@ -201,14 +185,14 @@ class TokenLog:
             self._split = split
 
     def _tail(self, end: int) -> Int32Array:
-        """Up to ``OVERLAP`` tokens that stand before a position in its run; none where they are gone."""
+        """Return up to ``OVERLAP`` tokens that precede a position in its run, as far as they are still stored."""
         positions = np.arange(max(end - OVERLAP, self.oldest), end)
         tail: Int32Array = self.arrays.tokens[positions & (len(self.arrays.tokens) - 1)]
         breaks = np.flatnonzero(tail < 0)
         return tail[breaks[-1] + 1 :] if len(breaks) else tail
 
     def _take(self, blocks: int, number: int) -> int:
-        """Empties the next blocks of the ring; what was frequent in them is written again behind them."""
+        """Clear the next blocks of the ring, assign them to an owner, and write their frequent n-grams again behind them."""
         size = len(self.arrays.tokens)
         rescued: list[tuple[Int32Array, UInt8Array]] = []
         start = self.end
@@ -229,7 +213,7 @@ class TokenLog:
         return start
 
     def _rescue(self, tokens: Int32Array, counts: UInt8Array) -> None:
-        """Writes surviving runs into blocks of their own; a -1 stands between runs."""
+        """Write surviving runs, separated by -1, into blocks for survivors."""
         entry, at = self._rescued, 0
         while at < len(tokens):
             if entry.position == entry.block_end or entry.position < self.oldest:
@@ -244,10 +228,9 @@ class TokenLog:
 
 
 def _round_up(tokens: int) -> int:
-    """The least size of a ring with room for so many tokens."""
     return max(2 * BLOCK, 1 << (tokens - 1).bit_length())
 
 
 def compile_log() -> None:
-    """Calls what is compiled at its first call, so that no request waits for it."""
-    TokenLog(1).add([0] * (4 * BLOCK))  # more than it holds: the oldest block leaves, and what was frequent in it is kept
+    """Compile the functions of the log before the first request."""
+    TokenLog(1).add([0] * (4 * BLOCK))  # exceeds the capacity, so that eviction and survivors are compiled too

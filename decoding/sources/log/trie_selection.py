@@ -11,33 +11,34 @@ from decoding.jit import compiled
 from decoding.sources.log.chains import Int64Array, Log, LogArrays, LogTokens, follower, gather_chain
 from decoding.tree import Int32Array
 
-MAX_NODES = 16384  # looked at in one retrieval
-MAX_FOUND = 8192  # occurrences
-# Frequencies to go by. Mixed, an occurrence in the prompt counts 9,999 times one in an output.
+MAX_NODES = 16384  # per retrieval
+MAX_FOUND = 8192  # occurrences per retrieval
+# Frequencies. In the mixed one an occurrence in the prompt counts 9,999 times as much as one in an output.
 INPUT, OUTPUT, MIXED = range(3)
-# Columns of a node: its token, node above (-1 below the root), depth, row in the draft (-1 for none), first occurrence, first
-# child (-1: not looked at) and number of children.
+# Columns of a node: token, parent node (-1: the root), depth, row in the draft (-1: none), first occurrence, first child (-1: not
+# opened) and number of children.
 TOKEN, PARENT, DEPTH, ROW, FIRST, CHILDREN, COUNT = range(7)
-# Columns of an occurrence: its slot in the log, where that is (0: the prompt, 1: a reference, 2: the log of the tenant's outputs,
-# 3: the public log), and the next occurrence of the same node; and a token further on, see ``occurrences``.
+# Columns of an occurrence: slot in its log, place (0: prompt, 1: reference, 2: outputs of the tenant, 3: public log), next
+# occurrence of the same node, and a prefetched token (see ``occurrences``).
 SLOT, PLACE, LINK, AHEAD = range(4)
 
 
 class Nodes(NamedTuple):
-    """Working memory of a retrieval, kept between calls: few arrays, as passing one costs time, and a node in one cache line."""
+    """Working memory of a retrieval, reused between calls."""
 
+    # Few arrays, because each costs time to pass, and a node within one cache line.
     nodes: Int32Array  # [nodes, 8]
-    frequencies: Float64Array  # [3, nodes] prompt's, outputs', mixed
+    frequencies: Float64Array  # [3, nodes] by ``INPUT``, ``OUTPUT``, ``MIXED``
     heap: Int32Array  # [nodes + 1]
     queue: Int32Array  # [nodes]
     slots: Int32Array  # [HASH_SLOTS]
     found: Int32Array  # [occurrences, 4]
     positions: Int64Array  # [occurrences]
-    lengths: Int32Array  # [occurrences] agreement
+    lengths: Int32Array  # [occurrences] number of agreeing tokens
 
     @classmethod
     def empty(cls) -> Nodes:
-        """Memory for one thread."""
+        """Allocate memory for one thread."""
         return cls(
             nodes=np.empty((MAX_NODES, 8), np.int32),
             frequencies=np.empty((3, MAX_NODES)),
@@ -50,28 +51,28 @@ class Nodes(NamedTuple):
         )
 
 
-# ``Nodes`` as a plain tuple, which is passed to compiled code in half the time.
+# ``Nodes`` as a plain tuple, because passing it to compiled code takes half the time.
 PlainNodes = tuple[Int32Array, Float64Array, Int32Array, Int32Array, Int32Array, Int32Array, Int64Array, Int32Array]
-# The request's prompt and references, of which no block is ever gone; the outputs of its tenant, or its own alone; what every
-# tenant drafts from, which counts as outputs.
+# Logs of the request's prompt and references (never evicted); of the outputs of its tenant, or its own alone; and the public log,
+# which counts as outputs.
 Logs = tuple[Log, Log, Log]
-# Which frequencies count: ``INPUT``, ``OUTPUT`` or ``MIXED``. The first position of the references, which count as outputs, in
-# the request's log; the most tokens to look up, and of a branch; the most occurrences to take from each log.
+# Frequency (``INPUT``, ``OUTPUT`` or ``MIXED``); first position of the references in the request's log (they count as outputs);
+# maximum tokens of a suffix, tokens of a branch, and occurrences per log.
 Query = tuple[int, int, int, int, int]
-# Of each suffix that is looked up: enough rows to look up no shorter one, ``branch_length`` as published; rows for the best by
-# the prompt's frequency, and then by that of outputs.
+# Rows that are enough to stop at a suffix (``branch_length`` as published); rows per suffix for the best by prompt frequency, and
+# then by output frequency.
 Quotas = tuple[int, int, int]
 
 
 @compiled
 def text_at(texts: LogTokens, place: int) -> Int32Array:
-    """The tokens of the log in which an occurrence stands."""
+    """Return the tokens of the log that contains an occurrence."""
     return texts[0] if place < 2 else (texts[1] if place == 2 else texts[2])
 
 
 @compiled
 def add_node(memory: Nodes, node: int, token: int, parent: int, depth: int) -> None:
-    """Writes a node that is in no row, has no occurrence, and was not looked at."""
+    """Write a new node without row, occurrences or opened children."""
     nodes, frequencies = memory.nodes, memory.frequencies
     nodes[node, TOKEN], nodes[node, PARENT], nodes[node, DEPTH] = token, parent, depth
     nodes[node, ROW], nodes[node, FIRST], nodes[node, CHILDREN], nodes[node, COUNT] = -1, -1, -1, 0
@@ -80,15 +81,9 @@ def add_node(memory: Nodes, node: int, token: int, parent: int, depth: int) -> N
 
 @compiled
 def open_children(texts: LogTokens, first: int, parent: int, depth: int, count: int, memory: Nodes) -> int:
-    """Makes the children of a node from its occurrences.
+    """Create the children of a node from its occurrences and return the number of nodes in use.
 
-    Args:
-        first: occurrence in the node's list.
-        parent: the node, -1 for the root.
-        count: nodes in use.
-
-    Returns:
-        Nodes in use afterwards.
+    ``first`` is the node's first occurrence, ``parent`` the node (-1: the root), and ``count`` the number of nodes in use before.
     """
     nodes, frequencies, slots, found = memory.nodes, memory.frequencies, memory.slots, memory.found
     begin, at = count, first
@@ -115,7 +110,7 @@ def open_children(texts: LogTokens, first: int, parent: int, depth: int, count: 
 
 @compiled
 def open_only_child(texts: LogTokens, node: int, count: int, memory: Nodes) -> int:
-    """As ``open_children`` of a node with one occurrence: it has at most one child, which is as frequent."""
+    """Do the same as ``open_children`` for a node with one occurrence: it has at most one child, with equal frequencies."""
     nodes, frequencies, found = memory.nodes, memory.frequencies, memory.found
     first, depth = nodes[node, FIRST], nodes[node, DEPTH]
     token = follower(text_at(texts, found[first, PLACE]), found[first, SLOT] + 1 + depth)
@@ -130,7 +125,7 @@ def open_only_child(texts: LogTokens, node: int, count: int, memory: Nodes) -> i
 
 @compiled
 def find_rows(nodes: Int32Array, begin: int, end: int, row: int, since: int, tokens: Int32Array, parents: Int32Array) -> None:
-    """Tells the children of the node in a row, which are the nodes from ``begin`` to ``end``, their rows before ``since``."""
+    """Link the nodes ``begin:end``, the children of the node in ``row``, to their existing rows before ``since``."""
     for below in range(row + 1, since):
         if parents[below] == row:
             for child in range(begin, end):
@@ -140,7 +135,7 @@ def find_rows(nodes: Int32Array, begin: int, end: int, row: int, since: int, tok
 
 @compiled
 def gather_all(log: Log, context: Int32Array, length: int, cap: int, used: int, memory: Nodes) -> int:
-    """Lists up to ``cap`` occurrences in one log behind ``used`` entries, of long n-grams first; returns the entries in use."""
+    """Append up to ``cap`` occurrences in one log after ``used`` entries, long n-grams first; return the entries in use."""
     plain, oldest, owner = log
     if oldest < 0:
         return used
@@ -154,11 +149,7 @@ def gather_all(log: Log, context: Int32Array, length: int, cap: int, used: int, 
 
 @compiled
 def occurrences(logs: Logs, query: Query, context: Int32Array, length: int, memory: Nodes) -> tuple[int, bool]:
-    """Links the occurrences at which ``length`` or more tokens agree.
-
-    Returns:
-        The first of the list, -1 for none, and whether one is in the prompt.
-    """
+    """Link the occurrences agreeing in ``length`` or more tokens; return the first (-1: none), and whether one is a prompt's."""
     mode, references, cap = query[0], query[1], query[4]
     found, positions, lengths = memory.found, memory.positions, memory.lengths
     in_own = in_shared = used = gather_all(logs[0], context, length, cap, 0, memory)
@@ -174,7 +165,7 @@ def occurrences(logs: Logs, query: Query, context: Int32Array, length: int, memo
             place = 1 if positions[at] >= references else 0
         if lengths[at] >= length and (mode == MIXED or min(place, 1) == mode):
             slot, ahead = positions[at] & own_mask, 0
-            # A branch further on: read here, where reads overlap, so that its cache line is near when the branch is followed.
+            # Prefetch a later token of the branch: reads overlap here, and its cache line is loaded when the branch is followed.
             if place == 2:
                 slot = positions[at] & shared_mask
                 ahead = shared[(slot + 12) & shared_mask]
@@ -192,21 +183,17 @@ def choose_best(
     texts: LogTokens, by: int, quota: int, top: int, branch_length: int, count: int, memory: Nodes, tokens: Int32Array,
     parents: Int32Array, since: int, drafted: int,
 ) -> tuple[int, int]:  # fmt: skip
-    """Sees to it that the draft holds the ``quota`` nodes of the highest frequency; frequencies never rise along a path.
+    """Ensure that the draft has the ``quota`` best nodes by frequency ``by``; return the nodes in use and rows of the draft.
 
     Args:
-        by: which frequency.
-        top: children of the root; they are the first nodes.
-        count: nodes in use.
-        since: nodes in rows before it, which longer suffixes gave, are not counted.
+        top: number of children of the root, which are the first nodes.
+        since: nodes with rows before it, from longer suffixes, do not count towards the quota.
         drafted: rows of the draft.
-
-    Returns:
-        Nodes in use and rows of the draft.
     """
     nodes, heap, queue = memory.nodes, memory.heap, memory.queue
     keys, size, waiting, served, begin, end = memory.frequencies[by], 0, 0, 0, 0, top
-    least = 1e-4 if by == MIXED else 1.0  # the nodes that were seen once, which are most, wait in line for all others
+    # Frequencies never rise along a path, so a best-first search finds the best nodes.
+    least = 1e-4 if by == MIXED else 1.0  # nodes seen once, the majority, use a queue behind the heap
     while quota > 0 and drafted < len(tokens):
         for child in range(begin, end):
             if keys[child] > least:
@@ -250,20 +237,11 @@ def hierarchical(
     logs: Logs, query: Query, quotas: Quotas, context: Int32Array, plain_memory: PlainNodes, tokens: Int32Array,
     parents: Int32Array,
 ) -> int:  # fmt: skip
-    """The draft tree for the end of ``context``: the published multi-stage retrieval and selection, its defects mended.
+    """Build the draft tree for the end of ``context`` by the published multi-stage retrieval, with its defects fixed.
 
-    Suffixes are looked up from the longest on until there are enough rows; a shorter one adds to what longer ones gave. Of each,
-    the best by the prompt's frequency are taken, then the best by that of outputs, then the best by both.
-
-    Args:
-        logs: see ``Logs``.
-        query: see ``Query``.
-        quotas: see ``Quotas``.
-        tokens: [decoding length] out; row 0 is the root.
-        parents: [decoding length] out.
-
-    Returns:
-        Rows of the draft, the root included.
+    Suffixes are looked up from the longest on until there are enough rows. Of each, the best nodes by prompt frequency are added,
+    then by output frequency, then by mixed frequency. ``tokens`` and ``parents`` are filled, [decoding length]; row 0 is the
+    root. The number of rows is returned.
     """
     memory, texts = Nodes(*plain_memory), (logs[0][0][0], logs[1][0][0], logs[2][0][0])
     mode, max_query_length, branch_length = query[0], query[2], query[3]
@@ -277,7 +255,7 @@ def hierarchical(
         count = top = open_children(texts, first, -1, 0, 0, memory)
         find_rows(memory.nodes, 0, top, 0, since, tokens, parents)
         for by in range(3):
-            # Without an occurrence in the prompt the mixed order is that of outputs: nothing has to be reserved.
+            # Without an occurrence in the prompt the mixed order equals that of outputs: no quota is needed.
             if by != mode and (mode != MIXED or not any_prompt):
                 continue
             quota = len(tokens) if by == mode else (min_input if by == INPUT else min_output)
@@ -293,10 +271,9 @@ def hierarchical(
 def single(
     logs: Logs, query: Query, context: Int32Array, plain_memory: PlainNodes, tokens: Int32Array, parents: Int32Array
 ) -> int:
-    """One chain: the most frequent child of the most frequent child. Arguments and result as in ``hierarchical``.
+    """Build one chain by following the most frequent child; arguments and result as in ``hierarchical``.
 
-    A shorter suffix goes on where a longer one knew no more; suffixes are tried until there are half as many rows as a branch
-    may have tokens.
+    Shorter suffixes extend the chain until it has half as many rows as a branch may have tokens.
     """
     memory, texts = Nodes(*plain_memory), (logs[0][0][0], logs[1][0][0], logs[2][0][0])
     nodes, frequencies = memory.nodes, memory.frequencies
@@ -310,7 +287,7 @@ def single(
             count = open_children(texts, first, -1, depth, count, memory)
             best = -1
             for child in range(begin, count):
-                if depth + 1 < drafted:  # on the way down what the longer suffix gave
+                if depth + 1 < drafted:  # follow the chain of the longer suffix
                     if nodes[child, TOKEN] == tokens[depth + 1]:
                         best = child
                 elif best < 0 or frequencies[mode, child] > frequencies[mode, best]:

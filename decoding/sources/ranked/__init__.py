@@ -1,4 +1,4 @@
-"""What the target ranked when it computed a row, kept by token and by context.
+"""Rankings of the target from computed rows, stored by token and by context.
 
 In: computed trees.
 Out: likely next tokens.

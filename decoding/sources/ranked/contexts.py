@@ -1,8 +1,7 @@
-"""What the target ranked, by the context that it read: found again by the signs of its last hidden state.
+"""Rankings of the target by context, found again by the signs of the last hidden state.
 
-Behind the same token the target says next what it said where it had understood alike: the nearer the last hidden states of the
-rows before, the likelier. Of a hidden state the signs of its first numbers are kept, which tell nearly as much as all of it
-(``experiments/LOG.md``), and differ in few bits where states are near.
+After the same token, the nearer the last hidden states of the rows before, the likelier the target ranks the same tokens. The
+signs of its first numbers carry nearly as much information as the whole state (``experiments/LOG.md``).
 """
 
 from __future__ import annotations
@@ -17,29 +16,29 @@ from decoding.sources.similar import popcount
 from decoding.tree import Int32Array
 
 if TYPE_CHECKING:
-    from decoding.sampling.ranking import SignedArray  # beside what needs torch
+    from decoding.sampling.ranking import SignedArray  # its module imports torch
 
-SIGNS = 256  # of a hidden state
+SIGNS = 256  # signs per hidden state
 WORDS = SIGNS // 64
-NO_SIGNS = np.zeros(WORDS, np.int64)  # where they are not known
-_PLACES = 1 << 15  # rows that are kept
-_LOOKED_AT = 16  # of a token's rows, the latest
+NO_SIGNS = np.zeros(WORDS, np.int64)  # unknown signs
+_PLACES = 1 << 15  # rows to keep
+_LOOKED_AT = 16  # latest rows of a token to compare
 
 
 class Contexts(NamedTuple):
-    """Rows that the target computed, the latest ``_PLACES`` of them; each has a number, and a place by its lower bits."""
+    """Ring of the latest ``_PLACES`` rows that the target computed; a row's place is given by the lower bits of its number."""
 
-    latest: Int64Array  # [vocab] number of the latest row of a token, 0 for none
-    numbers: Int64Array  # [1] of the next row, from 1 on
-    previous: Int64Array  # [places] number of the row of the same token before
-    before: Int32Array  # [places, 2] the token before, and the one before that; -1 where there was none
-    above: Int64Array  # [places, WORDS] signs of the row before
-    signs: Int64Array  # [places, WORDS] its own
-    ranked: Int32Array  # [places, k] what came next, as ``TargetRows.ranked``
+    latest: Int64Array  # [vocab] number of the latest row of each token, 0 for none
+    numbers: Int64Array  # [1] number of the next row, from 1 on
+    previous: Int64Array  # [places] number of the previous row of the same token
+    before: Int32Array  # [places, 2] the two tokens before, the nearest first; -1 if there was none
+    above: Int64Array  # [places, WORDS] signs of the parent row
+    signs: Int64Array  # [places, WORDS] signs of the row
+    ranked: Int32Array  # [places, k] ranked next tokens, as ``TargetRows.ranked``
 
     @classmethod
     def empty(cls, vocab_size: int, width: int, places: int = _PLACES) -> Contexts:
-        """Without rows. Memory is taken as they come."""
+        """Return a table without rows; memory is committed as rows arrive."""
         return cls(
             np.zeros(vocab_size, np.int64), np.ones(1, np.int64), np.zeros(places, np.int64), np.zeros((places, 2), np.int32),
             np.zeros((places, WORDS), np.int64), np.zeros((places, WORDS), np.int64), np.zeros((places, width), np.int32),
@@ -48,13 +47,7 @@ class Contexts(NamedTuple):
 
 @compiled
 def signs_of(hidden: SignedArray, first: int, count: int) -> Int64Array:
-    """[count, WORDS] the signs of hidden states, a bit each, 0 where there are fewer numbers.
-
-    Args:
-        hidden: [rows, size] the bits of their numbers.
-        first: row.
-        count: of rows.
-    """
+    """Return the signs of [rows, size] hidden states, given as the bits of their numbers: [count, WORDS], 0 beyond their size."""
     signs = np.zeros((count, WORDS), np.int64)
     for row in range(count):
         for at in range(min(SIGNS, hidden.shape[1])):
@@ -68,18 +61,15 @@ PlainContexts = tuple[Int64Array, Int64Array, Int64Array, Int32Array, Int64Array
 
 @compiled
 def most_alike(contexts: Contexts, token: int, one: int, two: int, above: Int64Array) -> tuple[int, int, int]:
-    """The row of a token whose context is the most like another.
+    """Return the stored row of a token whose context is the nearest to a given one.
 
     Args:
-        contexts: to look in.
-        token: of the row.
-        one: the token before it, -1 where there is none.
-        two: the token before that one.
-        above: [WORDS] the signs of the row before, all 0 where they are not known.
+        one, two: the tokens before the row, the nearest first, -1 if there is none.
+        above: [WORDS] signs of the row before, all 0 if unknown.
 
     Returns:
-        Its place, -1 for none; in how many signs it differs, -1 where none are known; and how many of its last tokens are the
-        same, 1 to 3. Of several that differ as little one that agrees for longer, of those the latest.
+        Place of the row, -1 for none; number of differing signs, -1 if unknown; number of equal last tokens, 1 to 3. Of rows with
+        equal distance, the one with more equal tokens is chosen, then the latest.
     """
     best, least, agreed, nearest = -1, 1 << 30, 0, -1
     if token >= len(contexts.latest):
@@ -112,7 +102,7 @@ def keep_row(
     contexts: Contexts, tokens: Int32Array, parents: Int32Array, before: Int32Array, above: Int64Array, row: int,
     signs: Int64Array, ranked: Int32Array,
 ) -> None:  # fmt: skip
-    """Keeps a row of a tree; see ``keep_tree``."""
+    """Store a row of a tree; see ``keep_tree``."""
     token, parent, number = tokens[row], parents[row], contexts.numbers[0]
     place = number & (len(contexts.previous) - 1)
     contexts.numbers[0] += 1
@@ -134,13 +124,11 @@ def keep_tree(
     plain: PlainContexts, tokens: Int32Array, parents: Int32Array, before: Int32Array, above: Int64Array, accepted: Int32Array,
     signs: Int64Array, ranked: Int32Array,
 ) -> None:  # fmt: skip
-    """Keeps all rows of a tree; accepted ones are found first, then those of the lowest numbers.
+    """Store all rows of a tree; searches prefer accepted rows, then those of the lowest numbers.
 
     Args:
-        plain: see ``Contexts``.
-        tokens: [n] of the tree; with it ``parents``.
-        before: [2] the tokens before the root, the last one first, -1 where there is none.
-        above: [WORDS] of the row before the root, ``NO_SIGNS`` where it is not known.
+        before: [2] the tokens before the root, the last one first, -1 if there is none.
+        above: [WORDS] signs of the row before the root, ``NO_SIGNS`` if unknown.
         accepted: [m] the root and the accepted rows.
         signs: [n, WORDS].
         ranked: [n, k].

@@ -13,19 +13,19 @@ from decoding.sources.embeddings import Int64Array
 from decoding.sources.ranked.contexts import NO_CONTEXTS, NO_SIGNS, Contexts, keep_tree
 from decoding.tree import DraftTree, Int32Array
 
-WIDTH = 8  # tokens kept after each
-_PRIOR = (4.0, 1.2, 0.7, 0.5, 0.35, 0.3, 0.25, 0.2)  # hits by rank that a new table starts from, out of _PRIOR_TRIALS
+WIDTH = 8  # tokens per entry
+_PRIOR = (4.0, 1.2, 0.7, 0.5, 0.35, 0.3, 0.25, 0.2)  # initial hits by rank, out of _PRIOR_TRIALS
 _PRIOR_TRIALS = 10.0
-PRIOR_RATES = tuple(hits / _PRIOR_TRIALS for hits in _PRIOR)  # how often each rank is right, before anything was counted
-MAX_TENANTS = 64  # tables of tenants that are kept
+PRIOR_RATES = tuple(hits / _PRIOR_TRIALS for hits in _PRIOR)  # initial hit rate of each rank
+MAX_TENANTS = 64  # tenants with a table
 _ZERO = np.zeros(1, np.int32)
-_MAX_TRIALS = 4096.0  # then hits and trials are halved, so that the rates follow the traffic
-_USE_GAIN, _LEAST_USE, _SELDOM = 0.01, 0.01, 8  # below so many accepted recycled rows a step, one step of eight is learned from
+_MAX_TRIALS = 4096.0  # hits and trials are halved beyond it, so that rates follow the traffic
+_USE_GAIN, _LEAST_USE, _SELDOM = 0.01, 0.01, 8  # below 0.01 accepted rows per step, learn every eighth step
 
 
 @compiled
 def replace_entries(entries: Int32Array, tokens: Int32Array, successors: Int32Array) -> None:
-    """Writes ``successors[i]`` over the entry of ``tokens[i]``, in their order."""
+    """Set the entry of ``tokens[i]`` to ``successors[i]``, in order."""
     for at in range(len(tokens)):
         for rank in range(entries.shape[1]):
             entries[tokens[at], rank] = successors[at, rank]
@@ -33,15 +33,9 @@ def replace_entries(entries: Int32Array, tokens: Int32Array, successors: Int32Ar
 
 @compiled
 def replace_tree(entries: Int32Array, tokens: Int32Array, accepted: Int32Array, successors: Int32Array) -> None:
-    """Writes what was ranked below each row of a tree over the entry of its token.
+    """Set the [vocab, k] entry of each token of a tree to the ranking below its row, [n, k].
 
-    Of rows of one token an accepted one stays, then the one of the lowest number.
-
-    Args:
-        entries: [vocab, k].
-        tokens: [n] of the tree.
-        accepted: [m] the root and the accepted rows.
-        successors: [n, k].
+    Of several rows of one token an accepted one (``accepted`` includes the root) wins, then the one with the lowest number.
     """
     size, kept = len(tokens), len(accepted)
     for place in range(size + kept):
@@ -51,26 +45,22 @@ def replace_tree(entries: Int32Array, tokens: Int32Array, accepted: Int32Array, 
 
 
 class SuccessorTable:
-    """The tokens last seen as the target's most likely ones after each token, and how often each rank was right.
+    """Most likely tokens of the target after each token when last computed, and the hit rate of each rank.
 
     It takes vocab * 32 bytes, and up to vocab * 8 bytes and 6 MB more once trees are learned as a whole (``learn_tree``).
+    ``first`` are initial entries, [vocab, <= 8].
     """
 
     def __init__(self, vocab_size: int, first: Int32Array | None = None) -> None:
-        """
-        Args:
-            vocab_size: tokens are below it.
-            first: [vocab, <= 8] what stands for a token until something was learned of it; empty rows when absent.
-        """
         self.width = min(WIDTH, vocab_size)
-        self.entries: Int32Array = np.full((vocab_size, self.width), -1, np.int32)  # [vocab, width], -1 where nothing is known
-        self.contexts = NO_CONTEXTS  # of rows of trees
+        self.entries: Int32Array = np.full((vocab_size, self.width), -1, np.int32)  # [vocab, width], -1 if unknown
+        self.contexts = NO_CONTEXTS  # rows of trees by context
         self._first = first
         self._hits: npt.NDArray[np.float64] = np.array(_PRIOR[: self.width])
         self._trials = _PRIOR_TRIALS
 
     def after(self, token: int) -> list[int]:
-        """The tokens kept after ``token``, the most likely first; empty when nothing is known."""
+        """Return the tokens stored after ``token``, the most likely first."""
         entry: list[int] = self.entries[token].tolist()
         if entry[0] >= 0:
             return entry
@@ -78,13 +68,8 @@ class SuccessorTable:
         return first
 
     def learn(self, tokens: Int32Array, successors: Int32Array) -> None:
-        """Replaces the entries of some tokens; of a token that stands twice, the later row stays.
-
-        Args:
-            tokens: [n].
-            successors: [n, width] the most likely tokens after each, the most likely first.
-        """
-        # Copies: an array that is read-only or has gaps would be a new type to the compiler, in the middle of a step.
+        """Replace the entries of [n] tokens by [n, width] successors, the most likely first; the last of equal tokens wins."""
+        # Copies, because a read-only or strided array would trigger a compilation in the middle of a step.
         replace_entries(self.entries, tokens.astype(np.int32, order="C"), successors.astype(np.int32, order="C"))
 
     def learn_tree(
@@ -96,14 +81,12 @@ class SuccessorTable:
         signs: Int64Array,
         successors: Int32Array,
     ) -> None:
-        """Replaces what was ranked after the token of each row of a tree, and keeps it with the row's context.
+        """Replace the entries of the tokens of a tree (see ``replace_tree``), and store the rankings by context.
 
         Args:
-            tree: that was computed.
-            before: [2] the tokens before the root, the last one first, -1 where there is none.
-            above: [WORDS] signs of the row before the root, ``NO_SIGNS`` where it is not known.
-            accepted: rows of the tree. Of rows of one token an accepted one stays, then the one of the lowest number.
-            signs: [n, WORDS] of the last hidden state of each row, see ``decoding.sources.ranked.contexts``.
+            before: [2] the tokens before the root, the last one first, -1 if there is none.
+            above: [WORDS] signs of the row before the root, ``NO_SIGNS`` if unknown.
+            signs: [n, WORDS] signs of the last hidden state of each row.
             successors: [n, width] the most likely tokens below each row, the most likely first.
         """
         if self.contexts is NO_CONTEXTS:
@@ -114,7 +97,7 @@ class SuccessorTable:
         keep_tree(self.contexts[:], tokens, parents, before, above, rows, signs, ranked)
 
     def count(self, token: int, follower: int) -> None:
-        """Counts at which rank the entry of ``token`` held what the target then emitted."""
+        """Count the rank at which the entry of ``token`` held the emitted token."""
         entry = self.after(token)
         if not entry:
             return
@@ -125,65 +108,60 @@ class SuccessorTable:
             self._hits, self._trials = self._hits / 2, self._trials / 2
 
     def rates(self) -> list[float]:
-        """[width] how often the token of each rank is right."""
+        """Return the hit rate of each rank, [width]."""
         rates: list[float] = (self._hits / self._trials).tolist()
         return rates
 
 
 class LearningSteps:
-    """Which steps are learned from.
+    """Selection of the steps to learn from.
 
-    Ranking what comes next costs a pass over the vocabulary a row: where hardly any row that a table gave was accepted of late,
-    most steps are left out.
+    Ranking costs a pass over the vocabulary per row, so most steps are skipped while hardly any row of a table is accepted.
     """
 
     def __init__(self) -> None:
-        self._use, self._steps = 1.0, 0  # accepted rows per step, of late
+        self._use, self._steps = 1.0, 0  # moving average of accepted rows per step
 
     def due(self, requests: int) -> bool:
-        """Whether one of the next steps of so many requests may be learned from.
+        """Return whether one of the next steps of ``requests`` requests may be learned from.
 
-        It foretells ``count``, but for a source that is just then found to be of use: that step is left out.
+        It predicts ``count``, except in the step in which a source becomes useful again: that step is skipped.
         """
         return self._use >= _LEAST_USE or self._steps % _SELDOM + max(1, requests) >= _SELDOM
 
     def count(self, accepted: int) -> bool:
-        """Counts a step of one request, in which so many rows that a table gave were accepted; whether it is learned from."""
+        """Count a step of one request with its accepted rows from a table; return whether to learn from it."""
         self._use += (accepted - self._use) * _USE_GAIN
         self._steps += 1
         return self._use >= _LEAST_USE or self._steps % _SELDOM == 0
 
 
 class SuccessorTables:
-    """A table for each tenant, and one for each request that has none, so that no tenant learns of another's texts.
+    """One table per tenant, and one per request without a tenant or, with ``by_request``, for every request.
 
-    The tables of the ``MAX_TENANTS`` tenants that taught last are kept: with a vocabulary of 150,000 tokens a table takes 5 MB,
-    and up to 12 with contexts.
-    A tenant whose table was dropped starts anew. A table holds no texts, so what one text taught cannot be taken out of it: where
-    texts of a tenant are removed, which gives its history another ``edition``, the tenant's table goes as a whole.
+    The tables of the ``MAX_TENANTS`` latest tenants are kept; with 150,000 tokens one takes 5 MB, and up to 12 with contexts.
     """
 
     def __init__(self, vocab_size: int, first: Int32Array | None = None, by_request: bool = False) -> None:
-        """
-        Args:
-            vocab_size: see ``SuccessorTable``, also ``first``.
-            by_request: every request has a table of its own, whoever its tenant is.
-        """
-        self.width = min(WIDTH, vocab_size)  # of an entry
+        self.width = min(WIDTH, vocab_size)  # tokens per entry
         self._vocab_size, self._first, self._by_request = vocab_size, first, by_request
-        self._tenants: dict[str, tuple[object, SuccessorTable]] = {}  # with their edition; the one that taught last stands last
+        self._tenants: dict[str, tuple[object, SuccessorTable]] = {}  # edition and table; in order of last learning
         self._requests: dict[str, SuccessorTable] = {}
         self._apart: set[str] = set()
         SuccessorTable(1).learn(_ZERO, _ZERO[:, None])  # compiled here, so that no request waits for it
 
     @staticmethod
     def compile() -> None:
-        """Calls what learning from trees compiles at its first call."""
+        """Compile the learning from trees before the first request."""
         tree, before, ranked = DraftTree.chain(0, ()), np.full(2, -1, np.int32), np.full((1, 1), -1, np.int32)
         SuccessorTable(1).learn_tree(tree, before, NO_SIGNS, (), NO_SIGNS[None].copy(), ranked)
 
     def known(self, request: Request, edition: object = None) -> SuccessorTable | None:
-        """The table that a request drafts from; None where nothing was learned for it."""
+        """Return the table that a request drafts from; None if nothing was learned for it.
+
+        ``edition`` is that of the tenant's history. It changes when texts are removed; the whole table is then discarded, because
+        single texts cannot be removed from it.
+        """
         tenant = self._tenant(request)
         if tenant is None:
             return self._requests.get(request.request_id)
@@ -191,7 +169,7 @@ class SuccessorTables:
         return table if kept is edition else None
 
     def of(self, request: Request, edition: object = None) -> SuccessorTable:
-        """The table that a request teaches, made at the first call."""
+        """Return the table that learns from a request, created at the first call."""
         table = self.known(request, edition)
         if table is None:
             table = SuccessorTable(self._vocab_size, self._first)
@@ -206,11 +184,11 @@ class SuccessorTables:
         return table
 
     def set_apart(self, request: Request) -> None:
-        """From now on a request has a table of its own, as when its text was removed while it runs."""
+        """Give a request a separate table from now on, for example because its text was removed while it runs."""
         self._apart.add(request.request_id)
 
     def finish(self, request: Request) -> None:
-        """Drops the table of a request, where it has one of its own."""
+        """Drop the separate table of a request, if any."""
         self._requests.pop(request.request_id, None)
         self._apart.discard(request.request_id)
 

@@ -1,4 +1,4 @@
-"""Forwards on a CPU in machine code of our own.
+"""CPU forward passes by the engine's own compiled kernels.
 
 In: rows and KV slots.
 Out: logits.

@@ -1,9 +1,8 @@
-"""Sixteen float32 numbers at a time, for compiled code: what LLVM's vector types offer and numba does not.
+"""Vectors of sixteen float32 numbers for compiled code: LLVM's vector types, which numba does not offer.
 
-LLVM turns a vector of sixteen into one register where the processor has such (AVX-512), into two (AVX2) or four (SSE, NEON) where
-not. Addresses are plain integers. ``like`` arguments name a type by a value of it: ``uint16`` stands for bfloat16, which is the
-upper half of a float32, and ``int16`` for float16. Nothing may be added up in another order than it is written in, or a number
-would depend on the code around it.
+LLVM turns a vector into one register with AVX-512, two with AVX2 or four with SSE and NEON. Addresses are plain integers.
+``like`` arguments name a type by a value of it: ``uint16`` stands for bfloat16, which is the upper half of a float32, and
+``int16`` for float16. Additions must keep the order in which they are written, or a number would depend on the code around it.
 """
 
 from __future__ import annotations
@@ -21,32 +20,32 @@ from numba.extending import intrinsic, models, register_model
 from decoding.jit import compiled
 
 WIDTH = 16
-_, _NAME, _FEATURES = cpu_target.target_context.codegen().magic_tuple()  # of the processor that is compiled for
+_, _NAME, _FEATURES = cpu_target.target_context.codegen().magic_tuple()  # processor that is compiled for
 FEATURES = set(_FEATURES.split(","))
-TILE_ROWS = 12 if "+avx512f" in FEATURES else 2  # of products, with their sums in registers
-PAIRS = "+avx512bf16" in FEATURES  # it multiplies pairs of bfloat16, and rounds to it
-TILES = PAIRS and {"+amx-tile", "+amx-bf16"} <= FEATURES  # it multiplies tiles of such pairs, of up to 16 rows
+TILE_ROWS = 12 if "+avx512f" in FEATURES else 2  # rows of products whose sums fit into registers
+PAIRS = "+avx512bf16" in FEATURES  # bfloat16 pairs: multiplication and rounding
+TILES = PAIRS and {"+amx-tile", "+amx-bf16"} <= FEATURES  # AMX: multiplies tiles of bfloat16 pairs, up to 16 rows
 
 FLOAT, INT, LONG, BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(64), ir.IntType(8)
 FLOATS, INTS = ir.VectorType(FLOAT, WIDTH), ir.VectorType(INT, WIDTH)
 HALVES, FLOAT16S = ir.VectorType(ir.IntType(16), WIDTH), ir.VectorType(ir.HalfType(), WIDTH)
 TYPES = {"bfloat16": np.uint16(0), "float16": np.int16(0), "float32": np.float32(0)}  # a value of each type, by torch's name
 _SPINS = 4096
-# Where what is asked for goes: in AMD's processors past the caches, which hold what is done between steps. In Intel's that is
-# three times as slow as the memory, so that there, and in code for kinds of processors, it goes into the second cache.
+# Prefetch target. On AMD past the caches, which keep what is used between steps. On Intel that is three times as slow as memory,
+# so there, and in generic code, prefetches go into the L2 cache.
 _LOCALITY = 0 if _NAME.startswith("znver") else 2
-AHEAD = 8192  # bytes: so far before it is needed what lies in the memory is asked for; processors by themselves ask too late
+AHEAD = 8192  # prefetch distance in bytes; hardware prefetches too late
 
 
 class LanesType(types.Type):
-    """numba's type of a vector."""
+    """Numba type of a vector."""
 
     def __init__(self) -> None:
         super().__init__(name="Lanes")
 
 
 LANES = LanesType()
-LIKE = None  # among the arguments of a primitive: one of which the type alone counts
+LIKE = None  # in a primitive's arguments: only the type counts
 
 
 @register_model(LanesType)
@@ -56,14 +55,10 @@ class _LanesModel(models.PrimitiveModel):
 
 
 def primitive(returns: types.Type, *takes: types.Type | None) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a function that emits LLVM's code one that compiled code calls.
+    """Make a function that emits LLVM code callable from compiled code; ``returns`` and ``takes`` are numba types.
 
-    The function gets a builder and the values of its arguments, and gives the value that it returns; of an argument that is
-    ``LIKE`` it gets numba's type. What is made has it as ``emit``, for functions that emit more.
-
-    Args:
-        returns: numba's type.
-        takes: numba's types of the arguments.
+    The function gets a builder and its arguments' values, numba's type for ``LIKE`` arguments, and returns the result's value.
+    The made function has it as ``emit``, for use in other emitting functions.
     """
 
     def decorate(emit: Callable[..., Any]) -> Any:
@@ -85,14 +80,12 @@ def primitive(returns: types.Type, *takes: types.Type | None) -> Callable[[Calla
 
 
 def _align_stack(builder: Any) -> None:
-    """Has registers that a function puts aside lie in whole cache lines.
-
-    Where nothing in it asks for more, LLVM takes 16 bytes as the alignment that there is. What lies across two lines is read back
-    several times as slowly, in one process and not in the next. So each function has a line of its own, which nobody uses.
-    """
+    """Align spilled registers of a function to cache lines."""
     function = builder.function
     if not getattr(function, "has_line", False):
         function.has_line = True
+        # LLVM assumes a stack alignment of 16 bytes, and a vector that is spilled across two cache lines is read several times as
+        # slowly, in some processes and not in others. So each function has one aligned, unused line.
         with builder.goto_entry_block():
             line = builder.alloca(FLOATS)
             line.align = WIDTH * 4
@@ -105,20 +98,20 @@ def _all(value: float, kind: ir.VectorType = FLOATS) -> ir.Constant:
 
 
 def spread(builder: Any, number: Any, kind: ir.VectorType = FLOATS) -> Any:
-    """Code for a number in all lanes."""
+    """Emit a number in all lanes."""
     undefined = ir.Constant(kind, ir.Undefined)
     return builder.shuffle_vector(builder.insert_element(undefined, number, INT(0)), undefined, _all(0, INTS))
 
 
 def _rounded(builder: Any, numbers: Any) -> Any:
-    """Bits whose upper halves are the numbers in bfloat16."""
+    """Return bits whose upper halves are the numbers in bfloat16."""
     bits = builder.bitcast(numbers, INTS)
     odd = builder.and_(builder.lshr(bits, _all(16, INTS)), _all(1, INTS))
     return builder.add(bits, builder.add(odd, _all(0x7FFF, INTS)))
 
 
 def by_count(builder: Any, count: Any, most: int, emit: Callable[[int], None]) -> None:
-    """Code for each count from one to the most, of which that of ``count`` is run."""
+    """Emit code for each count from 1 to ``most``; at run time that of ``count`` is executed."""
     end = builder.append_basic_block("counted")
     choice = builder.switch(count, end)
     for number in range(1, most + 1):
@@ -131,7 +124,7 @@ def by_count(builder: Any, count: Any, most: int, emit: Callable[[int], None]) -
 
 
 def prefetch(builder: Any, address: Any) -> None:
-    """Asks for a line that is read once, which is best done ``AHEAD``."""
+    """Prefetch a cache line that is read once, at best ``AHEAD`` bytes before its use."""
     pointer = builder.inttoptr(address, BYTE.as_pointer())
     kind = ir.FunctionType(ir.VoidType(), [pointer.type, INT, INT, INT])
     builder.call(builder.module.declare_intrinsic("llvm.prefetch.p0", fnty=kind), (pointer, INT(0), INT(_LOCALITY), INT(1)))
@@ -139,13 +132,13 @@ def prefetch(builder: Any, address: Any) -> None:
 
 @primitive(types.int64, LIKE)
 def bytes_of(builder: Any, like: Any) -> Any:
-    """Bytes of one number of a type."""
+    """Return the bytes per element of a type."""
     return LONG(4 if like == types.float32 else 2)
 
 
 @primitive(LANES, types.int64, LIKE)
 def load(builder: Any, address: Any, like: Any) -> Any:
-    """Sixteen numbers that lie side by side at an address."""
+    """Load sixteen adjacent numbers."""
     if like == types.float32:
         return builder.load(builder.inttoptr(address, FLOATS.as_pointer()), align=4)
     if like == types.int16:
@@ -156,7 +149,7 @@ def load(builder: Any, address: Any, like: Any) -> Any:
 
 @primitive(types.void, types.int64, LANES, LIKE)
 def store(builder: Any, address: Any, numbers: Any, like: Any) -> None:
-    """Writes sixteen numbers side by side; to half precision they are rounded to the nearest, ties to even."""
+    """Store sixteen adjacent numbers; half precision rounds to nearest, ties to even."""
     if like == types.float32:
         builder.store(numbers, builder.inttoptr(address, FLOATS.as_pointer()), align=4)
         return
@@ -169,7 +162,7 @@ def store(builder: Any, address: Any, numbers: Any, like: Any) -> None:
 
 @primitive(LANES, LANES, LIKE)
 def stored(builder: Any, numbers: Any, like: Any) -> Any:
-    """The numbers as they would be read back after a ``store``."""
+    """Return the numbers as read back after a ``store``."""
     if like == types.float32:
         return numbers
     if like == types.int16:
@@ -179,63 +172,63 @@ def stored(builder: Any, numbers: Any, like: Any) -> Any:
 
 @primitive(LANES, types.float32)
 def splat(builder: Any, number: Any) -> Any:
-    """One float32 sixteen times."""
+    """Return one float32 in all lanes."""
     return spread(builder, number)
 
 
 @primitive(LANES, types.int64)
 def load_splat(builder: Any, address: Any) -> Any:
-    """The float32 at an address sixteen times."""
+    """Return the float32 at an address in all lanes."""
     return spread(builder, builder.load(builder.inttoptr(address, FLOAT.as_pointer()), align=4))
 
 
 @primitive(LANES, LANES, LANES)
 def add(builder: Any, left: Any, right: Any) -> Any:
-    """Sums."""
+    """Return the sums."""
     return builder.fadd(left, right)
 
 
 @primitive(LANES, LANES, LANES)
 def multiply(builder: Any, left: Any, right: Any) -> Any:
-    """Products."""
+    """Return the products."""
     return builder.fmul(left, right)
 
 
 @primitive(LANES, LANES, LANES)
 def subtract(builder: Any, left: Any, right: Any) -> Any:
-    """Differences."""
+    """Return the differences."""
     return builder.fsub(left, right)
 
 
 @primitive(LANES, LANES, LANES)
 def divide(builder: Any, left: Any, right: Any) -> Any:
-    """Quotients."""
+    """Return the quotients."""
     return builder.fdiv(left, right)
 
 
 @primitive(LANES, LANES)
 def absolute(builder: Any, numbers: Any) -> Any:
-    """The numbers without their signs."""
+    """Return the absolute values."""
     return builder.bitcast(builder.and_(builder.bitcast(numbers, INTS), _all(0x7FFFFFFF, INTS)), FLOATS)
 
 
 @primitive(LANES, LANES, LANES)
 def sign_of(builder: Any, numbers: Any, signs: Any) -> Any:
-    """The numbers, none of which is negative, with the signs of others."""
+    """Return non-negative numbers with the signs of ``signs``."""
     sign = builder.and_(builder.bitcast(signs, INTS), _all(0x80000000, INTS))
     return builder.bitcast(builder.or_(builder.bitcast(numbers, INTS), sign), FLOATS)
 
 
 @primitive(LANES, LANES, LANES, LANES)
 def multiply_add(builder: Any, left: Any, right: Any, addend: Any) -> Any:
-    """``left * right + addend``, rounded once."""
+    """Return ``left * right + addend``, rounded once."""
     kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
     return builder.call(builder.module.declare_intrinsic(f"llvm.fma.v{WIDTH}f32", fnty=kind), (left, right, addend))
 
 
 @primitive(LANES, LANES, LANES)
 def maximum(builder: Any, left: Any, right: Any) -> Any:
-    """The larger of each pair."""
+    """Return the larger number of each pair."""
     return builder.select(builder.fcmp_ordered(">", left, right), left, right)
 
 
@@ -250,29 +243,26 @@ def _fold(builder: Any, numbers: Any, operation: Callable[[Any, Any, Any], Any])
 
 @primitive(types.float32, LANES)
 def total(builder: Any, numbers: Any) -> Any:
-    """The sum of all sixteen, a float32."""
+    """Return the sum of all lanes, a float32."""
     return _fold(builder, numbers, add.emit)
 
 
 @primitive(types.float32, LANES)
 def largest(builder: Any, numbers: Any) -> Any:
-    """The largest of all sixteen, a float32."""
+    """Return the largest of all lanes, a float32."""
     return _fold(builder, numbers, maximum.emit)
 
 
 @primitive(LANES, LANES)
 def exponential(builder: Any, numbers: Any) -> Any:
-    """e to each number, none of which is positive; 0 below -87, where float32 ends.
-
-    As in Cephes' ``expf``: ``x = n log 2 + r``, a polynomial for ``e ** r``, and ``n`` goes into the exponent's bits. The error
-    is below 2 units in the last place.
-    """
+    """Return e to the power of non-positive numbers, within 2 units in the last place; 0 below -87, where float32 ends."""
+    # As in Cephes' ``expf``: ``x = n log 2 + r``, a polynomial for ``e ** r``, and ``n`` goes into the exponent's bits.
     vanishing = builder.fcmp_ordered("<", numbers, _all(-87.0))
     x = builder.select(vanishing, _all(-87.0), numbers)
     half = builder.fsub(builder.fmul(x, _all(1.44269504088896341)), _all(0.5))
-    power = builder.fptosi(half, INTS)  # cut towards zero, and so rounded to the nearest
+    power = builder.fptosi(half, INTS)  # truncation towards zero: rounds x / log 2 to nearest
     n = builder.sitofp(power, FLOATS)
-    r = builder.fsub(x, builder.fmul(n, _all(0.693359375)))  # log 2 in two parts, the first without rounding
+    r = builder.fsub(x, builder.fmul(n, _all(0.693359375)))  # log 2 in two parts, the first exact
     r = builder.fsub(r, builder.fmul(n, _all(-2.12194440e-4)))
     series = _all(1.9875691500e-4)
     for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
@@ -285,7 +275,7 @@ def exponential(builder: Any, numbers: Any) -> Any:
 
 @primitive(LANES, LANES)
 def sigmoid(builder: Any, numbers: Any) -> Any:
-    """``1 / (1 + exp(-x))`` of each number."""
+    """Return ``1 / (1 + exp(-x))``."""
     down = builder.bitcast(builder.or_(builder.bitcast(numbers, INTS), _all(0x80000000, INTS)), FLOATS)  # -|x|
     power = exponential.emit(builder, down)
     above = builder.select(builder.fcmp_ordered("<", numbers, _all(0.0)), power, _all(1.0))
@@ -294,38 +284,38 @@ def sigmoid(builder: Any, numbers: Any) -> Any:
 
 @primitive(LANES, LANES)
 def silu(builder: Any, numbers: Any) -> Any:
-    """``x / (1 + exp(-x))`` of each number."""
+    """Return ``x / (1 + exp(-x))``."""
     return builder.fmul(numbers, sigmoid.emit(builder, numbers))
 
 
 @primitive(types.void, types.int64, types.int64, types.int64)
 def copy_bytes(builder: Any, source: Any, target: Any, count: Any) -> None:
-    """Copies so many bytes from one address to another."""
+    """Copy ``count`` bytes."""
     source, target = (builder.inttoptr(address, BYTE.as_pointer()) for address in (source, target))
     cgutils.raw_memcpy(builder, target, source, count, 1)
 
 
 @primitive(types.int64, types.int64, types.int64)
 def count_on(builder: Any, address: Any, number: Any) -> Any:
-    """Adds a number to the int64 counter at an address, and gives what it was. Who sees the sum sees what this thread wrote."""
+    """Add to the int64 counter at an address and return its old value (acquire and release)."""
     return builder.atomic_rmw("add", builder.inttoptr(address, LONG.as_pointer()), number, "acq_rel")
 
 
 @primitive(types.int64, types.int64)
 def claim(builder: Any, address: Any) -> Any:
-    """Takes the next number from the int64 counter at an address; threads never get the same."""
+    """Take the next number of the int64 counter at an address; threads never get the same one."""
     return count_on.emit(builder, address, LONG(1))
 
 
 @primitive(types.int64, types.int64)
 def counted(builder: Any, address: Any) -> Any:
-    """The int64 counter at an address, as the other threads have left it. What they wrote before they counted is there."""
+    """Load the int64 counter at an address (acquire): writes before other threads' counting are visible."""
     return builder.load_atomic(builder.inttoptr(address, LONG.as_pointer()), "acquire", align=8)
 
 
 @primitive(types.void)
 def _pause(builder: Any) -> None:
-    """Tells the processor that this thread waits in a loop."""
+    """Emit the processor's spin-wait hint."""
     triple = str(builder.module.triple)
     kind = ir.FunctionType(ir.VoidType(), [INT] if triple.startswith(("aarch64", "arm64")) else [])
     if triple.startswith(("x86_64", "i686")):
@@ -339,7 +329,7 @@ _give_way = types.ExternalFunction("sched_yield", types.int32())
 
 @compiled
 def wait_for(address: int, number: int) -> None:
-    """Until the int64 counter at an address has reached a number. After some time in vain others may have the processor."""
+    """Wait until the int64 counter at an address reaches a number; after ``_SPINS`` turns, yield the processor."""
     turns = 0
     while counted(address) < number:
         turns += 1
@@ -351,7 +341,7 @@ def wait_for(address: int, number: int) -> None:
 
 @primitive(LANES, LANES, types.int64, LANES)
 def keep(builder: Any, numbers: Any, seen: Any, otherwise: Any) -> Any:
-    """The numbers where the sixteen bytes at address ``seen`` are not 0, and ``otherwise`` where they are."""
+    """Return the numbers where the sixteen bytes at address ``seen`` are not 0, elsewhere ``otherwise``."""
     octets = ir.VectorType(BYTE, WIDTH)
     flags = builder.load(builder.inttoptr(seen, octets.as_pointer()), align=1)
     return builder.select(builder.icmp_unsigned("!=", flags, _all(0, octets)), numbers, otherwise)
@@ -359,17 +349,17 @@ def keep(builder: Any, numbers: Any, seen: Any, otherwise: Any) -> Any:
 
 @primitive(types.uint8, types.int64)
 def byte_at(builder: Any, address: Any) -> Any:
-    """The byte at an address."""
+    """Load a byte."""
     return builder.load(builder.inttoptr(address, BYTE.as_pointer()))
 
 
 @primitive(types.int64, types.int64)
 def int_at(builder: Any, address: Any) -> Any:
-    """The int64 at an address."""
+    """Load an int64."""
     return builder.load(builder.inttoptr(address, LONG.as_pointer()))
 
 
 @primitive(types.voidptr, types.int64)
 def address_of(builder: Any, address: Any) -> Any:
-    """An address as a pointer, for ``numba.carray``."""
+    """Return an address as a pointer, for ``numba.carray``."""
     return builder.inttoptr(address, BYTE.as_pointer())

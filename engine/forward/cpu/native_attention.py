@@ -1,11 +1,9 @@
-"""Attention over KV slots: one call computes a layer for all requests, decoding steps and prompts alike.
+"""CPU attention over KV slots: one call computes a layer for all requests, in decoding and prefill.
 
-torch's kernels are made for many rows, and their sums follow the shape of what they are given. Here threads first store the new
-keys and values, then take blocks of sixteen rows that share a KV head; a block goes through the keys that its rows see.
-
-A row's result depends on what it sees alone, to the last bit: not on the other rows or requests of the step, nor on where in the
-slot its ancestors lie. Values are added up in the order of the text, and what is hidden adds zeros; the weights are added up as
-whole numbers, whose sum has no order.
+Threads first store the new keys and values, then take blocks of sixteen rows that share a KV head; a block goes through the keys
+that its rows see. A row's result depends bit for bit only on what it sees, not on other rows or requests, nor on the slot entries
+of its ancestors. Values are added in text order, and hidden ones add zeros; weights are added as integers, whose sum does not
+depend on the order.
 """
 
 from __future__ import annotations
@@ -57,27 +55,27 @@ from engine.forward.cpu.products.row_linear import PANEL
 
 BLOCK = 16  # rows that go through the keys together
 _ONE, _MINUS_TWO = np.float32(1), np.float32(-2)
-_FLOAT = np.float32(0)  # names the type
+_FLOAT = np.float32(0)  # stands for its type
 _HIDDEN = np.float32(-3e38)
-_PARTS = np.float32(2.0**40)  # that a weight of one is cut into
+_PARTS = np.float32(2.0**40)  # fixed-point units of a weight of one
 
 
 class NativeRows(ctypes.Structure):
-    """The rows of one request. They see its first ``start`` entries and, of those behind them, what ``mask`` says."""
+    """Rows of one request: they see its first ``start`` entries and, of those behind, the ones in ``mask``."""
 
     _fields_ = (
         ("slot", ctypes.c_int64),
         ("start", ctypes.c_int64),
         ("offset", ctypes.c_int64),  # first row in the batch
         ("rows", ctypes.c_int64),
-        ("before", ctypes.c_int64),  # entries between ``start`` and those of the rows: rows of earlier forwards
-        ("mask", ctypes.c_int64),  # address of [rows, before + rows] bytes; 0 for plain causality, with nothing before
+        ("before", ctypes.c_int64),  # entries between ``start`` and the rows' own, computed by earlier forward passes
+        ("mask", ctypes.c_int64),  # address of [rows, before + rows] bytes; 0: plain causality, with nothing before
         ("positions", ctypes.c_int64),  # address of [before + rows] int64
     )
 
 
 class Layer(ctypes.Structure):
-    """A layer's work. Addresses are those of the first element, strides count bytes; elements of one head lie side by side."""
+    """Job of one layer; addresses are of the first element, strides in bytes; elements of a head are contiguous."""
 
     _fields_ = (
         ("query", ctypes.c_int64),  # [heads, rows, head_dim]
@@ -90,24 +88,24 @@ class Layer(ctypes.Structure):
         ("value_head", ctypes.c_int64),
         ("value_row", ctypes.c_int64),
         ("output", ctypes.c_int64),  # [rows, heads, value_dim], contiguous
-        ("keys", ctypes.c_int64),  # of each slot and KV head, panels as those of ``linear``: an entry is an output
+        ("keys", ctypes.c_int64),  # per slot and KV head, panels as in ``linear``, with entries as outputs
         ("values", ctypes.c_int64),  # [slots, slot_heads, capacity, value_dim], contiguous
         ("capacity", ctypes.c_int64),  # a multiple of ``PANEL``
         ("kv_heads", ctypes.c_int64),
-        ("slot_heads", ctypes.c_int64),  # KV heads that a slot has room for, ``kv_heads`` or more
-        ("group", ctypes.c_int64),  # heads that share a KV head
+        ("slot_heads", ctypes.c_int64),  # KV heads that a slot has room for, at least ``kv_heads``
+        ("group", ctypes.c_int64),  # query heads per KV head
         ("head_dim", ctypes.c_int64),  # of queries and keys, a multiple of ``WIDTH``
         ("value_dim", ctypes.c_int64),  # of values and outputs, likewise
-        ("window", ctypes.c_int64),  # 0 without one
-        ("chunk", ctypes.c_int64),  # a row sees keys of the chunk of positions that it is in; 0 without
-        ("sinks", ctypes.c_int64),  # address of [heads] float32: scores of keys without a value; 0 without
+        ("window", ctypes.c_int64),  # 0: none
+        ("chunk", ctypes.c_int64),  # a row sees only keys in its own chunk of this many positions; 0: none
+        ("sinks", ctypes.c_int64),  # address of [heads] float32: scores of keys without a value; 0: none
         ("requests", ctypes.c_int64),  # address of ``NativeRows``
         ("num_requests", ctypes.c_int64),
         ("scale", ctypes.c_double),
-        ("softcap", ctypes.c_double),  # bound of the scores; 0 without one
-        ("taken", ctypes.c_int64),  # keys and values that threads have taken to store: 0 at the start, as the next two
-        ("stored", ctypes.c_int64),  # and have stored
-        ("blocks", ctypes.c_int64),  # of rows that threads have taken
+        ("softcap", ctypes.c_double),  # bound of the scores; 0: none
+        ("taken", ctypes.c_int64),  # keys and values that threads have claimed to store; starts at 0, as the next two
+        ("stored", ctypes.c_int64),  # keys and values that are stored
+        ("blocks", ctypes.c_int64),  # blocks of rows that threads have claimed
     )
 
 
@@ -116,15 +114,14 @@ _TAKEN, _STORED, _BLOCKS = Layer.taken.offset, Layer.stored.offset, Layer.blocks
 _SIGNATURE = types.void(types.CPointer(from_dtype(LAYER)))
 
 
-_MIX_ROWS, _MIX_WIDE = (4, 4 * WIDTH) if TILE_ROWS > 2 else (2, 2 * WIDTH)  # rows and numbers whose sums are in registers
-_MIX_KEYS = 64  # whose values are in the first cache
+_MIX_ROWS, _MIX_WIDE = (4, 4 * WIDTH) if TILE_ROWS > 2 else (2, 2 * WIDTH)  # rows and elements whose sums are in registers
+_MIX_KEYS = 64  # keys whose values fit into the L1 cache
 
 
 def _emit_mixed(
     b: Any, rows: int, weights: Any, weights_stride: Any, values: Any, stride: Any, count: Any, mixed: Any, mixed_stride: Any,
     ahead: Any, ahead_step: Any, like: Any,
 ) -> None:  # fmt: skip
-    """Code for ``_mixed`` with so many rows."""
     parts, wide = _MIX_WIDE // WIDTH, 4 if like == types.float32 else 2
     before, head, loop, after = b.block, b.append_basic_block("head"), b.append_basic_block("mix"), b.append_basic_block("after")
     places = [(row, part) for row in range(rows) for part in range(parts)]
@@ -163,10 +160,7 @@ def _mixed(
     builder: Any, rows: Any, weights: Any, weights_stride: Any, values: Any, stride: Any, count: Any, mixed: Any,
     mixed_stride: Any, ahead: Any, ahead_step: Any, like: Any,
 ) -> None:  # fmt: skip
-    """Adds ``count`` weighted values, in their order, to ``_MIX_WIDE`` numbers of up to ``_MIX_ROWS`` rows.
-
-    What comes later is asked for beside them: ``ahead`` and, with each value, ``ahead_step`` bytes on.
-    """
+    """Add ``count`` weighted values, in order, to ``_MIX_WIDE`` elements of up to ``_MIX_ROWS`` rows; prefetch ``ahead``."""
     by_count(
         builder, rows, _MIX_ROWS,
         lambda number: _emit_mixed(
@@ -177,7 +171,6 @@ def _mixed(
 
 @compiled
 def _mix_one(weights: int, values: int, stride: int, count: int, mixed: int, like: Any) -> None:
-    """As ``_mixed``, ``WIDTH`` numbers of one row."""
     numbers = load(mixed, _FLOAT)
     for key in range(count):
         numbers = multiply_add(load_splat(weights + key * 4), load(values + key * stride, like), numbers)
@@ -186,7 +179,7 @@ def _mix_one(weights: int, values: int, stride: int, count: int, mixed: int, lik
 
 @compiled
 def _room(size: int) -> Any:
-    """So many float32 that begin with a cache line: a vector across two lines is read twice."""
+    """Return uninitialised float32 memory aligned to a cache line, because a vector across two lines is read twice."""
     return _from_line(np.empty(size + WIDTH, np.float32), size)
 
 
@@ -197,7 +190,7 @@ def _from_line(made: Any, size: int) -> Any:
 
 @compiled
 def _mix_all(scores: Any, values: int, num_keys: int, mixed: Any, like: Any) -> None:
-    """Adds up the weighted values of each row: some keys at a time, whose values are made float32 once for all rows."""
+    """Add the weighted values of each row; with many rows, values are converted to float32 once per chunk of keys."""
     count, size = mixed.shape
     if count > _MIX_ROWS:
         _mix_parts(scores, values, num_keys, mixed, _room(_MIX_KEYS * size), like)
@@ -208,7 +201,6 @@ def _mix_all(scores: Any, values: int, num_keys: int, mixed: Any, like: Any) -> 
 
 @compiled
 def _mix_parts(scores: Any, values: int, num_keys: int, mixed: Any, numbers: Any, like: Any) -> None:
-    """See ``_mix_all``, with room for the values of some keys."""
     size, into = mixed.shape[1], numbers.ctypes.data
     stride = size * bytes_of(like)
     for first in range(0, num_keys, _MIX_KEYS):
@@ -221,7 +213,6 @@ def _mix_parts(scores: Any, values: int, num_keys: int, mixed: Any, numbers: Any
 
 @compiled
 def _mix_some(weights: int, wide: int, values: int, num_keys: int, mixed: Any, ahead: int, ahead_step: int, like: Any) -> None:
-    """The weighted values of some keys, added to what is there; for ``ahead`` see ``_mixed``."""
     count, size = mixed.shape
     stride = size * bytes_of(like)
     for first in range(0, size // _MIX_WIDE * _MIX_WIDE, _MIX_WIDE):
@@ -239,16 +230,16 @@ def _mix_some(weights: int, wide: int, values: int, num_keys: int, mixed: Any, a
 
 @compiled
 def _first_seen(position: int, layer: Any) -> int:
-    """The least position that a row may see; there may be none below it."""
+    """Return the least position that a row may see; it may be negative."""
     first = position - layer.window + 1 if layer.window else 0
     return max(first, position // layer.chunk * layer.chunk) if layer.chunk else first
 
 
 @compiled
 def _hide(scores: Any, row: int, low: int, count: int, rows: Any, layer: Any) -> None:
-    """Hides from one row what it must not see; there are the keys from ``low`` on and ``count`` behind ``start``."""
+    """Hide the keys that one row must not see, among those from ``low`` on and ``count`` behind ``start``."""
     start = rows.start
-    first = row + 1  # causality: the rows behind it
+    first = row + 1  # causality: rows behind it
     if rows.mask:
         mask, own, hidden = rows.mask + row * count, scores.ctypes.data + (start - low) * 4, splat(_HIDDEN)
         first = count // WIDTH * WIDTH
@@ -268,10 +259,7 @@ def _hide(scores: Any, row: int, low: int, count: int, rows: Any, layer: Any) ->
 
 @compiled
 def _weigh(row: Any) -> np.float32:
-    """Makes scores weights, not yet divided by their sum, and returns one over the sum. They are a multiple of ``WIDTH``.
-
-    The weights are at most 1, and one of them is: they are cut to multiples of 2 ** -40 and added up as whole numbers.
-    """
+    """Replace scores by weights, not yet divided by their sum; return one over the sum. Needs whole vectors of scores."""
     scores = row.ctypes.data
     top = load(scores, _FLOAT)
     for first in range(WIDTH, len(row), WIDTH):
@@ -279,6 +267,7 @@ def _weigh(row: Any) -> np.float32:
     down = splat(-largest(top))
     for first in range(0, len(row), WIDTH):
         store(scores + first * 4, exponential(add(load(scores + first * 4, _FLOAT), down)), _FLOAT)
+    # Weights are at most 1, and one is 1. They are truncated to multiples of 2 ** -40 and added as integers.
     parts = np.int64(0)
     for key in range(len(row)):
         parts += np.int64(row[key] * _PARTS)
@@ -287,7 +276,7 @@ def _weigh(row: Any) -> np.float32:
 
 @compiled
 def _lowest(rows: Any, layer: Any) -> int:
-    """The first key that any row of a request sees, rounded down so that blocks of keys lie alike whatever the window."""
+    """Return the first key that any row of a request sees, rounded down so that blocks of keys are the same with any window."""
     if not layer.window and not layer.chunk:
         return 0
     low = rows.start
@@ -298,7 +287,6 @@ def _lowest(rows: Any, layer: Any) -> int:
 
 @compiled
 def _read(queries: Any, count: int, layer: Any, rows: Any, head: int, first: int, like: Any) -> None:
-    """Queries of the places from ``first`` on, one after another."""
     size = layer.head_dim * bytes_of(like)
     for place in range(count):
         source = layer.query + (head * layer.group + (first + place) // rows.rows) * layer.query_head
@@ -308,7 +296,6 @@ def _read(queries: Any, count: int, layer: Any, rows: Any, head: int, first: int
 
 @compiled
 def _score_all(queries: Any, keys: int, num_keys: int, scores: Any, scale: np.float32, like: Any) -> None:
-    """Scaled products of each query with each key, whole panels of keys."""
     count, size, scales = scores.shape[0], queries.shape[1], splat(scale)
     stride, wide, panels = size * bytes_of(like), scores.shape[1] * 4, (num_keys + PANEL - 1) // PANEL
     ahead_step = PANEL * piece_of(like)
@@ -326,7 +313,7 @@ def _score_all(queries: Any, keys: int, num_keys: int, scores: Any, scale: np.fl
 
 @compiled
 def _write(mixed: Any, shares: Any, layer: Any, rows: Any, head: int, first: int, like: Any) -> None:
-    """Divides by the sums of the weights and writes the outputs of the places from ``first`` on."""
+    """Divide by the sums of the weights and write the outputs."""
     count, size = mixed.shape
     for place in range(count):
         row = rows.offset + (first + place) % rows.rows
@@ -338,24 +325,22 @@ def _write(mixed: Any, shares: Any, layer: Any, rows: Any, head: int, first: int
 
 @compiled
 def _bound(scores: Any, softcap: np.float32) -> None:
-    """Makes each score ``softcap * tanh(score / softcap)``; with e the exponential of -2 |x|, tanh |x| is (1 - e) / (1 + e)."""
+    """Replace each score by ``softcap * tanh(score / softcap)``."""
     one, cap, down = splat(_ONE), splat(softcap), splat(_MINUS_TWO)
     for first in range(0, scores.size, WIDTH):
         at = scores.ctypes.data + first * 4
         x = divide(load(at, _FLOAT), cap)
+        # With e = exp(-2 |x|), tanh |x| is (1 - e) / (1 + e).
         power = exponential(multiply(absolute(x), down))
         store(at, multiply(sign_of(divide(subtract(one, power), add(one, power)), x), cap), _FLOAT)
 
 
 @compiled
 def _attend(layer: Any, rows: Any, head: int, first: int, count: int, scratch: Any, like: Any) -> None:
-    """``count`` rows from ``first`` on, of the group's heads one after another, over the keys of one KV head that they see.
-
-    Place ``p`` is row ``p % rows`` of head ``p // rows`` of the group.
-    """
+    """Attend from places to one KV head; place p is row ``p % rows`` of head ``p // rows`` of the group."""
     low = _lowest(rows, layer)
     own = rows.before + rows.rows
-    if rows.mask == 0 and first % rows.rows + count <= rows.rows:  # rows of one head: none sees what is behind the last of them
+    if rows.mask == 0 and first % rows.rows + count <= rows.rows:  # rows of one head: none sees entries behind the last of them
         own = first % rows.rows + count
     entry = ((rows.slot * layer.slot_heads + head) * layer.capacity + low) * bytes_of(like)
     num_keys = rows.start + own - low
@@ -383,7 +368,7 @@ def _attend(layer: Any, rows: Any, head: int, first: int, count: int, scratch: A
 
 @compiled
 def keep_key(source: int, keys: int, entry: int, size: int, like: Any) -> None:
-    """Stores the numbers of a key in the panel of its entry, of a slot's panels of one head."""
+    """Store a key in the panel of its entry, in one head's panels of a slot."""
     piece, wide = piece_of(like), size * bytes_of(like)
     target = keys + entry // PANEL * PANEL * wide + entry % PANEL * piece
     for at in range(0, wide, piece):
@@ -392,7 +377,6 @@ def keep_key(source: int, keys: int, entry: int, size: int, like: Any) -> None:
 
 @compiled
 def _keep(layer: Any, rows: Any, head: int, like: Any) -> None:
-    """Stores the new keys and values of one KV head of a request."""
     wide, first = layer.value_dim * bytes_of(like), rows.start + rows.before
     entry = (rows.slot * layer.slot_heads + head) * layer.capacity
     keys, values = layer.keys + entry * layer.head_dim * bytes_of(like), layer.values + entry * wide
@@ -405,13 +389,9 @@ def _keep(layer: Any, rows: Any, head: int, like: Any) -> None:
 
 @compiled
 def move_entries(keys: int, values: int, slots: Any, start: int, rows: Any) -> None:
-    """Copies entry ``start + rows[i]`` of a slot to ``start + i``, in all layers and heads. Rows increase.
+    """Copy entry ``start + rows[i]`` of a slot to ``start + i``, in all layers and heads; rows increase.
 
-    Args:
-        keys: address of the slot's panels in the first layer; ``values`` likewise.
-        slots: an ``engine.kv.kv_cache.SlotLayout``.
-        start: entries before the rows.
-        rows: [n] int64.
+    ``keys`` and ``values`` are addresses of the slot in the first layer, ``slots`` is a ``SlotLayout``, ``rows`` are [n] int64.
     """
     wide, value_wide, panel, piece = slots.wide, slots.value_wide, slots.panel, slots.piece
     for part in range(slots.layers * slots.heads):
@@ -428,7 +408,7 @@ def move_entries(keys: int, values: int, slots: Any, start: int, rows: Any) -> N
 
 @compiled
 def blocks_of(requests: Any, layer: Any) -> int:
-    """How many blocks of rows a layer has."""
+    """Return the number of blocks of rows of a layer."""
     count = 0
     for request in range(len(requests)):
         count += (layer.group * requests[request].rows + BLOCK - 1) // BLOCK * layer.kv_heads
@@ -437,13 +417,13 @@ def blocks_of(requests: Any, layer: Any) -> int:
 
 @compiled
 def attend_blocks(layer: Any, requests: Any, taken: int, like: Any) -> int:
-    """What every thread does once all keys and values are stored: takes blocks of rows until none is left; returns how many."""
+    """Compute blocks of rows until none is left; return the number computed here. All keys and values must be stored."""
     longest, done = 0, 0
     for request in range(len(requests)):
         rows = requests[request]
         longest = max(longest, rows.start + rows.before + rows.rows)
     scratch = _room(BLOCK * (longest + 2 * PANEL))
-    block, request, begun = claim(taken), 0, 0  # the blocks before those of ``request``
+    block, request, begun = claim(taken), 0, 0  # number of blocks before those of ``request``
     while request < len(requests):
         rows = requests[request]
         places = layer.group * rows.rows
@@ -460,7 +440,6 @@ def attend_blocks(layer: Any, requests: Any, taken: int, like: Any) -> int:
 
 @compiled
 def _run(job: Any, like: Any) -> None:
-    """What every thread does: stores keys and values, waits until all are stored, and computes."""
     layers = carray(job, 1)
     layer, at = layers[0], layers.ctypes.data
     requests = carray(address_of(layer.requests), layer.num_requests, ROWS)
@@ -477,17 +456,11 @@ def _run(job: Any, like: Any) -> None:
 
 @cache
 def entry_point(dtype: str) -> Any:
-    """The C function ``void (Layer *)`` that computes a layer, with its ``address``.
-
-    Compiled at the first call, which takes some seconds, and kept on disk.
-
-    Args:
-        dtype: of queries, keys, values and outputs: bfloat16, float16 or float32.
-    """
+    """Return the C function ``void (Layer *)`` of a dtype in ``TYPES``, with its ``address``."""
     like = TYPES[dtype]
 
     def run(job: Any) -> None:
         _run(job, like)
 
-    run.__qualname__ = f"run_{dtype}"  # by which it is kept on disk
-    return compiled_callback(_SIGNATURE)(run)
+    run.__qualname__ = f"run_{dtype}"  # key of the cache on disk
+    return compiled_callback(_SIGNATURE)(run)  # takes seconds, once per machine

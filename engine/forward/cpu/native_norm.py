@@ -1,4 +1,4 @@
-"""RMS norm in one pass over memory: torch takes seven operations, whose calls cost more than the numbers of a few rows."""
+"""RMS norm in one call: torch takes seven operations, whose calls cost more than the arithmetic of a few rows."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from numba import carray, from_dtype, types
 from decoding.jit import compiled, compiled_callback
 from engine.forward.cpu.lanes import TYPES, WIDTH, bytes_of, load, multiply, multiply_add, splat, store, stored, total
 
-_FLOAT = np.float32(0)  # names the type
+_FLOAT = np.float32(0)  # stands for its type
 
 
 class Norm(ctypes.Structure):
-    """Rows to normalise. Addresses are those of the first element; everything is contiguous."""
+    """Job of an RMS norm; addresses are of the first element, and everything is contiguous."""
 
     _fields_ = (
         ("input", ctypes.c_int64),  # [rows, size]
-        ("weight", ctypes.c_int64),  # [size], float32 where it is ``wide``
+        ("weight", ctypes.c_int64),  # [size], float32 if ``wide``
         ("output", ctypes.c_int64),  # [rows, size]
-        ("rows", ctypes.c_int64),  # of a step that says how many there are: 0
+        ("rows", ctypes.c_int64),  # 0 in a ``NativeStep``, which has the number of rows
         ("size", ctypes.c_int64),  # a multiple of ``WIDTH``
         ("epsilon", ctypes.c_double),
-        ("wide", ctypes.c_int64),  # whether nothing is rounded before the end
+        ("wide", ctypes.c_int64),  # whether only the end result is rounded
     )
 
 
@@ -34,10 +34,7 @@ _SIGNATURE = types.void(types.CPointer(from_dtype(np.dtype(Norm))))
 
 @compiled
 def normalise(input: int, weight: int, output: int, size: int, epsilon: float, wide: int, like: Any) -> None:
-    """``weight * (x / sqrt(mean(x ** 2) + epsilon))``, rounded where Llama's module rounds: before the weight and after it.
-
-    Where it is ``wide``, the weight is float32 and the result is rounded once, as in Gemma's module.
-    """
+    """Compute ``weight * (x / sqrt(mean(x ** 2) + epsilon))``, rounded as in Llama's module: before and after the weight."""
     squares, step = splat(_FLOAT), bytes_of(like)
     for first in range(0, size, WIDTH):
         numbers = load(input + first * step, like)
@@ -45,7 +42,7 @@ def normalise(input: int, weight: int, output: int, size: int, epsilon: float, w
     scale = splat(np.float32(1) / np.sqrt(total(squares) / np.float32(size) + np.float32(epsilon)))
     for first in range(0, size, WIDTH):
         numbers = multiply(load(input + first * step, like), scale)
-        if wide:
+        if wide:  # as in Gemma's module: float32 weight, rounded once
             store(output + first * step, multiply(numbers, load(weight + first * 4, _FLOAT)), like)
         else:
             store(output + first * step, multiply(stored(numbers, like), load(weight + first * step, like)), like)
@@ -61,11 +58,11 @@ def _run(job: Any, like: Any) -> None:
 
 @cache
 def entry_point(dtype: str) -> Any:
-    """The C function ``void (Norm *)``, with its ``address``; see ``native_attention.entry_point``."""
+    """Return the C function ``void (Norm *)`` with its ``address``; see ``native_attention.entry_point``."""
     like = TYPES[dtype]
 
     def run(job: Any) -> None:
         _run(job, like)
 
-    run.__qualname__ = f"run_{dtype}"  # by which it is kept on disk
+    run.__qualname__ = f"run_{dtype}"  # key of the cache on disk
     return compiled_callback(_SIGNATURE)(run)

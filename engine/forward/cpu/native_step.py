@@ -1,11 +1,7 @@
-"""The layers of a model as one list of operations, which all threads go through together in one call.
+"""Layers of a model as one list of operations, which all threads execute together in one call.
 
-A forward of a few rows takes some milliseconds, and each of its operations some microseconds: to call them one by one, from
-Python, costs as much again. Here threads take parts of an operation until none is left, and wait for each other only where the
-next one needs all of its results.
-
-Results are rounded where the modules of Llama round, or those of the family; see ``engine.forward.cpu.row_model`` for the models
-that are computed so.
+An operation of a few rows takes microseconds, and so does its call from Python. Threads take parts of an operation until none is
+left, and wait only if the next operation needs all results. Results are rounded as in the modules of the model's family.
 """
 
 from __future__ import annotations
@@ -50,50 +46,49 @@ from engine.forward.cpu.states.native_rule import RULE, keep_rows, kept_rows, wa
 from engine.forward.cpu.states.native_walk import WALK
 
 EMBED, NORM, PICKED_NORM, LINEAR, PICKED_LINEAR, ROTATE, ATTEND, LOW_RANK = range(8)
-SUM, GATE, PRODUCT, SIGMOID = range(8, 12)  # of ``Pairs``
-DECAYS, GATED_NORM, CONVOLVE, DELTA_RULE, SPACE_RULE, KEEP = range(12, 18)  # of layers with a state; ``KEEP`` follows its rule
+SUM, GATE, PRODUCT, SIGMOID = range(8, 12)  # kinds of ``Pairs``
+DECAYS, GATED_NORM, CONVOLVE, DELTA_RULE, SPACE_RULE, KEEP = range(12, 18)  # of recurrent layers; ``KEEP`` follows its rule
 
 
 class Embed(ctypes.Structure):
-    """Looks up the rows' tokens."""
+    """Job of the embedding lookup."""
 
     _fields_ = (
         ("weight", ctypes.c_int64),  # [vocab, size], or its panels
-        ("panels", ctypes.c_int64),  # whether it is panels
+        ("panels", ctypes.c_int64),  # whether the weight is in panels
         ("size", ctypes.c_int64),
         ("output", ctypes.c_int64),  # [rows, size]
-        ("form", ctypes.c_int64),  # as ``Linear``, and the next one
+        ("form", ctypes.c_int64),  # see ``Linear``, also for ``scratch``
         ("scratch", ctypes.c_int64),
-        ("factor", ctypes.c_double),  # that numbers are multiplied with; 0: they are taken as they are
+        ("factor", ctypes.c_double),  # multiplier of the embeddings; 0: none
     )
 
 
 class Rotate(ctypes.Structure):
-    """Turns queries and keys to their positions, and stores keys and values in the slots."""
+    """Job that applies RoPE to queries and keys and stores keys and values in the slots."""
 
     _fields_ = (
-        ("query", ctypes.c_int64),  # [rows, heads, head_dim], turned in place
+        ("query", ctypes.c_int64),  # [rows, heads, head_dim], rotated in place
         ("query_head", ctypes.c_int64),  # bytes from one head to the next
         ("key", ctypes.c_int64),  # [rows, kv_heads, head_dim]
         ("value", ctypes.c_int64),
         ("heads", ctypes.c_int64),
         ("kv_heads", ctypes.c_int64),
         ("head_dim", ctypes.c_int64),  # a multiple of ``WIDTH``
-        ("turned", ctypes.c_int64),  # the first numbers of a head that are turned, a multiple of 2 * ``WIDTH``; 0: none
-        ("query_norm", ctypes.c_int64),  # weight of a norm of each head before it is turned; 0 without one
+        ("turned", ctypes.c_int64),  # leading elements of a head that are rotated, a multiple of 2 * ``WIDTH``; 0: none
+        ("query_norm", ctypes.c_int64),  # weight of a norm of each head before RoPE; 0: none
         ("key_norm", ctypes.c_int64),
         ("epsilon", ctypes.c_double),
-        ("wide", ctypes.c_int64),  # of the norms, as that of ``Norm``
+        ("wide", ctypes.c_int64),  # of the norms, see ``Norm``
         ("angles", ctypes.c_int64),  # [positions, 2, turned]: cosines and sines
-        ("keys", ctypes.c_int64),  # as those of ``attention.Layer``, and the next two
+        ("keys", ctypes.c_int64),  # see ``native_attention.Layer``, also for the next two
         ("values", ctypes.c_int64),
         ("capacity", ctypes.c_int64),
     )
 
 
 class Pairs(ctypes.Structure):
-    """Numbers of two buffers that become one: ``target + other``, ``silu(target) * other``, ``target * other`` or
-    ``target * sigmoid(other)``. Rows may lie apart, and so may parts of a row of the other."""
+    """Job of ``target + other``, ``silu(target) * other``, ``target * other`` or ``target * sigmoid(other)``; byte strides."""
 
     _fields_ = (
         ("target", ctypes.c_int64),  # [rows, parts * size]
@@ -107,17 +102,17 @@ class Pairs(ctypes.Structure):
 
 
 class Operation(ctypes.Structure):
-    """What is done next."""
+    """Entry of the list of operations."""
 
     _fields_ = (
         ("kind", ctypes.c_int64),
-        ("waits", ctypes.c_int64),  # whether all before it must be done
+        ("waits", ctypes.c_int64),  # whether all earlier operations must be done
         ("job", ctypes.c_int64),  # address of ``Embed``, ``Norm``, ``Linear``, ``Rotate``, ``Layer``, ``LowRank``, ``Pairs``, ...
     )
 
 
 class NativeStep(ctypes.Structure):
-    """One forward."""
+    """Job of one forward pass."""
 
     _fields_ = (
         ("operations", ctypes.c_int64),  # address of ``Operation``
@@ -125,31 +120,31 @@ class NativeStep(ctypes.Structure):
         ("tokens", ctypes.c_int64),  # [rows] int64
         ("positions", ctypes.c_int64),  # [rows] int64
         ("rows", ctypes.c_int64),
-        ("picked", ctypes.c_int64),  # [num_picked] int64: rows whose logits are wanted
+        ("picked", ctypes.c_int64),  # [num_picked] int64: rows whose logits are computed
         ("num_picked", ctypes.c_int64),
         ("requests", ctypes.c_int64),  # address of ``native_attention.NativeRows``
         ("num_requests", ctypes.c_int64),
         ("threads", ctypes.c_int64),
         ("counters", ctypes.c_int64),  # ``num_counters`` of them, all 0
-        ("adapters", ctypes.c_int64),  # [rows] int64: the adapter of each row, -1 for none; 0 where no operation asks
-        ("walks", ctypes.c_int64),  # address of ``NativeWalk``, of a model with states
+        ("adapters", ctypes.c_int64),  # [rows] int64: adapter of each row, -1: none; 0 if no operation needs it
+        ("walks", ctypes.c_int64),  # address of ``NativeWalk``, for models with states
         ("num_walks", ctypes.c_int64),
     )
 
 
 def num_counters(operations: int, threads: int) -> int:
-    """How many counters, of ``COUNTER`` bytes each, so many operations take: two of all, then those of each."""
+    """Return the number of counters, of ``COUNTER`` bytes each: two shared, then ``threads`` per operation."""
     return 2 + operations * threads
 
 
 _EMBED, _NORM, _LINEAR, _ROTATE, _LOW_RANK, _PAIRS = (np.dtype(each) for each in (Embed, Norm, Linear, Rotate, LowRank, Pairs))
 _OPERATION, _DECAYS, _GATED_NORM = np.dtype(Operation), np.dtype(Decays), np.dtype(GatedNorm)
-_FLOAT = np.float32(0)  # names the type
+_FLOAT = np.float32(0)  # stands for its type
 
 
 @compiled
 def _embed(job: Any, token: int, row: int, thread: int, forms: Any, like: Any) -> None:
-    """A token's row of the table; in panels its numbers, or pairs of them, lie a panel's width apart."""
+    """Copy a token's row of the table; in panels, its elements or pairs of them are a panel's width apart."""
     wide = job.size * bytes_of(like)
     target = job.output + row * wide
     if not job.panels:
@@ -168,7 +163,6 @@ def _embed(job: Any, token: int, row: int, thread: int, forms: Any, like: Any) -
 
 @compiled
 def _scale(target: int, size: int, factor: float, like: Any) -> None:
-    """Numbers times a factor, in place."""
     wide, factors = bytes_of(like), splat(np.float32(factor))
     for first in range(0, size, WIDTH):
         store(target + first * wide, multiply(load(target + first * wide, like), factors), like)
@@ -176,7 +170,7 @@ def _scale(target: int, size: int, factor: float, like: Any) -> None:
 
 @compiled
 def _turn(head: int, job: Any, norm: int, angles: int, like: Any) -> None:
-    """One head, in place: ``x * cos + (-x2, x1) * sin`` with x1 and x2 the halves of what is turned, each product rounded."""
+    """Rotate one head in place: ``x * cos + (-x2, x1) * sin`` with x1 and x2 the rotated halves, each product rounded."""
     wide, size, half = bytes_of(like), job.turned, job.turned // 2
     if norm:
         normalise(head, norm, head, job.head_dim, job.epsilon, job.wide, like)
@@ -193,7 +187,6 @@ def _turn(head: int, job: Any, norm: int, angles: int, like: Any) -> None:
 
 @compiled
 def _rotate(job: Any, row: int, position: int, slot: int, entry: int, like: Any) -> None:
-    """All heads of a row."""
     wide = job.head_dim * bytes_of(like)
     angles = job.angles + position * 2 * job.turned * bytes_of(like)
     for head in range(job.heads):
@@ -207,7 +200,6 @@ def _rotate(job: Any, row: int, position: int, slot: int, entry: int, like: Any)
 
 @compiled
 def _rotate_rows(step: Any, job: Any, first: int, last: int, requests: Any, like: Any) -> None:
-    """Some rows of the batch."""
     for request in range(len(requests)):
         own = requests[request]
         for row in range(max(first, own.offset), min(last, own.offset + own.rows)):
@@ -217,19 +209,19 @@ def _rotate_rows(step: Any, job: Any, first: int, last: int, requests: Any, like
 
 @compiled
 def _join(target: int, other: int, size: int, kind: int, like: Any) -> None:
-    """A part of a row of ``Pairs``, rounded as in ``native_linear``."""
+    """Combine a part of a row of ``Pairs``, rounded as in ``native_linear``."""
     wide = bytes_of(like)
     for first in range(0, size, WIDTH):
         place = first * wide
         if first + WIDTH <= size:
             store(target + place, _joined(target + place, other + place, kind, like), like)
-        else:  # the last ones of a row that is no multiple: what is behind them belongs to others
+        else:  # incomplete vector: memory behind it belongs to others
             _join_last(target + place, other + place, (size - first) * wide, kind, np.zeros(2 * WIDTH, np.float32), like)
 
 
 @compiled
 def _join_last(target: int, other: int, left: int, kind: int, spare: Any, like: Any) -> None:
-    """So many bytes; see ``native_linear`` for why the array is an argument."""
+    """Combine the last ``left`` bytes; see ``native_linear`` for why ``spare`` is an argument."""
     one, two = spare.ctypes.data, spare.ctypes.data + WIDTH * 4
     copy_bytes(target, one, left)
     copy_bytes(other, two, left)
@@ -251,7 +243,6 @@ def _joined(target: int, other: int, kind: int, like: Any) -> Any:
 
 @compiled
 def _by_rows(step: Any, operation: Any, first: int, last: int, requests: Any, thread: int, forms: Any, like: Any) -> None:
-    """Some rows of an operation that computes each row by itself."""
     kind, wide = operation.kind, bytes_of(like)
     if kind == EMBED:
         embed = carray(address_of(operation.job), 1, _EMBED)[0]
@@ -287,7 +278,6 @@ def _by_rows(step: Any, operation: Any, first: int, last: int, requests: Any, th
 
 @compiled
 def _take_rows(step: Any, operation: Any, rows: int, taken: int, requests: Any, thread: int, forms: Any, like: Any) -> int:
-    """What every thread does of an operation by rows, some rows at a time; returns how many it has computed."""
     together, done = rows // (4 * step.threads) + 1, 0
     while True:
         first = claim(taken) * together
@@ -300,11 +290,8 @@ def _take_rows(step: Any, operation: Any, rows: int, taken: int, requests: Any, 
 
 @compiled
 def _take_states(step: Any, operation: Any, taken: int, states: Any, like: Any) -> tuple[int, int]:
-    """What every thread does of an operation with states; returns how many parts it has, and how many were computed here.
-
-    Without states there are none, and no code for them.
-    """
-    if states is None:
+    """Compute parts of a recurrent layer's operation; return its total number of parts and the number computed by this thread."""
+    if states is None:  # no code is compiled for states
         return 0, 0
     walks = carray(address_of(step.walks), step.num_walks, WALK)
     if operation.kind == CONVOLVE:
@@ -320,10 +307,10 @@ def _take_states(step: Any, operation: Any, taken: int, states: Any, like: Any) 
 
 @compiled
 def _run(steps: Any, forms: Any, states: Any, like: Any) -> None:
-    """What every thread does. ``expected`` parts are done once all operations up to here are."""
     step = carray(steps, 1)[0]
     operations = carray(address_of(step.operations), step.count, _OPERATION)
     requests = carray(address_of(step.requests), step.num_requests, ROWS)
+    # ``expected`` counts the parts of all operations up to the current one.
     thread, finished, expected = claim(step.counters), step.counters + COUNTER, 0
     for number in range(step.count):
         operation, done = operations[number], 0
@@ -355,12 +342,11 @@ _SIGNATURE = types.void(types.CPointer(from_dtype(np.dtype(NativeStep))))
 
 @cache
 def entry_point(dtype: str, names: tuple[str, ...] = (), states: bool = False) -> Any:
-    """The C function ``void (NativeStep *)`` that every thread calls, for weights of a type and in some formats, with layers that
-    keep states or without; see ``native_attention.entry_point``."""
+    """Return the C function ``void (NativeStep *)`` for a dtype and packed formats; see ``native_attention.entry_point``."""
     like, forms, kept = TYPES[dtype], Forms(names), 1 if states else None
 
     def run(job: Any) -> None:
         _run(job, forms, kept, like)
 
-    run.__qualname__ = f"run_{dtype}_{forms}_{states}"  # by which it is kept on disk
+    run.__qualname__ = f"run_{dtype}_{forms}_{states}"  # key of the cache on disk
     return compiled_callback(_SIGNATURE)(run)

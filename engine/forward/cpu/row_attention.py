@@ -1,4 +1,4 @@
-"""Attention of a forward by compiled code, where that can be: see ``engine.forward.cpu.native_attention``."""
+"""Attention of a forward pass by compiled code, where supported, see ``engine.forward.cpu.native_attention``."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from engine.kv.kv_cache import KVShape, SlotCache
 if TYPE_CHECKING:  # it imports numba
     from engine.forward.cpu.native_attention import Layer, NativeRows
 
-ENTRY_STEP = 16  # numbers of a vector
-_WORTH_THREADS = 4096  # query rows times keys of a layer: some 20 microseconds, several times what it takes to wake a thread
+ENTRY_STEP = 16  # elements of a vector
+_WORTH_THREADS = 4096  # query rows times keys of a layer: about 20 us, several times the cost of waking a thread
 
 
 def laid_out(shape: KVShape) -> KVShape:
-    """How the slots of a model lie for compiled code, where there is such code."""
+    """Return the slot layout for compiled code; unchanged if the device or dtype has no kernels."""
     if not has_kernels(shape.device, shape.dtype):
         return shape
     return replace(shape, padding=-shape.head_dim % ENTRY_STEP, value_padding=-shape.values % ENTRY_STEP, panel=PANEL)
@@ -34,25 +34,21 @@ class RowAttention:
     """Compiled attention over the slots of one model."""
 
     def __init__(self, cache: SlotCache, kernel: Kernel) -> None:
-        """See ``over``."""
         self.cache, self.kernel = cache, kernel
 
     @staticmethod
     def over(cache: SlotCache) -> RowAttention | None:
-        """For slots that are ``laid_out`` for compiled code; None for others.
-
-        The first time on a machine it compiles, which takes some seconds.
-        """
+        """Return attention over slots that are ``laid_out`` for compiled code; None for others."""
         shape = cache.shape
         if shape.panel != PANEL:
             return None
         from engine.forward.cpu.native_attention import entry_point, move_entries
 
-        move_entries(0, 0, cache.layout, 0, np.zeros(0, np.int64))  # compiled here, so that no request waits for it
+        move_entries(0, 0, cache.layout, 0, np.zeros(0, np.int64))  # compile now, so that no request waits for it
         return RowAttention(cache, Kernel(entry_point(DTYPES[shape.dtype]).address))
 
     def fits(self, call: AttentionCall) -> bool:
-        """Whether a layer's inputs are of the type of the slots, and have room in them."""
+        """Return whether a layer's inputs have the slots' dtype and fit into them."""
         shape, query, key, value = self.cache.shape, call.query, call.key, call.value
         sizes = key.shape[3] == query.shape[3] <= shape.head_dim and value.shape[3] <= shape.values
         same = key.shape[:3] == value.shape[:3] == (1, key.shape[1], query.shape[2]) and key.shape[1] <= shape.kv_heads
@@ -62,26 +58,20 @@ class RowAttention:
 def request_rows(
     cache: SlotCache, segments: Sequence[Segment], positions: npt.NDArray[np.int64]
 ) -> tuple[ctypes.Array[NativeRows], list[object]]:
-    """The rows of the requests of a forward for compiled code, and what must live as long as they are used.
-
-    Args:
-        cache: the slots of the segments.
-        segments: of the batch.
-        positions: [rows of the batch], contiguous.
-    """
+    """Return the rows of a forward pass for compiled code, and the objects that must outlive their use."""
     from engine.forward.cpu.native_attention import NativeRows
 
-    kept: list[object] = [positions, *segments]  # whose addresses are used
+    kept: list[object] = [positions, *segments]  # their addresses are used
     found = (NativeRows * len(segments))()
     for entry, segment in zip(found, segments, strict=True):
-        mask, before = segment.mask, len(segment.before)  # what compiled code would not notice is checked here
+        mask, before = segment.mask, len(segment.before)  # compiled code does not check these
         assert 0 <= segment.slot < cache.slots and 0 < segment.rows <= cache.capacity - segment.start - before, segment
         seen = segment.rows, before + segment.rows
         assert mask is None or (mask.shape == seen and mask.flags.c_contiguous and mask.itemsize == 1), mask
         assert mask is not None or not before, segment
         entry.slot, entry.start, entry.offset, entry.rows = segment.slot, segment.start, segment.offset, segment.rows
         entry.mask, entry.before = 0 if mask is None else mask.ctypes.data, before
-        entry.positions = positions.ctypes.data + segment.offset * 8
+        entry.positions = positions.ctypes.data + segment.offset * 8  # contiguous
         if before:
             own = positions[segment.offset : segment.offset + segment.rows]
             all_positions = np.concatenate((np.array(segment.before, np.int64), own))
@@ -91,10 +81,9 @@ def request_rows(
 
 
 class RowStep:
-    """The segments of one forward."""
+    """Segments of one forward pass, prepared for compiled attention."""
 
     def __init__(self, attention: RowAttention, segments: Sequence[Segment], positions: torch.Tensor) -> None:
-        """Positions are [rows of the batch] int64."""
         from engine.forward.cpu.native_attention import Layer
 
         self._attention = attention
@@ -108,7 +97,7 @@ class RowStep:
         self._pairs = sum(segment.rows * segment.end for segment in segments)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """See ``engine.forward.attention.Attending``; rows that are in no segment are zeros."""
+        """Compute a layer, see ``engine.forward.attention.Attending``; rows outside all segments are zeros."""
         query, key, value = call.query, call.key, call.value
         job, size = self._layer, value.shape[3]
         job.scale = call.scale
@@ -136,7 +125,6 @@ class RowStep:
 
 
 def _wide(numbers: torch.Tensor, size: int) -> torch.Tensor:
-    """With zeros behind each head's, up to ``size``, and a head's side by side."""
     if numbers.shape[3] < size:
         return torch.nn.functional.pad(numbers, (0, size - numbers.shape[3]))
     return numbers if numbers.stride(3) == 1 else numbers.contiguous()

@@ -1,4 +1,4 @@
-"""Memory for what is between the operations of a forward, and what these are told of it."""
+"""Buffers for intermediate results of a forward pass, and the jobs that refer to them by address."""
 
 from __future__ import annotations
 
@@ -15,60 +15,59 @@ if TYPE_CHECKING:  # it imports numba
 
 
 class RowBuffers:
-    """Rows of numbers, by name, and all that operations point to. It stays where it is."""
+    """Named row buffers and everything that operations point to; addresses never change."""
 
     def __init__(self, rows: int, threads: int, dtype: torch.dtype) -> None:
-        """Room for so many rows of a model of a type."""
         self.rows, self.threads, self.dtype = rows, threads, dtype
         self._buffers: dict[str, torch.Tensor] = {}
-        self._scratch: dict[int, torch.Tensor] = {}  # by the size of rows: threads may be in different operations
+        self._scratch: dict[int, torch.Tensor] = {}  # by row size, since threads may be in different operations
         self._kept: list[object] = []
 
     def make(self, name: str, size: int, dtype: torch.dtype | None = None) -> None:
-        """Takes memory for [rows, size], of the model's type when none is named; once for a name."""
+        """Allocate [rows, size] once per name; dtype None: the model's."""
         if name not in self._buffers:
             self._buffers[name] = torch.empty(self.rows, size, dtype=dtype or self.dtype)
         assert self._buffers[name].shape[1] == size, (name, size)
 
     def bits(self, name: str) -> SignedArray:
-        """[rows, size] of all rows, where they lie, as whole numbers of the same width."""
+        """Return a buffer's memory as integers of the same width, [rows, size]."""
         buffer = self._buffers[name]
         bits: SignedArray = buffer.view(torch.int32 if buffer.element_size() == 4 else torch.int16).numpy()
         return bits
 
     def at(self, name: str, first: int = 0) -> int:
-        """The address of a number of the first row."""
+        """Return the address of element ``first`` of the first row."""
         buffer = self._buffers[name]
         return buffer.data_ptr() + first * buffer.element_size()
 
     def size(self, name: str) -> int:
-        """Numbers of a row."""
+        """Return the number of elements of a row."""
         return self._buffers[name].shape[1]
 
     def stride(self, name: str) -> int:
-        """Bytes from one row to the next."""
+        """Return the bytes from one row to the next."""
         return self._buffers[name].shape[1] * self._buffers[name].element_size()
 
     def address_of(self, numbers: torch.Tensor | None) -> int:
-        """Where they lie, and stay; 0 for none."""
+        """Return the address of a tensor, which is kept alive; 0 for None."""
         if numbers is None:
             return 0
         self._kept.append(numbers)
         return numbers.data_ptr()
 
     def keep(self, job: ctypes.Structure) -> int:
-        """Its address, which stays."""
+        """Return the address of a job, which is kept alive."""
         self._kept.append(job)
         return ctypes.addressof(job)
 
     def scratch(self, size: int) -> int:
-        """Where threads unpack panels of rows of a size."""
+        """Return the address where threads unpack panels of rows of a size."""
         if size not in self._scratch:
             self._scratch[size] = torch.empty(unpacked_numbers(size, self.threads), dtype=self.dtype)
         return self._scratch[size].data_ptr()
 
     def panels_of(self, weight: torch.Tensor | None) -> tuple[int, int]:
-        """See ``where_it_lies``; they stay there."""
+        """Return ``where_it_lies`` of a weight, which is kept alive."""
         self._kept.append(weight)
         return (0, 0) if weight is None else where_it_lies(weight)
 
@@ -76,16 +75,13 @@ class RowBuffers:
         self, layer: torch.nn.Linear, source: str, target: str, up: torch.nn.Linear | None = None, added: str = "",
         factor: float = 0.0, halves: bool = False,
     ) -> Linear:  # fmt: skip
-        """A product of rows with a layer.
+        """Return the job of a product of rows with a linear layer.
 
         Args:
-            layer: whose outputs they are.
-            source: where the rows are.
-            target: where the outputs go.
-            up: of a product with a gate, which ``layer`` is then.
-            added: what the outputs are added to.
-            factor: what they are multiplied with before; 0: with nothing.
-            halves: whether ``layer`` is the gate, and ``up`` behind it.
+            layer: the layer; the gate if ``up`` or ``halves`` is given.
+            up: second layer of a gated product.
+            added: buffer that the outputs are added to, after a multiplication by ``factor`` unless that is 0.
+            halves: the weight holds the gate, then ``up``.
         """
         from engine.forward.cpu.products.native_linear import Linear
 
@@ -107,11 +103,11 @@ class RowBuffers:
         self, layer: torch.nn.Linear, source: str, target: str, up: torch.nn.Linear | None = None, added: str = "",
         factor: float = 0.0, halves: bool = False,
     ) -> int:  # fmt: skip
-        """The address of ``linear``."""
+        """Return the address of the job of ``linear``."""
         return self.keep(self.linear(layer, source, target, up, added, factor, halves))
 
     def pairs(self, target: str, other: str, size: int = 0, first: int = 0, other_first: int = 0) -> int:
-        """The address of ``Pairs``: some numbers of each row of two buffers, all of the target's when no size is named."""
+        """Return the address of a ``Pairs`` job on elements of each row of two buffers; size 0: all elements of the target."""
         from engine.forward.cpu.native_step import Pairs
 
         size = size or self.size(target)

@@ -1,7 +1,6 @@
-"""Stock models of known families as the parts that ``row_model`` computes: which of their modules are what.
+"""Modules of stock models of known families, mapped to the parts that ``row_model`` computes.
 
-A layer is a norm, what mixes rows (attention, or a layer with a state), a norm, and a product with a SiLU gate, each of the two
-added to what was before.
+A layer is a norm, attention or a recurrent layer, another norm, and a SiLU-gated MLP; both outputs are added to the residual.
 """
 
 from __future__ import annotations
@@ -20,27 +19,27 @@ from engine.forward.cpu.states.mixers import CONVOLUTION_ALONE, DELTA_RULE, SPAC
 from engine.forward.thin_modules import CompiledNorm
 from engine.kv.kv_cache import SlotCache
 
-_ANGLES = ("default", "linear", "llama3", "yarn")  # rotations that depend on the position alone
-_HALVES = 2 * ENTRY_STEP  # numbers of a head that are turned are a multiple
+_ANGLES = ("default", "linear", "llama3", "yarn")  # RoPE types whose angles depend on the position alone
+_HALVES = 2 * ENTRY_STEP  # rotated elements of a head are a multiple of this
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionParts:
-    """Attention with whole heads, of which some numbers, or all, are turned to the rows' positions."""
+    """Attention module whose heads are whole and partly or fully rotated by RoPE."""
 
     module: Any
     query: torch.nn.Linear
     key: torch.nn.Linear
     value: torch.nn.Linear
     output: torch.nn.Linear
-    query_norm: Any = None  # of each head
+    query_norm: Any = None  # per head
     key_norm: Any = None
-    gated: bool = False  # behind the numbers of each query's head are those of a gate of its output
+    gated: bool = False  # each query head is followed by the elements of its output gate
 
 
 @dataclass(frozen=True, slots=True)
 class MixerParts:
-    """A layer with a state, as transformers has it: see ``engine.forward.cpu.states.mixers``."""
+    """Layer with a recurrent state, see ``engine.forward.cpu.states.mixers``."""
 
     module: Any
     rule: str
@@ -48,29 +47,29 @@ class MixerParts:
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """One layer."""
+    """Parts of one layer."""
 
     mixing: AttentionParts | MixerParts
-    norms: tuple[Any, Any]  # before the one and the other
+    norms: tuple[Any, Any]  # before attention or recurrence, and before the MLP
     gate: torch.nn.Linear
-    up: torch.nn.Linear | None  # None: the second half of ``gate``
+    up: torch.nn.Linear | None  # None: second half of ``gate``
     down: torch.nn.Linear
-    products: Any  # the module that has the last three
+    products: Any  # the MLP module
 
 
 @dataclass(frozen=True, slots=True)
 class ModelParts:
-    """A whole model."""
+    """Parts of a whole model."""
 
     layers: tuple[LayerParts, ...]
     last_norm: Any
-    turned: int  # numbers of a head that are turned; 0: none
-    embedding_factor: float = 0.0  # 0: nothing is multiplied, as the next one
-    added_factor: float = 0.0  # what the outputs of both parts of a layer are multiplied with
+    turned: int  # rotated elements of a head; 0: none
+    embedding_factor: float = 0.0  # 0: no factor, here and below
+    added_factor: float = 0.0  # of both residual branches of a layer
     divisor: float = 1.0  # of the logits
 
     def norms(self) -> Iterator[Any]:
-        """All, with those of heads."""
+        """Yield all norms, including those of heads."""
         yield self.last_norm
         for layer in self.layers:
             yield from layer.norms
@@ -78,7 +77,7 @@ class ModelParts:
                 yield from (norm for norm in (layer.mixing.query_norm, layer.mixing.key_norm) if norm is not None)
 
     def linears(self) -> Iterator[Any]:
-        """All of the layers."""
+        """Yield all linear layers of the model's layers."""
         for layer in self.layers:
             mixing = layer.mixing
             yield from (each for each in (layer.gate, layer.up, layer.down) if each is not None)
@@ -90,7 +89,7 @@ class ModelParts:
 
 
 def parts_of(model: PreTrainedModel, cache: SlotCache) -> ModelParts | None:
-    """The parts of a whole model over its slots, after ``row_linears`` and ``thin_modules``; None where it has others."""
+    """Return the parts of a whole model after ``row_linears`` and ``thin_modules``; None if the model is not supported."""
     family = _FAMILIES.get(type(model).__name__)
     if family is None or not type(model).__module__.startswith("transformers.models."):
         return None
@@ -99,7 +98,7 @@ def parts_of(model: PreTrainedModel, cache: SlotCache) -> ModelParts | None:
         return None
     if getattr(config, "hidden_act", "silu") != "silu":
         return None
-    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):  # somebody changes what they say
+    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):  # hooks could change outputs
         return None
     parts = family(model)
     if parts is None or len(parts.layers) != config.num_hidden_layers:

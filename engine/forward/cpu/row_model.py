@@ -1,4 +1,4 @@
-"""A forward of a model of a known family in one call of compiled code, on a CPU: see ``engine.forward.cpu.native_step``."""
+"""CPU forward pass of a model of a known family in one call of compiled code, see ``engine.forward.cpu.native_step``."""
 
 from __future__ import annotations
 
@@ -28,17 +28,16 @@ from engine.kv.kv_cache import SlotCache
 if TYPE_CHECKING:  # it imports numba
     from engine.forward.cpu.native_step import Operation
 
-_ROWS = 512  # that there is room for at first
+_ROWS = 512  # initial capacity
 
 
 class RowModel:
-    """The layers of a model over its slots. Weights and slots are used where they lie, and must stay there."""
+    """Compiled forward pass over a model's weights and KV slots, which are used in place and must not move."""
 
     def __init__(
         self, model: PreTrainedModel, parts: ModelParts, cache: SlotCache, windows: Mapping[int, int | None],
         states: States | None,
     ) -> None:  # fmt: skip
-        """See ``over``."""
         from engine.forward.cpu import native_step as step
 
         self._native, self._model, self._parts, self._cache, self._windows = step, model, parts, cache, windows
@@ -53,22 +52,19 @@ class RowModel:
         self._adapters: Adapters | None = None
         self._asked: dict[int, tuple[int, list[int]]] = {}  # by the number of layers
         self._make_room(_ROWS)
-        signs_of(self.hidden, 0, 1)  # compiled here, so that no step waits for it
+        signs_of(self.hidden, 0, 1)  # compile now, so that no step waits for it
 
     @staticmethod
     def over(
         model: PreTrainedModel, cache: SlotCache, windows: Mapping[int, int | None], states: States | None = None
     ) -> RowModel | None:
-        """For a whole model whose layers are all known, after ``row_linears`` and ``thin_modules``; None for others.
-
-        The first time on a machine it compiles, which takes some seconds.
-        """
+        """Return a compiled forward pass of a model, compiled once per machine in seconds; None if the model is not supported."""
         parts = parts_of(model, cache)
         return None if parts is None else RowModel(model, parts, cache, windows, states)
 
     @property
     def asked(self) -> tuple[int, list[int]]:
-        """How many layers of those that the model has now attend, and the sites of the others' states, as ``States`` has them."""
+        """Return the number of attention layers among the present layers, and the state sites of the others (see ``States``)."""
         layers = self._layers()
         if len(layers) not in self._asked:
             numbers = [self._mixers[id(each.mixing.module)] for each in layers if isinstance(each.mixing, MixerParts)]
@@ -77,20 +73,20 @@ class RowModel:
             self._asked[len(layers)] = len(layers) - len(numbers), sites
         return self._asked[len(layers)]
 
+    # Fewer than all only in the exactness self-check, which shortens the model.
     def _layers(self) -> tuple[LayerParts, ...]:
-        """All of them but for the check of exactness, which has a model compute its first ones."""
         return self._parts.layers[: len(self._model.model.layers)]
 
     def adapt(self, adapters: Adapters) -> None:
-        """Has rows of segments that name an adapter computed with it. Forwards without such rows stay what they are."""
+        """Add LoRA adapters to the layers; forward passes without adapted rows stay the same."""
         self._adapters = adapters
         self._make_room(self._buffers.rows)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Computes all rows, stores their KV and returns the wanted logits, [len(batch.logit_rows), vocab].
+        """Compute all rows, store their KV and return the logits of ``logit_rows``, [len(batch.logit_rows), vocab].
 
         Raises:
-            IndexError: a token is none of the vocabulary, or a position none of a slot. Compiled code does not look again.
+            IndexError: a token or position is out of range; compiled code does not check it.
         """
         native, count, picked = self._native, len(batch.token_ids), len(batch.logit_rows)
         threads, room = torch.get_num_threads(), self._buffers.rows
@@ -123,7 +119,6 @@ class RowModel:
         return logits if self._parts.divisor == 1 else logits.div_(self._parts.divisor)
 
     def _make_room(self, rows: int) -> None:
-        """Takes memory for what is between the layers of so many rows."""
         config, shape, model = self._model.config, self._cache.shape, self._model
         attending = [layer.mixing for layer in self._parts.layers if isinstance(layer.mixing, AttentionParts)]
         heads, inner = config.num_attention_heads * shape.head_dim, self._parts.layers[0].down.weight.shape[1]
@@ -132,7 +127,7 @@ class RowModel:
             "query": heads * (1 + attending[0].gated), "key": shape.kv_heads * shape.head_dim,
             "value": shape.kv_heads * shape.head_dim, "mixed": heads,
         }  # fmt: skip
-        if self._adapters is not None:  # layers that adapters add to are computed apart from what follows them
+        if self._adapters is not None:  # adapted layers are computed separately from what follows them
             sizes |= {"projected": config.hidden_size, "up": inner}
         self._buffers = RowBuffers(rows, torch.get_num_threads(), model.dtype)
         for name, size in sizes.items():
@@ -140,15 +135,14 @@ class RowModel:
         if self._adapters is not None:
             for part in range(3):  # query, key and value at once
                 self._buffers.make(f"scratch {part}", self._adapters.scratch_size(), torch.float32)
-        # The bits of what the output layer makes the logits from: those of the last forward, until the next one.
+        # Bits of the final hidden states, valid until the next forward pass.
         self.hidden: SignedArray = self._buffers.bits("normed")
         self._prepared: dict[tuple[int, bool, int], ctypes.Array[Operation]] = {}
-        self._head = self._buffers.linear(model.lm_head, "normed", "normed")  # its output is set in each forward
+        self._head = self._buffers.linear(model.lm_head, "normed", "normed")  # its output address is set in each forward pass
         self._head.output_stride = self._vocab * model.dtype.itemsize
 
     def _operations_of(self, layers: int, adapted: bool = False) -> ctypes.Array[Operation]:
-        """The operations of the first layers and what follows the last; all of them but for the check of exactness."""
-        kept_rows = 0 if self._states is None else self._states.cache.kept_rows  # the place of what is kept changes with it
+        kept_rows = 0 if self._states is None else self._states.cache.kept_rows  # the address of kept rows changes with it
         key = layers, adapted, kept_rows
         if key not in self._prepared:
             found = [self._native.Operation(*each) for each in self._all_operations(layers, adapted)]
@@ -156,7 +150,7 @@ class RowModel:
         return self._prepared[key]
 
     def _all_operations(self, layers: int, adapted: bool) -> Iterator[tuple[int, bool, int]]:
-        """Their kinds, whether they wait, and the addresses of what they do; with what adapters add where ``adapted``."""
+        """Yield kind, whether to wait, and job address of each operation; with the adapters' if ``adapted``."""
         native, model, buffers, factor = self._native, self._model.model, self._buffers, self._parts.added_factor
         table = model.embed_tokens.weight
         (address, form), size = buffers.panels_of(table), table.shape[1]
@@ -196,7 +190,6 @@ class RowModel:
         yield native.PICKED_LINEAR, True, ctypes.addressof(self._head)
 
     def _attention(self, parts: AttentionParts, number: int, name: str, adapted: bool) -> Iterator[tuple[int, bool, int]]:
-        """Of the layer that attends with a number, from its norm to its last product."""
         native, buffers, factor = self._native, self._buffers, self._parts.added_factor
         yield native.LINEAR, True, buffers.product(parts.query, "normed", "query")
         yield native.LINEAR, False, buffers.product(parts.key, "normed", "key")
@@ -216,11 +209,10 @@ class RowModel:
             yield native.LINEAR, True, buffers.product(parts.output, "mixed", "hidden", added="hidden", factor=factor)
 
     def _adds(self, layer: str) -> bool:
-        """Whether any adapter adds to a layer."""
         return self._adapters is not None and layer in self._adapters.layers
 
     def _added(self, parent: str, module: Any, source: str, *parts: tuple[str, str]) -> Iterator[tuple[int, bool, int]]:
-        """What adapters add to layers of one input, each of which has a name in its module and a target. The first waits."""
+        """Yield the adapters' operations for layers of one input, given as (child, target); only the first waits."""
         assert self._adapters is not None
         waits = True
         for part, (child, target) in enumerate(parts):
@@ -237,7 +229,6 @@ class RowModel:
         ))  # fmt: skip
 
     def _head_bytes(self, parts: AttentionParts) -> int:
-        """From one head of the queries to the next."""
         return self._cache.shape.head_dim * self._model.dtype.itemsize * (1 + parts.gated)
 
     def _rotate(self, parts: AttentionParts, layer: int) -> int:
@@ -264,7 +255,7 @@ class RowModel:
         return buffers.keep(job)
 
     def _gate(self) -> int:
-        """Of what each head attended to, by the numbers behind its query."""
+        """Return the job that gates each head's output by the elements behind its query."""
         buffers, size, wide = self._buffers, self._cache.shape.head_dim, self._model.dtype.itemsize
         return buffers.keep(self._native.Pairs(
             buffers.at("mixed"), buffers.stride("mixed"), buffers.at("query", size), buffers.stride("query"), 2 * size * wide,
@@ -273,7 +264,7 @@ class RowModel:
 
 
 def _angles(model: PreTrainedModel, positions: int) -> torch.Tensor:
-    """[positions, 2, turned]: cosines and sines, as the model itself computes them."""
+    """Return cosines and sines as the model computes them, [positions, 2, turned]."""
     with torch.inference_mode():
         like = torch.empty(1, dtype=model.dtype)
         found = model.model.rotary_emb(like, torch.arange(positions)[None])

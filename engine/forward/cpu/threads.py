@@ -1,7 +1,7 @@
-"""Runs a C function on the threads that torch computes with.
+"""Calls of a C function on the threads that torch computes with.
 
-torch's threads wait for their next work in a loop, so that threads of our own would compete with them for the processors. On
-Linux they are those of GNU's OpenMP library, whose entry for a parallel region takes any function.
+torch's threads spin between jobs, so threads of our own would compete with them for the cores. On Linux they belong to GNU
+OpenMP, whose entry point for a parallel region takes any function.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LIBRARY = "libgomp.so.1"
 
 @cache
 def _parallel() -> Callable[..., None] | None:
-    """``GOMP_parallel(function, data, threads, flags)`` of the library that torch has loaded; None where torch uses another."""
+    """Return ``GOMP_parallel(function, data, threads, flags)`` of torch's OpenMP library; None if torch uses another one."""
     loaded_only = getattr(os, "RTLD_NOLOAD", None)
     if loaded_only is None or not torch.backends.openmp.is_available():
         return None
@@ -34,16 +34,13 @@ def _parallel() -> Callable[..., None] | None:
 
 
 class Kernel:
-    """A C function ``void (job *)``, for one thread or for several at once."""
+    """C function ``void (job *)`` that runs on one thread or on several at once."""
 
     def __init__(self, address: int) -> None:
         self._address, self._call = address, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
     def __call__(self, job: ctypes.Structure, threads: int = 1) -> None:
-        """Calls it once on each of so many threads, one of which is the caller's, and returns when all are done.
-
-        Where there is no way to torch's threads it is called once.
-        """
+        """Call the function on ``threads`` threads, including the caller's, and wait for all; once if torch's cannot be used."""
         at, parallel = ctypes.addressof(job), _parallel() if threads > 1 else None
         if parallel is None:
             self._call(at)

@@ -1,4 +1,4 @@
-"""Forwards on a GPU of fixed shapes, captured as CUDA graphs.
+"""CUDA forward passes of fixed shapes, captured as CUDA graphs.
 
 In: rows and KV slots.
 Out: logits.

@@ -1,4 +1,4 @@
-"""Probe of a GPU: whether the attention kernels run on it, and whether a CUDA graph can hold them."""
+"""Probe of a GPU for the attention kernels and for CUDA graphs that capture them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ _ROWS, _HEADS, _HEAD_DIM = 16, 4, 64
 
 @torch.inference_mode()
 def graph_fault(device: torch.device) -> str | None:
-    """Capture attention over a few rows as a CUDA graph and replay it.
-
-    Returns:
-        What failed, in one line; None where the replay computes what the kernels do.
-    """
+    """Capture attention over a few rows as a CUDA graph, replay it and return the failure in one line, or None."""
     shape = KVShape(1, _HEADS, _HEAD_DIM, torch.float32, device)
     if not available(shape):
         return "the attention kernels need Triton"

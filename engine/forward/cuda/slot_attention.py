@@ -1,21 +1,21 @@
-"""Tree attention over KV slots as two Triton kernels, for CUDA graphs: what varies from step to step is read from device tensors.
+"""Tree attention over KV slots as two Triton kernels for CUDA graphs: inputs that vary between steps are device tensors.
 
 **Row invariance.** The bits of a row's output are a function of its query and of the keys and values at its logical positions
-``0 .. position`` alone: not of ``start``, of where the tree lies in the slot, of the other rows, of its place among them, or of
-the capacity of a slot. So everything is anchored at logical positions: blocks of 64 keys are folded left to right by an online
+``0 .. position`` alone. They do not depend on ``start``, the tree's entries in the slot, other rows, the row's index or the
+slot's capacity. So everything is anchored at logical positions: blocks of 64 keys are folded left to right by an online
 softmax (Milakov and Gimelshein, arXiv 1805.02867) within splits of 256 positions, and the splits' states are merged left to
-right, all at the greatest of their scores. A block or a split of which a row sees nothing leaves its bits as they are. A row at
+right, all at the greatest of their scores. A block or split of which a row sees nothing does not change its bits. A row at
 position 300 of a sequence with start 140 is
 
     kernel 1: fold 0..63, 64..127                                                   unnormalised, in float32
     kernel 2: continue with 128..191, 192..255; fold 256..300; merge the two splits; divide
 
 and with start 280 kernel 1 computes all of the first split: the same operations in the same order. Both kernels compute a
-block by the same code, with operands of the same shapes, and the compiler must not contract multiplications and additions, as it
-might do so in one and not in the other.
+block by the same code with operands of the same shapes, and the compiler must not fuse multiplications and additions, because it
+might do so in one kernel only.
 
-The launch of both kernels is one operation of torch, ``outrider::slot_attention``, which names what it writes: a double of a GPU
-can see it, record it and compute it otherwise.
+Both launches are one torch operation, ``outrider::slot_attention``, which declares what it writes: a test double of a GPU can
+observe, record or replace it.
 """
 
 from __future__ import annotations
@@ -32,54 +32,49 @@ from engine.forward.cuda.slot_kernels import context_kernel, path_kernel
 from engine.forward.cuda.step_buffers import StepRows
 from engine.kv.kv_cache import KVShape
 
-BLOCK_N = 64  # keys of a block
-SPLIT = 256  # positions of a split; bits depend on it, so it is the same in every configuration
-_PROGRAMS = 32  # of kernel 1 that share the splits of a tile and KV head
+BLOCK_N = 64  # keys per block
+SPLIT = 256  # positions per split; fixed in every configuration, because bits depend on it
+_PROGRAMS = 32  # programs of kernel 1 that share the splits of a tile and KV head
 
 
 class BlockSizes(NamedTuple):
-    """Block of queries of a program of either kernel, and the options it is compiled with."""
+    """Block of queries of one program, and compile options, for both kernels."""
 
-    rows: int  # queries, a power of two from 16
+    rows: int  # queries, a power of two, at least 16
     warps: int
-    stages: int  # two load one block of keys ahead of the one computed, into shared memory
-    registers: int | None  # most of a thread; without a bound the assembler may spill some to make room for another program
+    stages: int  # 2: load the next block of keys into shared memory during the current one
+    registers: int | None  # maximum per thread; unbounded, the assembler may spill some to fit another program
 
 
-# Sizes for heads of at most 64, of 128 and of 256 numbers. They were chosen by compiling: no registers are spilled but where
-# experiments/results/*-triton-compile.json says so. The more rows, the fewer times the rows of a tree read their context.
+# Sizes for head_dim up to 64, 128 and 256, chosen by compiling: no registers are spilled except as recorded in
+# experiments/results/*-triton-compile.json. With more rows, the rows of a tree read their context fewer times.
 _WIDE, _WIDE_HEADS = BlockSizes(64, 4, 2, 255), BlockSizes(32, 8, 1, 255)
 _HALF = {  # bfloat16 and float16, by compute capability
     (8, 0): (_WIDE, _WIDE, _WIDE_HEADS),
-    (9, 0): (_WIDE, _WIDE, BlockSizes(64, 8, 1, 255)),  # its wgmma, and tcgen05.mma of 10.0, compute 64 rows at once
+    (9, 0): (_WIDE, _WIDE, BlockSizes(64, 8, 1, 255)),  # wgmma here, and tcgen05.mma of 10.0, compute 64 rows at once
     (10, 0): (_WIDE, _WIDE, BlockSizes(64, 8, 1, 255)),
 }
-_HALF_SMALL = (_WIDE, BlockSizes(32, 4, 2, 255), _WIDE_HEADS)  # of 100 KB of shared memory, 32 rows take less than half
+_HALF_SMALL = (_WIDE, BlockSizes(32, 4, 2, 255), _WIDE_HEADS)  # 32 rows take less than half of 100 KB of shared memory
 _SINGLE = (BlockSizes(16, 8, 1, None), BlockSizes(16, 8, 2, None), BlockSizes(16, 16, 2, None))  # float32: no tensor cores
 _SINGLE_SMALL = (*_SINGLE[:2], BlockSizes(16, 8, 1, 255))
-_AS_OTHERS = {(8, 7): (8, 0), (10, 3): (10, 0)}  # GPUs with the instructions and the shared memory of others
+_AS_OTHERS = {(8, 7): (8, 0), (10, 3): (10, 0)}  # GPUs with the instructions and shared memory of another
 
 
 def available(shape: KVShape) -> bool:
-    """Return whether the kernels run over such slots."""
+    """Return whether the kernels support slots of this shape."""
     return shape.device.type == "cuda" and accelerator().has_kernels(shape.dtype)
 
 
 def block_sizes(capability: tuple[int, int], head_dim: int, dtype: torch.dtype) -> BlockSizes:
-    """Return the sizes that both kernels share. They follow from the GPU and the model alone, as a row's bits depend on them.
-
-    Args:
-        capability: compute capability of the GPU; (0, 0) for Triton's interpreter on a CPU.
-        head_dim: numbers of a head.
-        dtype: of queries, keys and values.
-    """
+    """Return the sizes of both kernels, which depend only on GPU and model, because a row's bits depend on them."""
+    # (0, 0) is Triton's interpreter on a CPU.
     known = _AS_OTHERS.get(capability, capability)
     half, single = (_HALF[known], _SINGLE) if known in _HALF else (_HALF_SMALL, _SINGLE_SMALL)
     return (half if dtype.itemsize == 2 else single)[0 if head_dim <= 64 else 1 if head_dim <= 128 else 2]
 
 
 def best_block_rows(shape: KVShape) -> int:
-    """Return the queries of a block for the device of the slots."""
+    """Return the number of queries of a block on the slots' device."""
     return block_sizes(_capability(shape.device), shape.head_dim, shape.dtype).rows
 
 
@@ -88,32 +83,27 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def rows_per_tile(heads: int, kv_heads: int, block_rows: int = 64) -> int:
-    """The most rows of a tile of ``StepRows.tiles``, whose query heads of one KV head together fill a block of ``block_rows``."""
+    """Return the maximum rows of a tile of ``StepRows.tiles``: their query heads of a KV head fill ``block_rows``."""
     assert heads % kv_heads == 0 and heads // kv_heads <= block_rows, (heads, kv_heads, block_rows)
     return block_rows // (heads // kv_heads)
 
 
 def num_splits(capacity: int) -> int:
-    """Return the splits of a slot with so many entries."""
+    """Return the number of splits of a slot with ``capacity`` entries."""
     return -(-capacity // SPLIT)
 
 
 def states_size(rows: int, heads: int, capacity: int, head_dim: int) -> tuple[int, int, int, int]:
-    """Return the shape of the float32 states that attention keeps between its two kernels."""
-    return rows, heads, num_splits(capacity), head_dim + 4  # 4: rows stay aligned to 16 bytes
+    """Return the shape of the float32 states passed between the two kernels."""
+    return rows, heads, num_splits(capacity), head_dim + 4  # 4: keeps rows aligned to 16 bytes
 
 
 def launch_sizes(
     capability: tuple[int, int], head_dim: int, group: int, dtype: torch.dtype, block_rows: int | None = None
 ) -> dict[str, int | bool | None]:
-    """Return what the kernels are compiled for: constants and options that both share, as both must round alike.
+    """Return constants and compile options, the same for both kernels, because both must round alike.
 
-    Args:
-        capability: see ``block_sizes``.
-        head_dim: numbers of a head.
-        group: query heads of a KV head.
-        dtype: of queries, keys and values.
-        block_rows: queries of a block; None for those of ``block_sizes``.
+    ``group`` is the number of query heads per KV head; ``block_rows`` None: see ``block_sizes``.
     """
     chosen = block_sizes(capability, head_dim, dtype)
     block_dim = max(16, 1 << (head_dim - 1).bit_length())
@@ -137,7 +127,7 @@ def _launch(
     slot: Tensor, start: Tensor, position: Tensor, entry: Tensor, path: Tensor, tiles: Tensor,
     scale: float, window: int, softcap: float, block_rows: int,
 ) -> None:  # fmt: skip
-    """Launch both kernels. ``scale`` is that of the scores; 0 stands for no window and for no bound of the scores."""
+    """Launch both kernels; ``window`` or ``softcap`` 0 means none."""
     kv_heads, capacity, splits = keys.shape[1], keys.shape[2], states.shape[2]
     log2e = math.log2(math.e)
     scale *= log2e if softcap == 0 else 2 * log2e / softcap
@@ -156,15 +146,10 @@ def _launch(
 
 
 class SlotAttention:
-    """Attention of the layers of one model, which share the memory for the states between the two kernels."""
+    """Attention for all layers of one model, which share the states between the two kernels."""
 
     def __init__(self, shape: KVShape, heads: int, rows: int, capacity: int, block_rows: int = 64) -> None:
-        """For so many query heads, and at most so many rows of a forward.
-
-        Args:
-            capacity: entries of a slot.
-            block_rows: queries of a block, a power of two from 16; see ``best_block_rows``.
-        """
+        """Allocate states for at most ``rows`` rows per forward pass; for ``block_rows`` see ``best_block_rows``."""
         self.rows_of_tile = rows_per_tile(heads, shape.kv_heads, block_rows)
         self.shape, self.heads, self.rows, self.capacity = shape, heads, rows, capacity
         self._block_rows = block_rows
@@ -172,16 +157,15 @@ class SlotAttention:
         self._states = torch.empty(taken, dtype=torch.float32, device=shape.device)
 
     def attend(self, call: AttentionCall, keys: Tensor, values: Tensor, rows: StepRows, output: Tensor) -> None:
-        """Store the new keys and values of a layer in its slots and write what the rows see.
+        """Store a layer's new keys and values in its slots and write the attention output, [1, rows, heads, head_dim].
 
-        The first call with arguments of a kind compiles for seconds, which a captured graph must not: run it once before.
+        The first call with arguments of a kind compiles for seconds, so it must run once before a graph is captured.
 
         Args:
-            call: of the layer; the elements of a head lie side by side.
-            keys: [slots, kv_heads, capacity, head_dim] of the layer, without gaps.
-            values: as keys.
-            rows: where they lie; no new entry lies before its row's ``start``.
-            output: [1, rows, heads, head_dim], contiguous; zeros for rows that compute nothing.
+            call: of the layer; the elements of a head are contiguous.
+            keys: [slots, kv_heads, capacity, head_dim] of the layer, contiguous; ``values`` likewise.
+            rows: layout of the rows; no new entry precedes its row's ``start``.
+            output: contiguous; zeros for padding rows.
         """
         self._check(call.query, (call.key, call.value), (keys, values), rows, output)
         window, softcap = call.window, call.softcap
@@ -193,7 +177,7 @@ class SlotAttention:
         )  # fmt: skip
 
     def _check(self, query: Tensor, new: tuple[Tensor, ...], cached: tuple[Tensor, ...], rows: StepRows, output: Tensor) -> None:
-        """Assert what a kernel would not notice: it would read or write beside the tensors."""
+        """Check shapes and strides: the kernels would silently read or write outside the tensors."""
         count, heads, size = query.shape[2], self.shape.kv_heads, self.shape.head_dim
         assert count <= self.rows and query.shape == (1, self.heads, count, size), (query.shape, self.rows)
         assert all(each.shape == (1, heads, count, size) for each in new), [each.shape for each in new]

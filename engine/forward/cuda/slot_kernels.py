@@ -1,4 +1,4 @@
-"""The two Triton kernels of ``engine.forward.cuda.slot_attention``, and the steps that they share."""
+"""The two Triton kernels of ``engine.forward.cuda.slot_attention`` and their shared steps."""
 
 from __future__ import annotations
 
@@ -6,27 +6,25 @@ import importlib.util
 import subprocess
 from typing import Any
 
-TRITON = importlib.util.find_spec("triton") is not None  # without it this module can be imported, and nothing in it be used
+TRITON = importlib.util.find_spec("triton") is not None  # False: this module can be imported but not used
 if TRITON:
     import triton
     import triton.language as tl
 
 
 def kernel_errors() -> tuple[type[Exception], ...]:
-    """What a launch may raise where the kernels cannot be compiled or do not fit the device."""
+    """Return the exceptions of a launch if the kernels cannot be compiled or do not fit the device."""
     from triton.errors import TritonError
 
     return RuntimeError, OSError, subprocess.SubprocessError, TritonError
 
 
 def _kernel(function: Any) -> Any:
-    """A function for Triton to compile; as it is where there is no Triton."""
     return triton.jit(function) if TRITON else function
 
 
 @_kernel
 def _load_query(query, row, head, used, head_stride, row_stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[BLOCK_M, BLOCK_D], with zeros where there is nothing."""
     dim = tl.arange(0, BLOCK_D)
     at = query + head[:, None] * head_stride + row[:, None] * row_stride + dim[None, :]
     return tl.load(at, mask=used[:, None] & (dim[None, :] < D), other=0.0)
@@ -34,7 +32,7 @@ def _load_query(query, row, head, used, head_stride, row_stride, D: tl.constexpr
 
 @_kernel
 def _load_state(states, number, used, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """What ``_store_state`` stored as ``number``; the state of no keys where not ``used``."""
+    """Load the state stored as ``number``, or the state of no keys if not ``used``."""
     dim = tl.arange(0, BLOCK_D)
     at = states + number.to(tl.int64) * (D + 4)
     top, mass = tl.load(at + D, mask=used, other=float("-inf")), tl.load(at + D + 1, mask=used, other=0.0)
@@ -43,7 +41,7 @@ def _load_state(states, number, used, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @_kernel
 def _store_state(states, number, used, top, mass, acc, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """As it is, in float32: sum of values, greatest score and sum of weights (see ``_fold``), and two unused."""
+    """Store a softmax state in float32: value sum, greatest score, weight sum (see ``_fold``) and two unused numbers."""
     dim = tl.arange(0, BLOCK_D)
     at = states + number.to(tl.int64) * (D + 4)
     tl.store(at[:, None] + dim[None, :], acc, used[:, None] & (dim[None, :] < D))
@@ -53,7 +51,6 @@ def _store_state(states, number, used, top, mass, acc, D: tl.constexpr, BLOCK_D:
 
 @_kernel
 def _store_new(new, row_stride, entries, entry, first, count, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Writes the new keys or values of the rows of a tile, of one head, to their entries."""
     dim, row = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_M)
     used = (row < count)[:, None] & (dim[None, :] < D)
     to = tl.load(entry + first + row, mask=row < count, other=0)
@@ -63,20 +60,17 @@ def _store_new(new, row_stride, entries, entry, first, count, D: tl.constexpr, B
 
 @_kernel
 def _fold(query, keys, values, entry, held, visible, top, mass, acc, scale, CAP, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The state of the online softmax after one block more: top, mass and acc.
+    """Return the online-softmax state (top, mass, acc) after one more block of keys.
 
     Args:
-        query: [BLOCK_M, BLOCK_D].
-        keys: of the slot and head, at entry 0.
-        values: as keys.
-        entry: [BLOCK_N], of the block's positions.
-        held: [BLOCK_N]; what lies at entries that are not held need not be numbers.
+        keys: address of entry 0 of the slot and head; ``values`` likewise.
+        entry: [BLOCK_N] entry of each position of the block.
+        held: [BLOCK_N] whether an entry may be read; others may contain NaN.
         visible: [BLOCK_M or 1, BLOCK_N].
-        top: [BLOCK_M], greatest score, -inf before the first; in units of 1 / log2(e), as weights are powers of two.
-        mass: [BLOCK_M], sum of exp2(score - top).
-        acc: [BLOCK_M, BLOCK_D], sum of exp2(score - top) * value.
-        scale: of the scores; with CAP, it makes of them twice the argument of tanh.
-        CAP: bound of the scores, in their units; 0 for none.
+        top: [BLOCK_M] greatest score, -inf at first; in units of 1 / log2(e), because weights are powers of two.
+        mass: [BLOCK_M] sum of exp2(score - top).
+        acc: [BLOCK_M, BLOCK_D] sum of exp2(score - top) * value.
+        scale: of the scores; with CAP (softcap, 0: none), the scaled score is twice the argument of tanh.
     """
     dim = tl.arange(0, BLOCK_D)
     key = tl.load(keys + entry[None, :] * D + dim[:, None], mask=held[None, :] & (dim[:, None] < D), other=0.0)
@@ -85,7 +79,7 @@ def _fold(query, keys, values, entry, held, visible, top, mass, acc, scale, CAP,
         scores = CAP - 2 * CAP / (tl.exp2(scores) + 1)
     scores = tl.where(visible, scores, float("-inf"))
     above = tl.maximum(top, tl.max(scores, 1))
-    base = tl.where(above == float("-inf"), 0.0, above)  # -inf - -inf is no number
+    base = tl.where(above == float("-inf"), 0.0, above)  # -inf - -inf is NaN
     weight, kept = tl.exp2(scores - base[:, None]), tl.exp2(top - base)
     value = tl.load(values + entry[:, None] * D + dim[None, :], mask=held[:, None] & (dim[None, :] < D), other=0.0)
     mixed = tl.dot(weight.to(value.dtype), value, acc * kept[:, None], input_precision="ieee")
@@ -94,12 +88,8 @@ def _fold(query, keys, values, entry, held, visible, top, mass, acc, scale, CAP,
 
 @_kernel
 def _merge(states, number, used, begin, end, splits, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Return the output of the query heads ``number``, [BLOCK_G], from the states of their splits ``begin .. end - 1``.
-
-    One of the splits has keys. As many splits as registers hold are loaded at once, from a multiple of that number on: which
-    states are summed together, and in which order, depends on nothing else.
-    """
-    AT_ONCE: tl.constexpr = 64 // BLOCK_G
+    """Return the output of the query heads ``number``, [BLOCK_G], from the states of their splits ``begin .. end - 1``."""
+    AT_ONCE: tl.constexpr = 64 // BLOCK_G  # groups start at multiples of it: the order of additions depends on nothing else
     dim, above = tl.arange(0, BLOCK_D), tl.full([BLOCK_G], float("-inf"), tl.float32)
     for first in range(begin // AT_ONCE * AT_ONCE, end, AT_ONCE):
         split = first + tl.arange(0, AT_ONCE)
@@ -126,9 +116,9 @@ def context_kernel(
     CAP: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Kernel 1: store the new entries, and the states of the whole blocks before ``start``, split by split.
+    """Store the new entries and the softmax states of whole blocks before ``start``, split by split (kernel 1).
 
-    A program has a tile, a KV head and every so manieth split of the context, whose length is read from ``starts``.
+    A program has a tile, a KV head and every n-th split of the context; the context's length is read from ``starts``.
     """
     kv_head, kv_heads, program, lane = tl.program_id(1), tl.num_programs(1), tl.program_id(2), tl.arange(0, BLOCK_M)
     first_row, count = tl.load(tiles + 2 * tl.program_id(0)), tl.load(tiles + 2 * tl.program_id(0) + 1)
@@ -146,12 +136,12 @@ def context_kernel(
     if WINDOW > 0:
         lowest = (tl.maximum(tl.min(position, 0), WINDOW - 1) - WINDOW + 1) // BLOCK_N * BLOCK_N
     rows = _load_query(query, row, head, used, query_head, query_row, D, BLOCK_D)
-    # The last split has a state even where the window leaves it no keys: kernel 2 goes on from it.
+    # The last split has a state even if the window leaves it no keys: kernel 2 continues from it.
     for split in range(tl.minimum(lowest, end - BLOCK_N) // SPLIT + program, tl.cdiv(end, SPLIT), tl.num_programs(2)):
         top, mass = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
         acc, every = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.full([BLOCK_N], 1, tl.int1)
         first, last = tl.maximum(split * SPLIT, lowest), tl.minimum(split * SPLIT + SPLIT, end)
-        for block in tl.range(first, last, BLOCK_N, disable_licm=True):  # else heads of 256 spill registers on Hopper
+        for block in tl.range(first, last, BLOCK_N, disable_licm=True):  # otherwise heads of 256 spill registers on Hopper
             seen = block + tl.arange(0, BLOCK_N)
             visible = every[None, :]
             if WINDOW > 0:
@@ -167,11 +157,11 @@ def path_kernel(
     CAP: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Kernel 2, a program per row and KV head: continue from kernel 1's states along the row's path, and write its output."""
+    """Continue from kernel 1's states along the row's path and write its output (kernel 2, one program per row and KV head)."""
     row, kv_head, kv_heads, dim = tl.program_id(0), tl.program_id(1), tl.num_programs(1), tl.arange(0, BLOCK_D)
     BLOCK_G: tl.constexpr = triton.next_power_of_2(GROUP)
     of_group = tl.arange(0, BLOCK_G)
-    number = (row * kv_heads + kv_head) * GROUP + of_group  # of the row and head
+    number = (row * kv_heads + kv_head) * GROUP + of_group  # state index of the row and head
     written = (of_group < GROUP)[:, None] & (dim[None, :] < D)
     output += number[:, None] * D + dim[None, :]
     position, start = tl.load(positions + row), tl.load(starts + row)
@@ -186,7 +176,7 @@ def path_kernel(
     first_state, used = ((row * kv_heads + kv_head) * GROUP + lane) * splits, lane < GROUP
     rows = _load_query(query, row + lane * 0, kv_head * GROUP + lane, used, query_head, query_row, D, BLOCK_D)
     top, mass, acc = _load_state(states, first_state + begin // SPLIT, used & (begin % SPLIT > 0), D, BLOCK_D)
-    begin = tl.maximum(begin, lowest // BLOCK_N * BLOCK_N)  # a state before it has no keys
+    begin = tl.maximum(begin, lowest // BLOCK_N * BLOCK_N)  # blocks before the window contribute no keys
     for split in range(begin // SPLIT, position // SPLIT + 1):
         for block in range(tl.maximum(begin, split * SPLIT), tl.minimum(position + 1, split * SPLIT + SPLIT), BLOCK_N):
             seen = block + tl.arange(0, BLOCK_N)

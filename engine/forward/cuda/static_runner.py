@@ -1,11 +1,9 @@
-"""Forwards of a few fixed numbers of rows, captured as CUDA graphs: one launch computes a step of the stock model.
+"""Forward passes with a few fixed numbers of rows, captured as CUDA graphs of the stock model.
 
-A decoding step of a GPU is over in the time that Python takes to launch its thousand kernels one by one. A graph launches them at
-once, but for shapes and addresses that do not change: rows are filled up to the next of ``ROWS``, and what differs from step to
-step, where each row lies and what it sees, is read from tensors (``engine.forward.cuda.step_buffers``). Steps with more rows,
-prefills, run as in ``ModelRunner``.
-
-All graphs are captured by ``prepare``, before the first request. A forward outside of them computes the same.
+A decoding step of a GPU takes less time than Python needs to launch its thousand kernels one by one. A graph launches them at
+once, but has fixed shapes and addresses: rows are padded to the next of ``ROWS``, and what varies from step to step is read from
+tensors (``engine.forward.cuda.step_buffers``). Larger steps, such as prefill, run as in ``ModelRunner``. ``prepare`` captures all
+graphs before the first request; a forward pass without graphs computes the same.
 """
 
 from __future__ import annotations
@@ -33,15 +31,15 @@ logger = logging.getLogger(__name__)
 
 _MEND = "Triton needs a C compiler and Python's headers (apt-get install gcc libc6-dev); without triton steps run without graphs"
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
-TREE_ROWS = 65  # a root and the rows that a request may draft by default
-_WARM_UPS = 2  # forwards before a capture: kernels are compiled and libraries take their workspaces
+TREE_ROWS = 65  # root and default maximum of drafted rows per request
+_WARM_UPS = 2  # before a capture, to compile kernels and allocate library workspaces
 
 
-MakeAttention = Callable[[KVShape, int, int, int], SlotAttention]  # of a shape, heads, rows and the capacity of a slot
+MakeAttention = Callable[[KVShape, int, int, int], SlotAttention]  # arguments: shape, heads, rows, slot capacity
 
 
 def lacks_graphs(config: PreTrainedConfig, shape: KVShape) -> str | None:
-    """Return why the steps of a model on a GPU cannot be captured, in a few words; None where they can."""
+    """Return why a model's steps on a GPU cannot be captured as graphs; None if they can."""
     text = config.get_text_config()
     group = text.num_attention_heads // shape.kv_heads
     if length_rope(config) is not None:  # a graph has the same frequencies for all rows
@@ -60,43 +58,42 @@ def lacks_graphs(config: PreTrainedConfig, shape: KVShape) -> str | None:
 
 
 def lacks_exactness(config: PreTrainedConfig, shape: KVShape) -> str | None:
-    """Return why the outputs of a model on a GPU are not exact, in a few words; None where the check of exactness decides."""
-    if outline(config).routed:  # whatever that check says of its few tokens
+    """Return why a model's outputs on a GPU are not exact; None if the exactness self-check has to decide."""
+    if outline(config).routed:  # the self-check's few tokens cannot show this
         return "its experts compute as many rows at once as are routed to each"
     return lacks_graphs(config, shape)
 
 
 def has_graphs(model: PreTrainedModel) -> bool:
-    """Return whether steps of a model are captured where it is."""
+    """Return whether the model's steps are captured as graphs on its device."""
     return model.device.type == "cuda" and lacks_graphs(model.config, kv_shape(model)) is None
 
 
 def step_room(size: int, sequences: int, tree_rows: int) -> tuple[int, int]:
-    """Return the segments and the entries of a path that the buffers of a step have room for."""
-    return max(sequences, 2), max(size, tree_rows)  # the check of exactness computes two segments, however many may run
+    """Return the maximum numbers of segments and of path entries for the buffers of a step."""
+    return max(sequences, 2), max(size, tree_rows)  # the self-check computes two segments even if one sequence may run
 
 
 def step_kinds(fixed_rows: int | None) -> tuple[bool, ...]:
-    """Return for each step of a size whether it computes logits."""
-    # Where steps have any size, pieces of prompts share those with logits: they are few and their rows, too.
+    """Return, for the steps of each size, whether they compute logits."""
+    # With any number of rows, prefill chunks without logits use the steps with logits: such chunks are few and small.
     return (True,) if fixed_rows is None else (True, False)
 
 
 def slot_attention(shape: KVShape, heads: int, rows: int, capacity: int) -> SlotAttention:
-    """Return ``SlotAttention`` in blocks for the device."""
+    """Return ``SlotAttention`` with the best block size for the device."""
     return SlotAttention(shape, heads, rows, capacity, best_block_rows(shape))
 
 
 class StaticStep:
-    """The forward of one number of rows: as ``Attending`` what its layers see of the step, and its graph once captured."""
+    """Forward pass with a fixed number of rows: its ``Attending`` interface for the layers, and its graph once captured."""
 
     def __init__(
         self, model: PreTrainedModel, cache: SlotCache, buffers: StepBuffers, attention: SlotAttention, logits: bool
     ) -> None:
-        """Logits are computed of all rows, or of none."""
         self.buffers, self.windows = buffers, dict[int, int | None]()
         self._model, self._cache, self._attention = model, cache, attention
-        # Of all rows, also of those behind a batch's: what is not computed cannot be skipped in a graph.
+        # Of all rows, padding too: a graph cannot skip rows.
         self._kept = torch.arange(buffers.rows if logits else 0, device=model.device)
         self._graph: Graph | None = None
         self._logits = torch.empty(0)
@@ -110,7 +107,7 @@ class StaticStep:
         return output
 
     def run(self, batch: Batch, replay: bool = True) -> torch.Tensor:
-        """Return [len(batch.logit_rows), vocab], which the next call overwrites; by the graph unless ``replay`` is False."""
+        """Return the batch's logits, [len(batch.logit_rows), vocab], overwritten by the next call; ``replay``: use the graph."""
         self.buffers.fill(batch)
         if self._graph is None or not replay:
             return wanted_rows(self._forward(), batch.logit_rows)
@@ -118,7 +115,7 @@ class StaticStep:
         return wanted_rows(self._logits, batch.logit_rows)
 
     def warm_up(self) -> None:
-        """Compute forwards beside the current stream, as torch wants them before a capture; no row of them stores anything."""
+        """Run forward passes on a side stream, as torch requires before a capture; no row stores anything."""
         gpu, device = accelerator(), self._model.device
         stream, current = gpu.new_stream(device), gpu.current_stream(device)
         stream.wait_stream(current)
@@ -128,13 +125,10 @@ class StaticStep:
         current.wait_stream(stream)
 
     def capture(self, pool: Any) -> None:
-        """Capture the forward as a graph.
-
-        Args:
-            pool: memory that graphs share, see ``Accelerator.graph_pool``.
+        """Capture the forward pass as a graph in the memory ``pool`` of all graphs; see ``Accelerator.graph_pool``.
 
         Raises:
-            RuntimeError: the model does what a graph cannot hold, such as waiting for the device.
+            RuntimeError: the model does something that a graph cannot contain, such as waiting for the device.
         """
         self._graph, self._logits = accelerator().capture(self._model.device, pool, self._forward)
 
@@ -152,7 +146,7 @@ class StaticStep:
 
 
 class StaticRunner(ModelRunner):
-    """A runner whose small steps are graphs. The logits of a forward are there until the next one."""
+    """Runner whose small steps are CUDA graphs; the logits of a forward pass are valid until the next one."""
 
     _by_rows = False
 
@@ -167,19 +161,12 @@ class StaticRunner(ModelRunner):
         kept: int | None = 0,
         tree_rows: int = TREE_ROWS,
     ) -> None:
-        """
-        Args:
-            model: see ``ModelRunner``; where it is on a GPU, its forwards are captured by ``prepare``.
-            slots: sequences held at once.
-            capacity: entries of one slot.
-            fixed_rows: see ``ModelRunner``.
-            sizes: numbers of rows that steps are filled up to, increasing; with ``fixed_rows``, that is the only one.
-            attention: makes the attention of the largest of them, which the others use as well.
-            kept: see ``ModelRunner``.
-            tree_rows: the most rows of a request's tree, its root included. No path behind a context is longer.
+        """Create the runner; see ``ModelRunner`` for the other arguments and the errors.
 
-        Raises:
-            ModelLoadError: see ``ModelRunner``; here and in ``prepare``, the kernels do not run.
+        Args:
+            sizes: numbers of rows that steps are padded to, ascending; ignored with ``fixed_rows``.
+            attention: makes the attention for the largest size, shared by all sizes.
+            tree_rows: maximum rows of a request's tree, including its root; bounds the paths behind a context.
         """
         self.sizes = tuple(sizes) if fixed_rows is None else (fixed_rows,)
         self._make_attention, self._tree_rows = attention, tree_rows
@@ -191,9 +178,7 @@ class StaticRunner(ModelRunner):
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Capture the steps of all sizes, so that none is captured while requests run.
-
-        A step that cannot be captured is computed kernel by kernel, which one line of the log says.
+        """Capture the steps of all sizes before any request runs; those that cannot be captured run without graphs.
 
         Raises:
             ModelLoadError: a step does not fit into memory, or the kernels do not run.
@@ -203,7 +188,7 @@ class StaticRunner(ModelRunner):
             return
         with accelerator().current(device):
             pool = accelerator().graph_pool()
-            for size in reversed(self.sizes):  # the largest first: it takes the memory that the others share
+            for size in reversed(self.sizes):  # largest first: it allocates the memory that the others share
                 for logits in step_kinds(self.fixed_rows):
                     self._prepare(self._step(size, logits), size, pool)
         captured = [size for size in self.sizes if size not in self.capture_failures]
@@ -232,7 +217,7 @@ class StaticRunner(ModelRunner):
 
     @contextlib.contextmanager
     def uncaptured(self) -> Iterator[None]:
-        """Compute forwards by the model's code, not by graphs, within a block."""
+        """Run forward passes by the model's code instead of graphs inside the context."""
         self._replays = False
         try:
             yield
@@ -249,7 +234,6 @@ class StaticRunner(ModelRunner):
         return super().form() | {"graphs": [size for size in self.sizes if size not in self.capture_failures]}
 
     def _compute(self, batch: Batch) -> torch.Tensor:
-        """See ``ModelRunner``."""
         size = next((size for size in self.sizes if size >= len(batch.token_ids)), None)
         if size is None:
             return super()._compute(batch)

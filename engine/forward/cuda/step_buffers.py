@@ -1,4 +1,4 @@
-"""The inputs of a forward of a fixed shape: filled on the host, copied to the device at once, read there at fixed addresses."""
+"""Inputs of a fixed-shape forward pass: filled on the host, copied in one transfer and read at fixed device addresses."""
 
 from __future__ import annotations
 
@@ -14,32 +14,29 @@ from decoding.tree import BoolArray, Int32Array
 from engine.accelerator import Event, accelerator
 from engine.forward.batch import Batch, Segment
 
-_TURNS = 4  # copies that may be on their way while the next is filled
+_TURNS = 4  # copies in flight while the next one is filled
 
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """R rows, some of which compute nothing: R stays the same from step to step, how many are used does not.
+    """Layout of R rows for the attention kernels; R is fixed, the number of used rows varies.
 
-    A row sees the tokens at the logical positions ``0 .. position`` of its sequence. Those before ``start`` lie at the entry of
-    the same number in the slot; that at ``start + j`` lies at the entry ``path[row, j]``, and the last of these is the row's own.
-    So a row of a tree knows its ancestors in the order of the text, wherever in the slot they lie.
+    A row sees the logical positions ``0 .. position`` of its sequence. Positions before ``start`` are at the entry of the same
+    number in the slot; position ``start + j`` is at entry ``path[row, j]``, and the last of these is the row's own. So a row of a
+    draft tree has its ancestors in text order, wherever in the slot they are stored.
     """
 
     slot: torch.Tensor  # [R] int32
-    start: torch.Tensor  # [R] int32: entries that lie where their positions say
-    position: torch.Tensor  # [R] int32: of the row's own token; -1 for a row that computes nothing
-    entry: torch.Tensor  # [R] int32: where the row's own key and value go; path[row, position - start]
-    path: torch.Tensor  # [R, P] int32: the first position - start + 1 count
-    tiles: torch.Tensor  # [T, 2] int32: first row and rows of each tile, all of one slot and start; 0 rows: none
+    start: torch.Tensor  # [R] int32: entries whose index is their position
+    position: torch.Tensor  # [R] int32: of the row's own token; -1 for a padding row
+    entry: torch.Tensor  # [R] int32: destination of the row's key and value; path[row, position - start]
+    path: torch.Tensor  # [R, P] int32: the first position - start + 1 are used
+    tiles: torch.Tensor  # [T, 2] int32: first row and number of rows of a tile, all of one slot and start; 0 rows: unused
 
 
 @compiled
 def fill_paths(mask: BoolArray, start: int, path: Int32Array) -> None:
-    """Fills the first places of [rows, P] ``path`` with the entries that each row sees behind ``start``, in their order.
-
-    ``mask`` says it, [rows, n], an ancestor before what is below it.
-    """
+    """Fill ``path``, [rows, P], with the entries behind ``start`` that each row sees by ``mask``, [rows, n], in order."""
     for row in range(len(mask)):
         count = 0
         for column in range(mask.shape[1]):
@@ -49,23 +46,22 @@ def fill_paths(mask: BoolArray, start: int, path: Int32Array) -> None:
 
 
 def longest_path(batch: Batch) -> int:
-    """The most entries behind its ``start`` that a row of a batch sees, its own included."""
+    """Return the greatest number of entries behind its ``start`` that a row sees, its own included."""
     return max(
         int(batch.positions[one.offset : one.offset + one.rows].max()) - one.start + 1 for one in batch.segments
     )  # fmt: skip
 
 
 def buffer_sizes(rows: int, rows_per_tile: int, segments: int, path: int) -> tuple[int, ...]:
-    """Return the int32 numbers of each input of a forward: ids, positions, slots, starts, entries, tiles and paths."""
+    """Return the int32 counts of the inputs: ids, positions, slots, starts, entries, tiles and paths."""
     tiles = rows // rows_per_tile + min(segments, rows)
     return rows, rows, rows, rows, rows, 2 * tiles, rows * path
 
 
 class StepBuffers:
-    """Token ids, positions and ``StepRows`` of R rows."""
+    """Host and device buffers for token ids, positions and ``StepRows`` of R rows."""
 
     def __init__(self, rows: int, rows_per_tile: int, segments: int, path: int, device: torch.device) -> None:
-        """R rows, and at most so many of a tile, segments of a batch and entries of a path."""
         self.rows, self.path = rows, path
         self._per_tile = rows_per_tile
         sizes = buffer_sizes(rows, rows_per_tile, segments, path)
@@ -82,11 +78,7 @@ class StepBuffers:
         self.step_rows = StepRows(slot, start, position, entry, paths.view(rows, path), tiles.view(-1, 2))
 
     def fill(self, batch: Batch) -> None:
-        """Copies a batch to the device, in the current stream; rows behind those of the batch compute nothing.
-
-        Args:
-            batch: of at most R rows, with no path longer than P.
-        """
+        """Copy a batch of at most R rows and paths of at most P entries to the device, in the current stream."""
         count = len(batch.token_ids)
         assert count <= self.rows and longest_path(batch) <= self.path, (count, self.rows, longest_path(batch), self.path)
         self._turn = (self._turn + 1) % len(self._hosts)
@@ -95,7 +87,7 @@ class StepBuffers:
             copied.synchronize()
         ids, position, slot, start, entry, tiles, paths = (host[first:last].numpy() for first, last in self._cuts)
         ids[:count], position[:count] = batch.token_ids, batch.positions
-        ids[count:], position[count:] = 0, -1
+        ids[count:], position[count:] = 0, -1  # padding rows compute nothing
         paths = paths.reshape(self.rows, self.path)
         laid = 0
         for segment in batch.segments:
@@ -118,6 +110,6 @@ class StepBuffers:
 
 def _lay_path(segment: Segment, paths: npt.NDArray[np.int32]) -> None:
     if segment.mask is None:
-        paths[:] = segment.start + np.arange(paths.shape[1])  # each sees all before it; what lies behind it is not read
+        paths[:] = segment.start + np.arange(paths.shape[1])  # plain causality; entries behind the row's own are not read
     else:
         fill_paths(segment.mask, segment.start, paths)

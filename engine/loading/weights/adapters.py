@@ -1,8 +1,8 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) from folders in PEFT's format, refused early where they are not what is computed.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) from folders in PEFT's format. Unsupported ones are refused early.
 
 An adapter adds ``scale * B (A x)`` to the outputs of some linear layers. Its folder has ``adapter_config.json`` and
-``adapter_model.safetensors``. Those that requests name are computed beside the model; one that is given as the model itself
-becomes a part of its weights.
+``adapter_model.safetensors``. Adapters that requests name are computed beside the model; an adapter given as the model itself is
+merged into its weights.
 """
 
 from __future__ import annotations
@@ -26,48 +26,48 @@ from engine.errors import ModelLoadError, first_line
 from engine.loading.model_files import ADAPTER_CONFIG as CONFIG
 
 WEIGHTS = "adapter_model.safetensors"
-_LANES = 16  # ranks and outputs are filled up to multiples of it, as compiled code reads them
-_PREFIX = "base_model.model."  # before the names of the model's own modules
+_LANES = 16  # ranks and outputs are padded to multiples of it for compiled code
+_PREFIX = "base_model.model."  # prefix of module names in adapter files
 _FACTOR = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
 _COMPUTED = {"r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern", "alpha_pattern"}
-_WITHOUT_EFFECT = {  # on what an adapter of these tensors says
+_WITHOUT_EFFECT = {  # fields that do not change the result, given the tensors
     "peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version",
     "lora_dropout", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out", "loftq_config", "eva_config",
     "megatron_config", "megatron_core", "runtime_config", "qalora_group_size", "ensure_weight_tying",
 }  # fmt: skip
-_CHANGES_THE_MODEL = ("pissa", "olora", "corda", "lora_ga")  # of ``init_lora_weights``: the model's own weights become others
+_CHANGES_THE_MODEL = ("pissa", "olora", "corda", "lora_ga")  # values of ``init_lora_weights`` that change the model's weights
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """What is added to one layer: ``x @ down @ up``, with the scale in ``up``."""
+    """Low-rank factors of one layer: ``x @ down @ up`` is added, with the scale in ``up``."""
 
-    down: torch.Tensor  # [inputs, rank] float32, filled up with zeros to a multiple of sixteen in the rank
-    up: torch.Tensor  # [rank, outputs] float32, filled up in both
+    down: torch.Tensor  # [inputs, rank] float32, rank zero-padded to a multiple of 16
+    up: torch.Tensor  # [rank, outputs] float32, both zero-padded
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter, ready to be computed."""
+    """Adapter in memory, ready for use."""
 
     name: str
     path: str
-    factors: Mapping[str, Factors]  # by the name of the module
-    revision: str  # 32 hexadecimal digits that stand for all of it but the name
+    factors: Mapping[str, Factors]  # by module name
+    revision: str  # 32 hexadecimal digits of the contents
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
-    """An adapter that fits its model, and has not been read."""
+    """Adapter that fits its model, with unread tensors."""
 
-    name: str  # empty for one that is the model itself
+    name: str  # empty if it is merged into the model
     path: str
-    tensors: Mapping[str, tuple[str, str]]  # by module: the names of A and B
+    tensors: Mapping[str, tuple[str, str]]  # names of A and B by module
     scales: Mapping[str, float]  # by module
-    nbytes: int  # that it takes in memory
+    nbytes: int  # size in memory
 
     def read(self) -> Adapter:
-        """Raises ``ModelLoadError`` where its numbers cannot be read."""
+        """Read the tensors. Raises ``ModelLoadError`` if they cannot be read."""
         factors, digest = {}, hashlib.blake2b(digest_size=16)
         for module, down, up in self._pairs():
             pair = _factors(down, up, self.scales[module])
@@ -79,14 +79,10 @@ class AdapterFile:
 
     @torch.no_grad()
     def merge(self, model: PreTrainedModel, wide: PreTrainedModel) -> None:
-        """Makes it a part of a model: ``W + scale * (B @ A)``, in float32 and on the CPU, rounded once to the type of W.
+        """Merge the adapter into ``model``: ``W + scale * (B @ A)`` in float32 on the CPU. Raises ``ModelLoadError``.
 
-        Args:
-            model: whose layers get these weights, in place.
-            wide: the same model, whose weights W are; another object where the type of the first has fewer bits than the files.
-
-        Raises:
-            ModelLoadError: its numbers cannot be read.
+        ``wide`` is the model with the weights W, a separate object if ``model`` has fewer bits than the files. The sum is rounded
+        once.
         """
         for module, down, up in self._pairs():
             place, source = model.get_submodule(module), wide.get_submodule(module)
@@ -94,7 +90,7 @@ class AdapterFile:
             place.weight.copy_(source.weight.float().cpu() + (added.t() if isinstance(place, Conv1D) else added))
 
     def _pairs(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Modules in the order of their names, with A [rank, inputs] and B [outputs, rank]. Raises ``ModelLoadError``."""
+        """Yield modules by name, with A [rank, inputs] and B [outputs, rank]. Raises ``ModelLoadError``."""
         try:
             with safe_open(Path(self.path) / WEIGHTS, "pt") as tensors:
                 for module, (down, up) in sorted(self.tensors.items()):
@@ -104,14 +100,10 @@ class AdapterFile:
 
 
 def find_adapters(options: ModelOptions, config: PreTrainedConfig) -> tuple[AdapterFile, ...]:
-    """The adapters of ``model.adapters``, of which no more than headers has been read.
-
-    Args:
-        options: of the model.
-        config: the model's own.
+    """Return the adapters of ``model.adapters``, reading only the headers of their tensors.
 
     Raises:
-        ModelLoadError: a folder that is none, a field that is not computed, or tensors that do not fit the model.
+        ModelLoadError: a path is no adapter folder, a field is not supported, or tensors do not fit the model.
     """
     if not options.adapters:
         return ()
@@ -120,17 +112,12 @@ def find_adapters(options: ModelOptions, config: PreTrainedConfig) -> tuple[Adap
 
 
 def find_merged(path: str, config: PreTrainedConfig) -> AdapterFile:
-    """The adapter that is given as the model itself. Raises ``ModelLoadError`` as ``find_adapters``.
-
-    Args:
-        path: its folder.
-        config: of the model that it was trained on.
-    """
+    """Return the adapter in a folder given as the model, for the base model's ``config``. Raises as ``find_adapters``."""
     return _found("", path, _linear_layers(config))
 
 
 def _linear_layers(config: PreTrainedConfig) -> dict[str, tuple[int, int] | None]:
-    """Outputs and inputs of a model's linear layers by name; None for modules to which nothing can be added."""
+    """Return (outputs, inputs) of linear layers by name; None for modules that cannot have an adapter."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     found: dict[str, tuple[int, int] | None] = {}
@@ -182,7 +169,7 @@ def _where(name: str, path: str) -> str:
 
 
 def _config(where: str, folder: Path) -> dict[str, Any]:
-    """What ``adapter_config.json`` says, all of which is computed."""
+    """Return ``adapter_config.json``. Raises ``ModelLoadError`` if a field is not supported."""
     for file in (CONFIG, WEIGHTS):
         if not (folder / file).is_file():
             raise ModelLoadError(f"{where} has no {file}: give a folder with an adapter as PEFT saves it")
@@ -218,11 +205,8 @@ def _shapes(where: str, folder: Path) -> dict[str, list[int]]:
 
 
 def _rank_and_scale(where: str, config: Mapping[str, Any], module: str) -> tuple[int, float]:
-    """Of a module: patterns are endings of its name, as regular expressions.
-
-    The scale is ``alpha / rank``, with ``use_rslora`` ``alpha / sqrt(rank)`` (arXiv 2312.03732).
-    """
-    rank, alpha = config.get("r", 8), config.get("lora_alpha", 8)  # as in PEFT
+    """Return the rank of a module and its scale: ``alpha / rank``, or ``alpha / sqrt(rank)`` for rsLoRA (arXiv 2312.03732)."""
+    rank, alpha = config.get("r", 8), config.get("lora_alpha", 8)  # PEFT's defaults; patterns match suffixes
     rank = next((value for name, value in (config.get("rank_pattern") or {}).items() if _ends(where, module, name)), rank)
     alpha = next((value for name, value in (config.get("alpha_pattern") or {}).items() if _ends(where, module, name)), alpha)
     if type(rank) is not int or rank < 1:
@@ -240,7 +224,7 @@ def _ends(where: str, module: str, pattern: str) -> bool:
 
 
 def _check_targets(where: str, targets: Any, layers: Mapping[str, tuple[int, int] | None], tensors: Mapping[str, Any]) -> None:
-    """Raises ``ModelLoadError`` for a listed module that the model does not have, or that nothing is there for."""
+    """Raise ``ModelLoadError`` for a listed target that is missing in the model or in the tensors."""
     for target in _listed(targets):
         named = [name for name in layers if name == target or name.endswith(f".{target}")]
         if not named:
@@ -250,14 +234,13 @@ def _check_targets(where: str, targets: Any, layers: Mapping[str, tuple[int, int
 
 
 def _listed(targets: Any) -> Iterator[str]:
-    """Where it is one text it is a pattern, or stands for all linear layers: the tensors tell which were meant."""
+    """Yield listed target modules. A single text is a pattern, or stands for all linear layers: then the tensors decide."""
     if isinstance(targets, list):
         yield from map(str, targets)
 
 
 def _factors(down: torch.Tensor, up: torch.Tensor, scale: float) -> Factors:
-    """Of A [rank, inputs] and B [outputs, rank]."""
-    (rank, inputs), outputs = down.shape, up.shape[0]
+    (rank, inputs), outputs = down.shape, up.shape[0]  # A [rank, inputs], B [outputs, rank]
     filled_down, filled_up = torch.zeros(inputs, _filled(rank)), torch.zeros(_filled(rank), _filled(outputs))
     filled_down[:, :rank] = down.float().t()
     filled_up[:rank, :outputs] = up.float().t() * scale

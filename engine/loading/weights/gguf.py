@@ -1,8 +1,7 @@
-"""Models in a ``.gguf`` file, as llama.cpp takes them: weights, tokenizer and chat template, all out of the one file.
+"""Models in a ``.gguf`` file of llama.cpp: weights, tokenizer and chat template, all from the one file.
 
-transformers reads them: what runs is an ordinary model in the type that was asked for, whose matrices may stay quantized. It
-wants a folder beside the file and takes what lies there (a ``tokenizer.json``, an adapter) for the model's; here it gets an empty
-one.
+transformers reads them, and returns an ordinary model, whose matrices may stay quantized. It expects a folder beside the file and
+would use files in it (a ``tokenizer.json``, an adapter) for the model; here it gets an empty one.
 """
 
 from __future__ import annotations
@@ -32,38 +31,34 @@ from engine.loading.weights.packing import keep_blocks, packable
 
 logger = logging.getLogger(__name__)
 
-_PACKAGES = ("gguf", "accelerate")  # by which transformers reads such files
-# How byte-level tokenizers cut texts before merging, by llama.cpp's names (llama-vocab.cpp): as GPT-2's does, or so with each
-# digit by itself, which transformers leaves out; other ways it knows by their names.
+_PACKAGES = ("gguf", "accelerate")  # needed by transformers to read GGUF files
+# Pre-tokenizers by llama.cpp's names (llama-vocab.cpp): GPT-2's, and GPT-2's with single digits, which transformers ignores.
+# transformers knows others by name.
 _AS_GPT2 = {"default", "exaone4", "gpt-2", "jais", "mpt", "olmo", "phi-2", "trillion"}
 _DIGITS_APART = {"codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder"}
 _VERSIONS = (2, 3)
-_ALIGNMENT = 32  # of the tensors, where the file says nothing
+_ALIGNMENT = 32  # default alignment of the tensors in bytes
 _STRING, _LIST = 8, 9
 _UNQUANTIZED = {"F16", "F32", "F64", "BF16"}
-_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # of single values
+_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # ``struct`` formats
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What stands before the weights of a GGUF file (github.com/ggml-org/ggml, docs/gguf.md).
+    """Header of a GGUF file (github.com/ggml-org/ggml, docs/gguf.md).
 
-    It is read in a few hundredths of a second, where transformers and the package ``gguf`` take seconds, and before they take a
-    file that is cut off, or a part of a model, for a model.
+    Reading it takes hundredths of a second, while transformers and the package ``gguf`` take seconds and accept truncated or
+    split files.
     """
 
-    metadata: dict[str, Any]  # single values by key; of lists their lengths
-    tensors: dict[str, int]  # elements by name
-    kinds: dict[str, str]  # types by name, as ggml names them
-    file_bytes: int  # that a whole file has at least
+    metadata: dict[str, Any]  # single values, and lengths of lists, by key
+    tensors: dict[str, int]  # number of elements by name
+    kinds: dict[str, str]  # ggml's names of the types, by tensor name
+    file_bytes: int  # least size of a complete file
 
 
 def load_gguf_config(path: str) -> PreTrainedConfig:
-    """The configuration of the model in a file.
-
-    Raises:
-        ModelLoadError: no such file, a broken or incomplete one, or an architecture that transformers does not know.
-    """
+    """Load the configuration of the model in a file. Raises ``ModelLoadError`` if the file is broken or not supported."""
     _header(path)
     with _readable(path, "model"), tempfile.TemporaryDirectory() as empty:
         config: PreTrainedConfig = AutoConfig.from_pretrained(empty, gguf_file=_absolute(path))
@@ -71,19 +66,14 @@ def load_gguf_config(path: str) -> PreTrainedConfig:
 
 
 def load_gguf_model(path: str, dtype: torch.dtype, attention: str, packed: bool = False) -> PreTrainedModel:
-    """The model in a file.
-
-    Its end tokens are the file's end of sequence and, where it names one, end of turn.
+    """Load the model in a file. Its end tokens are the file's end of sequence and, if named, end of turn.
 
     Args:
-        path: of the file.
-        dtype: of the weights, once dequantized.
-        attention: transformers' ``attn_implementation``.
-        packed: matrices stay as quantized as the file has them, where there are products for that on a CPU: they say what the
-            dequantized ones say, to the last bit.
+        dtype: of the weights after dequantization.
+        packed: keep matrices quantized where CPU kernels exist. Results are equal to the dequantized ones to the last bit.
 
     Raises:
-        ModelLoadError: as ``load_gguf_config``, or weights are missing or left over.
+        ModelLoadError: the file is broken or not supported, or weights are missing or left over.
     """
     header = _header(path)
     kept: dict[str, tuple[str, Any, Any]] = {}
@@ -105,16 +95,12 @@ def load_gguf_model(path: str, dtype: torch.dtype, attention: str, packed: bool 
     ids = list(dict.fromkeys(number for number in ends if number is not None))
     if ids:
         model.generation_config.eos_token_id = ids[0] if len(ids) == 1 else ids
-    model.config.architectures = [type(model).__name__]  # as a folder has it that is made of the file
+    model.config.architectures = [type(model).__name__]  # as in a folder converted from the file
     return model
 
 
 def load_gguf_tokenizer(path: str) -> Any:
-    """The tokenizer in a file, with its chat template.
-
-    Raises:
-        ModelLoadError: no such file, a broken one, or a tokenizer that transformers cannot make of it.
-    """
+    """Load the tokenizer in a file, with its chat template. Raises ``ModelLoadError`` if it is broken or not supported."""
     header = _header(path)
     with _readable(path, "the tokenizer of"), tempfile.TemporaryDirectory() as empty:
         tokenizer = AutoTokenizer.from_pretrained(empty, gguf_file=_absolute(path))
@@ -124,7 +110,7 @@ def load_gguf_tokenizer(path: str) -> Any:
 
 
 def _cut_as_named(path: str, tokenizer: Tokenizer, name: str) -> None:
-    """Has a tokenizer cut texts as its file says. Raises ``ModelLoadError`` for a way that is not known.
+    """Set the pre-tokenizer that the file names. Raises ``ModelLoadError`` if it is unknown.
 
     Example: before a 2, two line breaks are one token for SmolLM2; with GPT-2's way alone they would be two.
     """
@@ -141,12 +127,11 @@ def _cut_as_named(path: str, tokenizer: Tokenizer, name: str) -> None:
 
 
 def convert_gguf(path: Path, folder: Path) -> None:
-    """Makes an ordinary folder of a file: weights in bfloat16, tokenizer, chat template.
+    """Convert a file to an ordinary folder: weights in bfloat16, tokenizer, chat template.
 
     Raises:
         ModelLoadError: the file cannot be used.
-        OSError: the folder cannot be written.
-        safetensors.SafetensorError: the same.
+        OSError, safetensors.SafetensorError: the folder cannot be written.
     """
     with _read_once():
         load_gguf_model(str(path), torch.bfloat16, "sdpa").save_pretrained(folder)
@@ -155,19 +140,16 @@ def convert_gguf(path: Path, folder: Path) -> None:
 
 @contextmanager
 def _read_once(kept: dict[str, tuple[str, Any, Any]] | None = None) -> Iterator[None]:
-    """Has transformers read a file once, and draw how far it is on a terminal alone.
+    """Patch transformers to read a file once, and to draw its progress bar on a terminal only.
 
-    It does so for the configuration, the weights and the tokenizer, seconds each time, and makes the names of all weights anew
-    for each module of the model.
-
-    Args:
-        kept: where there is one, what can stay quantized goes here instead of into the model: see ``keep_blocks``.
+    ``kept`` receives matrices that can stay quantized instead of the model, see ``keep_blocks``; if None, all are dequantized.
     """
     import gguf
     from transformers import modeling_gguf_pytorch_utils as reading
 
     with ExitStack() as patched:
         patched.enter_context(mock.patch.object(reading, "tqdm", partial(reading.tqdm, disable=None)))
+        # It reads the file for configuration, weights and tokenizer, seconds each, and maps all names again for each module.
         for name in ("GGUFReader", "get_tensor_name_map"):
             patched.enter_context(mock.patch.object(gguf, name, cache(getattr(gguf, name))))
         if kept is not None:
@@ -184,10 +166,7 @@ def _read_tensors(
     model_to_load: PreTrainedModel | None = None,
     torch_dtype: torch.dtype | None = None,
 ) -> dict[str, Any]:
-    """As transformers' ``load_gguf_checkpoint``, one tensor after another; those that stay quantized take no memory here.
-
-    What is done to a tensor of theirs is done to the numbers of its rows, and tells whether it is rows that change places.
-    """
+    """Replace transformers' ``load_gguf_checkpoint``: read one tensor at a time; those that stay quantized take no memory."""
     from gguf import GGUFReader, dequantize
     from transformers import modeling_gguf_pytorch_utils as reading
 
@@ -207,6 +186,7 @@ def _read_tensors(
     for tensor in reader.tensors:
         if tensor.tensor_type.name in FORMATS and names.get(tensor.name) in allowed:
             size, rows = (int(number) for number in tensor.shape)
+            # Processing the row numbers instead of the tensor shows whether it only permutes rows.
             order = processed(np.arange(rows, dtype=np.int64)[:, None], tensor.name)
             if order.weights.shape == (rows, 1) and (np.sort(order.weights[:, 0]) == np.arange(rows)).all():
                 name = names[order.name]
@@ -220,7 +200,7 @@ def _read_tensors(
 
 
 def _tell_unpacked(path: str, header: GgufHeader, dtype: torch.dtype) -> None:
-    """One line where quantized weights of a file are held in a type of more bits."""
+    """Warn if weights in quantized formats without kernels are dequantized."""
     others = sorted({kind for kind in header.kinds.values() if kind not in FORMATS and kind not in _UNQUANTIZED})
     if others:
         held = str(dtype).removeprefix("torch.")
@@ -232,7 +212,7 @@ def _absolute(path: str) -> str:
 
 
 def _header(path: str) -> GgufHeader:
-    """The header of a file. Raises ``ModelLoadError`` unless it is there and whole, and all that it says is understood."""
+    """Return a file's header. Raises ``ModelLoadError`` if it is missing, incomplete or not supported."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise ModelLoadError(f"model file {path!r} does not exist: give a .gguf file that is there, or a folder with config.json")
@@ -257,16 +237,16 @@ def _header(path: str) -> GgufHeader:
 
 
 def _scales_positions(header: GgufHeader) -> bool:
-    """Whether rotary positions are scaled: by factors for each frequency, as in Llama 3.1 and Phi-3, or by a rule."""
+    """Return whether rotary positions are scaled: by factors per frequency, as in Llama 3.1 and Phi-3, or by a rule."""
     architecture = header.metadata.get("general.architecture")
     rule = header.metadata.get(f"{architecture}.rope.scaling.type", "none")
-    by_rule = rule != "none" and architecture != "gpt-oss"  # of which transformers reads it
+    by_rule = rule != "none" and architecture != "gpt-oss"  # transformers reads the rule for gpt-oss
     return by_rule or any(name.startswith(("rope_freqs", "rope_factors")) for name in header.tensors)
 
 
 def _refuse_unread(path: str, model: PreTrainedModel, header: GgufHeader, lacking: list[str]) -> None:
-    """Raises ``ModelLoadError`` unless every weight of the model came out of the file, and every one of the file went into it."""
-    if lacking:  # transformers would have them random
+    """Raise ``ModelLoadError`` unless all weights of the model are in the file, and all of the file in the model."""
+    if lacking:  # transformers would initialize them randomly
         raise ModelLoadError(f"model {path!r} lacks {len(lacking)} of its weights, {lacking[0]} among them: give a whole file")
     tied = header.tensors.get("output.weight", 0) if model.config.get_text_config().tie_word_embeddings else 0
     held, taken = sum(header.tensors.values()) - tied, model.num_parameters()
@@ -279,18 +259,18 @@ def _refuse_unread(path: str, model: PreTrainedModel, header: GgufHeader, lackin
 
 @contextmanager
 def _readable(path: str, what: str) -> Iterator[None]:
-    """Ends in ``ModelLoadError`` for whatever a file that is broken, or of another kind, leads to."""
+    """Turn any error of reading a broken or unknown file into ``ModelLoadError``."""
     try:
         yield
     except ModelLoadError:
         raise
-    except Exception as error:  # it has no narrower type: lengths and names out of the file are taken as they come
+    except Exception as error:  # unchecked lengths and names of the file can cause any error
         message = f"{what} {path!r} could not be read, it is broken or of an unknown kind"
         raise ModelLoadError(f"{message}: {first_line(error)}") from error
 
 
 def read_header(path: Path) -> GgufHeader:
-    """The header of a file.
+    """Read the header of a file.
 
     Raises:
         OSError: it cannot be read.

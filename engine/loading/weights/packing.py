@@ -1,4 +1,4 @@
-"""Has the matrices of a model stay in blocks of 4 to 8 bits, as a file has them or quantized here."""
+"""Weights in blocks of 4 to 8 bits: kept as in a GGUF file, or quantized at load."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from engine.forward.cpu.products.row_linear import has_kernels
 
 logger = logging.getLogger(__name__)
 
-ROUNDED = {"int8": "Q8_0", "int4": "Q4_1"}  # formats of what is quantized here
-_LEAST = 0.5  # of a model's numbers that must be quantized for it to be called so
+ROUNDED = {"int8": "Q8_0", "int4": "Q4_1"}  # formats of quantization at load
+_LEAST = 0.5  # least share of a model's weights that must be quantized
 
 
 def refuse_unpackable(weights: Weights, device: torch.device, dtype: torch.dtype | Literal["auto"]) -> None:
-    """Raises ``ModelLoadError`` where weights are to be quantized, and there is no product with such on a device."""
+    """Raise ``ModelLoadError`` if weights are to be quantized and there are no kernels for the device and type."""
     known = torch.bfloat16 if dtype == "auto" else dtype
     if weights in ROUNDED and not has_kernels(device, known):
         given = f"model.device={device.type} and model.dtype={str(known).removeprefix('torch.')}"
@@ -35,16 +35,8 @@ def refuse_unpackable(weights: Weights, device: torch.device, dtype: torch.dtype
 
 
 def round_model(model: PreTrainedModel, weights: Weights) -> None:
-    """Quantizes the matrices of a model, one after another, in place: to the nearest, with a scale for each 32 numbers.
-
-    Args:
-        model: on a CPU.
-        weights: int8 or int4.
-
-    Raises:
-        ModelLoadError: few of its weights are matrices that can be.
-    """
-    kind = ROUNDED[weights]
+    """Quantize the matrices of a CPU model in place. Raises ``ModelLoadError`` if they have less than half of its weights."""
+    kind = ROUNDED[weights]  # rounded to nearest, with a scale for each 32 numbers
     block, done = FORMATS[kind].block, 0
     for parameter, places in _matrices(model):
         if parameter.shape[1] % block == 0:
@@ -61,14 +53,9 @@ def round_model(model: PreTrainedModel, weights: Weights) -> None:
 
 
 def keep_blocks(model: PreTrainedModel, raw: dict[str, tuple[str, Codes, np.ndarray]]) -> None:
-    """Gives matrices of a model the blocks that a file has for them.
+    """Replace matrices of a CPU model by the blocks of a GGUF file. Raises ``ModelLoadError`` if scales are not finite.
 
-    Args:
-        model: on a CPU.
-        raw: by the parameter's name, the format, what the file has [rows, bytes of a row], and the order of its rows.
-
-    Raises:
-        ModelLoadError: scales are no numbers.
+    ``raw`` has the format, the file's data [rows, bytes of a row] and the order of the rows by parameter name. It is emptied.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for parameter, places in list(_matrices(model)):
@@ -81,7 +68,7 @@ def keep_blocks(model: PreTrainedModel, raw: dict[str, tuple[str, Codes, np.ndar
 
 
 def packable(model: PreTrainedModel) -> set[str]:
-    """Names of the parameters that can be kept in blocks."""
+    """Return the names of the parameters that can be kept in blocks."""
     return {name for name, parameter in model.named_parameters() if id(parameter) in {id(one) for one, _ in _matrices(model)}}
 
 
@@ -94,7 +81,7 @@ def _checked(name: str, kind: str, data: Codes, order: np.ndarray) -> Iterator[B
 
 
 def _matrices(model: PreTrainedModel) -> Iterator[tuple[torch.nn.Parameter, list[torch.nn.Module]]]:
-    """Weights of linear layers and embeddings, each with all modules that have it; nothing here holds them any longer."""
+    """Yield weights of linear layers and embeddings, each with the modules that share it."""
     holders: dict[int, list[torch.nn.Module]] = {}
     others = set()
     for module in model.modules():
@@ -103,7 +90,7 @@ def _matrices(model: PreTrainedModel) -> Iterator[tuple[torch.nn.Parameter, list
                 holders.setdefault(id(parameter), []).append(module)
             elif parameter is not None:
                 others.add(id(parameter))
-    for key, modules in holders.items():
+    for key, modules in holders.items():  # no weight is referenced here, so a replaced one is freed at once
         weight = modules[0].weight
         if key not in others and type(weight) is torch.nn.Parameter and weight.dim() == 2 and weight.dtype == model.dtype:
             yield weight, modules
@@ -120,7 +107,7 @@ def _put(places: list[torch.nn.Module], weight: PackedWeight) -> None:
 
 
 def described(model: PreTrainedModel, weights: Weights) -> str:
-    """What the weights of a model are held as, for a person: formats, those of most numbers first, or the type."""
+    """Return a readable description of the weights: block formats, the most common first, or else the type."""
     held = Counter[str]()
     for parameter in model.parameters():
         held[packed_kind(parameter) or str(parameter.dtype).removeprefix("torch.")] += math.prod(parameter.shape)
@@ -131,5 +118,5 @@ def described(model: PreTrainedModel, weights: Weights) -> str:
 
 
 def packed_kind(weight: torch.Tensor) -> str | None:
-    """The name of the format of weights in blocks; None for others."""
+    """Return the format of weights in blocks; None for others."""
     return weight.kind if type(weight) is PackedWeight else None

@@ -1,8 +1,8 @@
-"""Checkpoints whose weights are quantized, as ``quantization_config`` in config.json says: AWQ, GPTQ, compressed-tensors and FP8.
+"""Checkpoints with quantized weights (``quantization_config`` in config.json): AWQ, GPTQ, compressed-tensors and FP8.
 
-On a GPU transformers loads them with a package for each format, whose kernels compute with the small numbers. On a CPU there are
-no such kernels: the weights are dequantized while they are read, so that what runs is an ordinary model in 16 bits. All that can
-be wrong with a checkpoint shows in the headers of its files, which are read first.
+On a GPU transformers loads them with a package per format, whose kernels compute with quantized weights. On a CPU there are no
+such kernels: the weights are dequantized while they are read, to an ordinary model in 16 bits. The headers of the files are
+checked first.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from engine.errors import ModelLoadError, first_line
 from engine.loading.weights.quantized_layouts import COMPANIONS, PLANS, LayoutError, Numbers, Plan, Stored, ends
 
-# By which transformers computes with a format on a GPU: what Python imports, and what pip calls it.
+# Packages that transformers needs for a format on a GPU: (module, name for pip).
 _PACKAGES: dict[str, tuple[tuple[str, str], ...]] = {
     "awq": (("gptqmodel", "gptqmodel"),),
     "gptq": (("optimum", "optimum"), ("gptqmodel", "gptqmodel")),
     "compressed-tensors": (("compressed_tensors", "compressed-tensors"),),
     "fp8": (("kernels", "kernels"),),
 }
-_UNKNOWN = {"F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "I8", "U8", "I16", "U16", "I32", "U32"}  # that no ordinary weight has
-# Of inputs, outputs and KV, which are not rounded where weights are dequantized.
+_UNKNOWN = {"F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "I8", "U8", "I16", "U16", "I32", "U32"}  # not in ordinary weights
+# Scales of inputs, outputs and KV, which are not quantized here.
 _LEFT_OUT = {
     "input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point", "activation_scale", "q_scale",
     "k_scale", "v_scale", "k_zero_point", "v_zero_point",
@@ -43,21 +43,21 @@ _LEFT_OUT = {
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """A weight that is dequantized when it is read, in place of a slice of a file."""
+    """Weight that is dequantized when it is read, with the interface of a file's slice."""
 
     shape: tuple[int, int]
     numbers: Callable[[], Numbers]
     dtype: torch.dtype
 
     def __getitem__(self, index: object) -> torch.Tensor:
-        """All of it, which is what transformers asks for."""
+        """Return the whole weight, which is all that transformers reads."""
         return self.numbers().weight(self.dtype)[index]  # type: ignore[index]
 
 
 def quantization_of(config: PreTrainedConfig) -> dict[str, Any] | None:
-    """What a configuration says of quantized weights; None for an ordinary model."""
+    """Return the quantization settings of a configuration; None for an ordinary model."""
     for part in (config, config.get_text_config()):
-        for name in ("quantization_config", "compression_config"):  # the second is what older files have
+        for name in ("quantization_config", "compression_config"):  # the second in older files
             found = getattr(part, name, None)
             if found:
                 return dict(found if isinstance(found, dict) else found.to_dict())
@@ -65,16 +65,7 @@ def quantization_of(config: PreTrainedConfig) -> dict[str, Any] | None:
 
 
 def refuse_unusable(path: str, settings: dict[str, Any], on_cpu: bool) -> None:
-    """Refuses a format that cannot be used on a device, before any weight is read.
-
-    Args:
-        path: what the model is called.
-        settings: of ``quantization_of``.
-        on_cpu: the device is one.
-
-    Raises:
-        ModelLoadError: it is not known, cannot be dequantized, or a package is missing.
-    """
+    """Raise ``ModelLoadError`` if a device cannot use the format in ``settings`` (of ``quantization_of``)."""
     method = _method(settings)
     if on_cpu:
         if method not in PLANS:
@@ -109,18 +100,13 @@ def _method(settings: dict[str, Any]) -> str:
 
 
 class QuantizedCheckpoint:
-    """A checkpoint whose headers were read and found whole, to be loaded in 16 bits."""
+    """Checkpoint with checked headers, to be loaded in 16 bits."""
 
     def __init__(self, path: str, files: str, config: PreTrainedConfig, dtype: torch.dtype | None) -> None:
-        """
-        Args:
-            path: what the model is called.
-            files: a folder or a name on the hub.
-            config: of the model, with ``quantization_config``.
-            dtype: of the weights in memory; when absent, what the configuration says.
+        """Read and check the headers of ``files``, a folder or a name on the hub; ``path`` is the model's name in errors.
 
-        Raises:
-            ModelLoadError: a format that cannot be dequantized, or a file that is not as its format says.
+        ``dtype`` is that of the weights in memory, by default the configuration's. Raises ``ModelLoadError`` if the format cannot
+        be dequantized, or a file does not match it.
         """
         settings = quantization_of(config)
         assert settings is not None, path
@@ -153,7 +139,7 @@ class QuantizedCheckpoint:
         self.bytes = sum(math.prod(weight.shape) for weight in self._tensors.values()) * self.dtype.itemsize
 
     def _read(self, module: str, parts: dict[str, Stored], plan: Plan) -> dict[str, Stored | _Packed]:
-        """The tensors that a module's are loaded as, by name."""
+        """Return the tensors that a module's stored ones are loaded as, by name."""
         found = plan(module, dict(parts))
         if found is None:
             tensors = {end: tensor for end, tensor in parts.items() if end not in _LEFT_OUT}
@@ -169,14 +155,7 @@ class QuantizedCheckpoint:
         return read
 
     def load(self, attention: str) -> PreTrainedModel:
-        """The model, as ``transformers`` would load its weights in 16 bits.
-
-        Args:
-            attention: transformers' ``attn_implementation``.
-
-        Raises:
-            ModelLoadError: weights are missing, or have other shapes than the configuration says.
-        """
+        """Load the model in 16 bits. Raises ``ModelLoadError`` if weights are missing or do not have the configured shapes."""
         config = self._config
         for part in (config, config.get_text_config()):
             for name in ("quantization_config", "compression_config"):
@@ -190,18 +169,15 @@ class QuantizedCheckpoint:
             None, config=config, state_dict=weights, dtype=self.dtype, attn_implementation=attention, output_loading_info=True
         )
         refuse_missing(self._path, found, stated=True)
-        with contextlib.suppress(OSError):  # it need not have one
+        with contextlib.suppress(OSError):  # the file is optional
             model.generation_config = GenerationConfig.from_pretrained(self._files)
         return model
 
 
 def refuse_missing(path: str, found: dict[str, Any], stated: bool) -> None:
-    """Raises ``ModelLoadError`` where weights of a model were not in its files: transformers would have them random.
+    """Raise ``ModelLoadError`` if weights were missing in the files: transformers would initialize them randomly.
 
-    Args:
-        path: what the model is called.
-        found: transformers' ``output_loading_info``.
-        stated: config.json says that they are quantized.
+    ``found`` is transformers' ``output_loading_info``; ``stated`` says whether config.json declares quantized weights.
     """
     missing = sorted(found["missing_keys"])
     if missing:
@@ -213,7 +189,7 @@ def refuse_missing(path: str, found: dict[str, Any], stated: bool) -> None:
 
 
 def _parts(path: str, files: str) -> list[Path]:
-    """The safetensors files of a model, fetched if need be."""
+    """Return the safetensors files of a model, downloaded if need be."""
     index, one = (
         cached_file(files, name, _raise_exceptions_for_missing_entries=False)
         for name in ("model.safetensors.index.json", "model.safetensors")

@@ -1,4 +1,4 @@
-"""How AWQ, GPTQ, compressed-tensors and FP8 lay out the numbers of a matrix, and what their tensors have to be like.
+"""Storage layouts of AWQ, GPTQ, compressed-tensors and FP8 matrices, with checks of their tensors.
 
 The formats: AWQ's ``gemm`` (github.com/casper-hansen/AutoAWQ), GPTQ's versions 1 and 2 (github.com/ModelCloud/GPTQModel),
 ``pack-quantized``, ``float-quantized`` and ``int-quantized`` of github.com/vllm-project/compressed-tensors, and blocks of FP8
@@ -14,20 +14,20 @@ from typing import Any
 
 import torch
 
-_BITS = (4, 8)  # of a number that lies in an int32 with others
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight columns in an int32, the lowest bits first
-_FLOATS, _SCALES = {"F16", "BF16", "F32", "F64"}, {"F16", "BF16", "F32", "F8_E8M0"}  # by the names of safetensors
-_BLOCK_ELEMENTS = 2**24  # that are computed with at once, in float32
+_BITS = (4, 8)  # bits of a number packed into an int32
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # place of each of eight columns in an int32, from the lowest bits
+_FLOATS, _SCALES = {"F16", "BF16", "F32", "F64"}, {"F16", "BF16", "F32", "F8_E8M0"}  # safetensors names
+_BLOCK_ELEMENTS = 2**24  # elements dequantized at once, in float32
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file that is open."""
+    """Tensor in an open file."""
 
     name: str
     file: Any
     shape: tuple[int, ...]
-    dtype: str  # as safetensors names it
+    dtype: str  # safetensors name
 
     def read(self) -> torch.Tensor:
         tensor: torch.Tensor = self.file.get_tensor(self.name)
@@ -36,19 +36,19 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What a weight is made of: (value - zero) * scale, by element, in float32, rounded once."""
+    """Parts of a quantized weight: (value - zero) * scale by element, in float32, rounded once."""
 
     values: torch.Tensor  # [out, in]
     scales: torch.Tensor  # [rows, columns]
-    zeros: torch.Tensor | None  # as scales
-    row_of: torch.Tensor  # [out], which row of scales
-    column_of: torch.Tensor  # [in], which column
+    zeros: torch.Tensor | None  # [rows, columns]
+    row_of: torch.Tensor  # [out], row of scales
+    column_of: torch.Tensor  # [in], column of scales
 
     def weight(self, dtype: torch.dtype) -> torch.Tensor:
-        """[out, in]"""
+        """Return the dequantized weight [out, in]."""
         count, width = self.values.shape
         size = width // self.scales.shape[1]
-        even = torch.equal(self.column_of, torch.arange(width) // size)  # groups of one size, in turn: nothing has to be gathered
+        even = torch.equal(self.column_of, torch.arange(width) // size)  # consecutive groups of equal size: no gather needed
         scales, zeros = (None if table is None else table.float().contiguous() for table in (self.scales, self.zeros))
         result = torch.empty(count, width, dtype=dtype)
         step = max(1, _BLOCK_ELEMENTS // width)
@@ -65,10 +65,10 @@ class Numbers:
 
 
 class LayoutError(Exception):
-    """What is wrong with a checkpoint; the message says where."""
+    """Fault of a checkpoint; the message names the place."""
 
 
-# The shape of the weight, the ends of the names that it takes, and how it is read; None for a module that is not quantized.
+# Shape of a weight, name suffixes of its tensors, and its reader; None for a module that is not quantized.
 Found = tuple[tuple[int, int], set[str], Callable[[], Numbers]] | None
 Plan = Callable[[str, dict[str, Stored]], Found]
 
@@ -89,8 +89,7 @@ def _plan_awq(settings: dict[str, Any]) -> Plan:
         _expect(scales, (groups, out), _SCALES, settings)
 
         def columns(stored: Stored) -> torch.Tensor:
-            """[a, out] of [a, out / 8]"""
-            return _unpack(stored.read(), bits).unflatten(1, (-1, 8))[..., list(_AWQ_PLACES)].flatten(1)
+            return _unpack(stored.read(), bits).unflatten(1, (-1, 8))[..., list(_AWQ_PLACES)].flatten(1)  # [a, out]
 
         def numbers() -> Numbers:
             column_of = torch.arange(width) // (width // groups)
@@ -107,7 +106,7 @@ def _plan_gptq(settings: dict[str, Any]) -> Plan:
     form = str(settings.get("checkpoint_format") or "gptq").lower()
     if form not in ("gptq", "gptq_v2"):
         raise LayoutError(f"its checkpoint_format is {form}, and gptq and gptq_v2 are known")
-    added = 1 if form == "gptq" else 0  # version 1 stores zeros less one
+    added = 1 if form == "gptq" else 0  # version 1 stores zeros minus one
 
     def plan(module: str, parts: dict[str, Stored]) -> Found:
         if "qweight" not in parts:
@@ -148,7 +147,7 @@ def _plan_fp8(settings: dict[str, Any]) -> Plan:
 
 
 def _plan_compressed(settings: dict[str, Any]) -> Plan:
-    """See ``compressed_tensors.compressors``. A module's shapes say which of the schemes is its own."""
+    """Plan as in ``compressed_tensors.compressors``. The shapes of a module show which scheme it uses."""
     schemes = list((settings.get("config_groups") or {}).values())
     if not schemes or not all(isinstance(scheme, dict) for scheme in schemes):
         raise LayoutError("its quantization_config has no config_groups")
@@ -195,7 +194,7 @@ def _plan_compressed(settings: dict[str, Any]) -> Plan:
         order = _order(parts["weight_g_idx"], width, shape[1], settings) if "weight_g_idx" in parts else None
 
         def numbers() -> Numbers:
-            half = 2 ** (bits - 1)  # which is added to numbers and zeros before they are packed
+            half = 2 ** (bits - 1)  # added to numbers and zeros before packing
             known = torch.full(shape, half) if zeros is None else _unpack(zeros.read().T, bits)[:, :out].T
             column_of = torch.arange(width) // columns if order is None else order
             values = _unpack(packed.read(), bits)[:, :width]
@@ -210,7 +209,7 @@ def _plan_compressed(settings: dict[str, Any]) -> Plan:
 def _scaled(
     module: str, parts: dict[str, Stored], end: str, blocks: list[tuple[int, ...]], used: set[str], settings: dict[str, Any]
 ) -> Found:
-    """Numbers of eight bits, each in a byte of its own, with a scale for all, for each row, or for each block."""
+    """Plan 8-bit numbers, each in a byte, with a scale per tensor, row or block."""
     weight, scales = parts["weight"], _of(module, parts, end)
     out, width = _matrix(weight, weight.dtype)
     rows, columns = _grid(scales, (out, width), blocks)
@@ -231,7 +230,7 @@ def _scaled(
 PLANS: dict[str, Callable[[dict[str, Any]], Plan]] = {
     "awq": _plan_awq, "gptq": _plan_gptq, "compressed-tensors": _plan_compressed, "fp8": _plan_fp8,
 }  # fmt: skip
-# Ends of names that no ordinary weight has.
+# Name suffixes that ordinary weights do not have.
 COMPANIONS = {
     "qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv", "weight_shape",
     "weight_zero_point", "weight_g_idx", "weight_global_scale",
@@ -239,8 +238,8 @@ COMPANIONS = {
 
 
 def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """[a, b] of int32 to uint8 [a, b * 32 / bits], the lowest bits first."""
-    numbers = packed.contiguous().view(torch.uint8)  # as this machine has them, the lowest byte first
+    """Unpack int32 [a, b] to uint8 [a, b * 32 / bits], the lowest bits first."""
+    numbers = packed.contiguous().view(torch.uint8)  # little-endian
     return numbers if bits == 8 else torch.stack((numbers & 15, numbers >> 4), -1).flatten(1)
 
 
@@ -285,7 +284,7 @@ def _groups(module: str, width: int, group: int, exact: bool = False) -> int:
 
 
 def _order(tensor: Stored, width: int, groups: int, settings: dict[str, Any]) -> torch.Tensor:
-    """[in], the group of each column, read at once."""
+    """Return the group of each column, [in]."""
     _expect(tensor, (width,), {"I32", "I64"}, settings)
     order = tensor.read().long()
     if int(order.min()) < 0 or int(order.max()) >= groups:
@@ -294,7 +293,7 @@ def _order(tensor: Stored, width: int, groups: int, settings: dict[str, Any]) ->
 
 
 def _grid(scales: Stored, shape: tuple[int, int], blocks: list[tuple[int, ...]]) -> tuple[int, int]:
-    """Rows and columns of a weight that share a scale, by the shape of the scales."""
+    """Return the rows and columns of a weight that share a scale, by the shape of the scales."""
     out, width = shape
     if scales.dtype not in _SCALES:
         raise LayoutError(f"{scales.name} is of type {scales.dtype}, not {' or '.join(sorted(_SCALES))}")

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from experiments.report.cells import rounded
-from experiments.report.readme_tables import BENCHMARKS, DOCUMENTS, filled, main, markdown
+from experiments.report.readme_tables import DOCUMENTS, RESULTS, filled, main, markdown
 
 ROOT = Path(__file__).resolve().parents[3]
-RESULTS = ROOT / "experiments" / "results"
+RECORDS = ROOT / "experiments" / "results"
 
 
 def test_the_documents_say_what_the_records_say(capsys: pytest.CaptureFixture[str]) -> None:
@@ -21,11 +21,11 @@ def test_the_documents_say_what_the_records_say(capsys: pytest.CaptureFixture[st
 
 def test_a_figure_that_was_changed_is_found_and_mended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in DOCUMENTS:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    readme = tmp_path / "docs" / "benchmarks.md"
+    readme = tmp_path / "experiments" / "results" / "README.md"
     text = readme.read_text(encoding="utf-8")
-    right = markdown(BENCHMARKS["rank-faults"].build(_results("rank-faults"))).splitlines()[2]
+    right = markdown(RESULTS["rank-faults"].build(_results("rank-faults"))).splitlines()[2]
     wrong = right.replace("| 16 |", "| 61 |")
     assert wrong != right
     readme.write_text(text.replace(right, wrong), encoding="utf-8")
@@ -48,14 +48,14 @@ def test_a_figure_that_was_changed_is_found_and_mended(tmp_path: Path, capsys: p
 )
 def test_markers_that_are_wrong_are_named(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        filled(text, RESULTS, {"forms": BENCHMARKS["forms"]})
+        filled(text, RECORDS, {"forms": RESULTS["forms"]})
 
 
 def test_what_stands_around_a_table_stays() -> None:
     text = "before\n\n<!-- table: rank-faults -->\nold\n<!-- end -->\n\nafter\n"
-    made = filled(text, RESULTS, {"rank-faults": BENCHMARKS["rank-faults"]})
+    made = filled(text, RECORDS, {"rank-faults": RESULTS["rank-faults"]})
     assert made.startswith("before\n\n<!-- table: rank-faults -->\n| | runs |") and made.endswith("|\n<!-- end -->\n\nafter\n")
-    assert filled(made, RESULTS, {"rank-faults": BENCHMARKS["rank-faults"]}) == made
+    assert filled(made, RECORDS, {"rank-faults": RESULTS["rank-faults"]}) == made
 
 
 @pytest.mark.parametrize(
@@ -68,5 +68,5 @@ def test_halves_are_rounded_away_from_zero(value: float, digits: int, text: str)
 def _results(name: str) -> dict[str, object]:
     from experiments.report.page import read_record
 
-    results: dict[str, object] = read_record(RESULTS / BENCHMARKS[name].records[0])["results"]
+    results: dict[str, object] = read_record(RECORDS / RESULTS[name].records[0])["results"]
     return results

@@ -1,5 +1,5 @@
-"""Products of rows with weights, in 16 bits, in blocks of fewer, and with what adapters add.
+"""Products of rows with weights in 16 or 32 bits, with block-quantized weights and with LoRA adapters.
 
 In: rows.
-Out: what a layer makes of each, with the same bits in any company.
+Out: a layer's outputs, bit-identical whatever other rows are computed.
 """

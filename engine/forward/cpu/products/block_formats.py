@@ -1,14 +1,14 @@
-"""Weights of 4 to 8 bits in blocks, as GGUF files have them: what they say, and how their bits lie for compiled code.
+"""Block-quantized weights of 4 to 8 bits as in GGUF files: their values, and their memory layout for compiled code.
 
-A weight is ``scale * (code - offset)``, or ``scale * code + minimum``, with a scale, and a minimum, for each group of numbers
-that lie side by side in a row. What is read is that value rounded to the type of the model, which is what dequantizing says
-(github.com/ggml-org/llama.cpp, gguf-py/gguf/quants.py): a product of packed weights has the bits of the product of the same
-weights unpacked, on every processor and for any number of rows.
+A weight is ``scale * (code - offset)``, or ``scale * code + minimum``, with a scale, and a minimum, for each group of adjacent
+numbers of a row. Its value is rounded to the model's dtype, as dequantization defines it (github.com/ggml-org/llama.cpp,
+gguf-py/gguf/quants.py): a product of packed weights has the bits of the product of the same weights unpacked, on every processor
+and for any number of rows.
 
-In memory there are panels of ``PANEL`` outputs, as of ``PanelWeight``, and in each of them the blocks of its numbers in order:
+Memory holds panels of ``PANEL`` outputs, as in ``PanelWeight``, and in each panel the blocks of its numbers in order:
 
-    scales       PANEL float16, then as many minima where there are such
-    for each group: where scales are bytes, PANEL of them, then those of the minima; then for each 16 numbers of a row (a set)
+    scales       PANEL float16, then as many minima if the format has them
+    for each group: if scales are bytes, PANEL of them, then those of the minima; then for each 16 numbers of a row (a set)
         codes        in vectors of 16 numbers, in the order in which unpacked panels have them, 32 vectors in a set. Words of 32
                      bits hold the low 4 bits of vectors w, w + 4, w + 8, ..., four words a lane, and then two (one) whose two
                      bits (bit) above those are of vectors w, w + 2, ... (of each vector); codes of 8 bits take eight words
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-PANEL = 32  # outputs side by side: two vectors of ``engine.forward.cpu.lanes``
+PANEL = 32  # adjacent outputs: two vectors of ``engine.forward.cpu.lanes``
 SET = 16  # numbers of a row whose codes share words
 _LANES, _VECTORS = 16, 32  # of a set
 
@@ -32,46 +32,46 @@ Numbers = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Quantized rows, taken apart: codes [rows, size], and scales and minima for each group or block."""
+    """Quantized rows: codes [rows, size], with scales and minima per group or block."""
 
     codes: Codes
     scales: npt.NDArray[np.float16]  # [rows, size / block]
-    minima: npt.NDArray[np.float16] | None = None  # as the scales
-    scale_bytes: Codes | None = None  # [rows, size / group]: times the block's scale it is the group's
-    minimum_bytes: Codes | None = None  # as ``scale_bytes``
+    minima: npt.NDArray[np.float16] | None = None  # shaped like the scales
+    scale_bytes: Codes | None = None  # [rows, size / group]: factor of the block's scale for the group
+    minimum_bytes: Codes | None = None  # like ``scale_bytes``
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """A way to quantize."""
+    """Parameters of a quantization format."""
 
-    number: int  # by which compiled code knows it
-    bits: int  # of a code
-    offset: int = 0  # of the codes
+    number: int  # identifies the format in compiled code
+    bits: int  # per code
+    offset: int = 0  # subtracted from codes
     minimum: bool = False
-    block: int = 32  # numbers of a row
+    block: int = 32  # numbers per block
     group: int = 32
-    byte_scales: bool = False  # groups' scales are a block's times a byte; its minima are subtracted
-    signed: bool = False  # of such bytes
+    byte_scales: bool = False  # a group's scale is its block's times a byte; minima are subtracted
+    signed: bool = False  # whether such bytes are signed
 
     @property
     def high_bits(self) -> int:
-        """Those above the low four."""
+        """Return the bits of a code above the low four."""
         return self.bits - 4 if self.bits in (5, 6) else 0
 
     @property
     def set_bytes(self) -> int:
-        """Of the codes of a set and a panel."""
+        """Return the bytes of a set's codes in a panel."""
         return SET * PANEL * self.bits // 8
 
     @property
     def group_bytes(self) -> int:
-        """Of a group and a panel."""
+        """Return the bytes of a group in a panel."""
         return PANEL * (1 + self.minimum) * self.byte_scales + self.group // SET * self.set_bytes
 
     @property
     def block_bytes(self) -> int:
-        """Of a block and a panel."""
+        """Return the bytes of a block in a panel."""
         return 2 * PANEL * (1 + self.minimum) + self.block // self.group * self.group_bytes
 
 
@@ -88,13 +88,7 @@ FORMATS = {
 
 
 def packed(blocks: Blocks, form: BlockFormat, pair: int) -> Codes:
-    """[panels, size / block, ``form.block_bytes``]: how rows lie in memory.
-
-    Args:
-        blocks: of a number of rows; what is missing of the last panel is filled up with zeros.
-        form: theirs.
-        pair: numbers of an output that lie side by side in unpacked panels.
-    """
+    """Pack rows into [panels, size / block, ``form.block_bytes``]; ``pair``: adjacent numbers of an output in unpacked panels."""
     rows, size = blocks.codes.shape
     count, made = size // form.block, []
 
@@ -119,34 +113,33 @@ def packed(blocks: Blocks, form: BlockFormat, pair: int) -> Codes:
 
 
 def _filled(numbers: Numbers) -> Numbers:
-    """[rows, n] to [panels, PANEL, n]."""
+    """Reshape [rows, n] to [panels, PANEL, n], padded with zeros."""
     missing = -len(numbers) % PANEL
     filled = np.concatenate((numbers, np.zeros((missing, *numbers.shape[1:]), numbers.dtype))) if missing else numbers
     return filled.reshape(-1, PANEL, numbers.shape[1])
 
 
 def _by_panel(numbers: Numbers) -> Numbers:
-    """[rows, n] to [panels, n, PANEL]."""
+    """Reshape [rows, n] to [panels, n, PANEL]."""
     return np.ascontiguousarray(_filled(numbers).swapaxes(1, 2))
 
 
 def _vectors(codes: Codes, pair: int) -> Codes:
-    """[rows, size] to [panels, sets, vectors, lanes], in the order of unpacked panels: [size / pair, PANEL, pair]."""
-    panels = _filled(codes).view(np.dtype(f"u{pair}"))  # what lies side by side is moved as one
+    """Reshape [rows, size] to [panels, sets, vectors, lanes], in the order of unpacked panels: [size / pair, PANEL, pair]."""
+    panels = _filled(codes).view(np.dtype(f"u{pair}"))  # adjacent codes move as one
     return np.ascontiguousarray(panels.swapaxes(1, 2)).view(np.uint8).reshape(len(panels), -1, _VECTORS, _LANES)
 
 
 def _words(vectors: Codes, form: BlockFormat) -> Codes:
-    """[panels, sets, ``form.set_bytes``]."""
     if not form.high_bits:
         return _word(vectors, form.bits)
     return np.concatenate((_word(vectors & np.uint8(15), 4), _word(vectors >> np.uint8(4), form.high_bits)), axis=-1)
 
 
 def _word(numbers: Codes, bits: int) -> Codes:
-    """Vectors of numbers of some bits in words of 32: vector ``t * bits + w`` in the bits ``t * bits`` and up of word ``w``."""
+    """Pack vectors of ``bits``-bit numbers into 32-bit words: vector ``t * bits + w`` at bit ``t * bits`` of word ``w``."""
     panels, sets = numbers.shape[:2]
-    several = numbers.reshape(panels, sets, 4, 8 // bits, bits * _LANES)  # of each byte of a word, its numbers
+    several = numbers.reshape(panels, sets, 4, 8 // bits, bits * _LANES)  # the numbers of each byte of a word
     octets = several[:, :, :, 0].copy()
     for turn in range(1, 8 // bits):
         octets |= several[:, :, :, turn] << np.uint8(turn * bits)
@@ -154,7 +147,7 @@ def _word(numbers: Codes, bits: int) -> Codes:
 
 
 def taken_apart(raw: Codes, name: str) -> Blocks:
-    """What a GGUF file has of a matrix: [rows, bytes of a row]."""
+    """Decode a matrix of a GGUF file, [rows, bytes of a row]."""
     form = FORMATS[name]
     rows = len(raw)
     of_block = _FILE_BYTES[name]
@@ -165,7 +158,7 @@ def taken_apart(raw: Codes, name: str) -> Blocks:
         return np.ascontiguousarray(blocks[:, :, at : at + 2]).view(np.float16)[..., 0]
 
     def nibbles(at: int, run: int) -> Codes:
-        """Low halves of ``run`` bytes, then their high halves, and so on, of half a block's bytes."""
+        """Return the low halves of ``run`` bytes, then their high halves, and so on, for half a block's bytes."""
         own = blocks[:, :, at : at + form.block // 2].reshape(rows, count, -1, 1, run)
         return np.concatenate((own & np.uint8(15), own >> np.uint8(4)), axis=3).reshape(rows, count, form.block)
 
@@ -173,7 +166,7 @@ def taken_apart(raw: Codes, name: str) -> Blocks:
         return numbers.reshape(rows, count * form.block)
 
     if name == "Q8_0":
-        return Blocks(codes(blocks[:, :, 2:] ^ np.uint8(128)), half(0))  # bytes with a sign
+        return Blocks(codes(blocks[:, :, 2:] ^ np.uint8(128)), half(0))  # signed bytes
     if name in ("Q4_0", "Q5_0", "Q4_1", "Q5_1"):
         at, minima = (4, half(2)) if form.minimum else (2, None)
         if form.bits == 4:
@@ -195,7 +188,7 @@ def taken_apart(raw: Codes, name: str) -> Blocks:
 
 
 def _k_scales(taken: Codes) -> tuple[Codes, Codes]:
-    """[..., 12] bytes to 8 scales and 8 minima of six bits each."""
+    """Decode [..., 12] bytes to 8 scales and 8 minima of six bits each."""
     a, b, c = (taken[..., at : at + 4] for at in (0, 4, 8))
     low, high = np.uint8(15), np.uint8(4)
     scales = np.concatenate((a & np.uint8(63), c & low | a >> np.uint8(6) << high), axis=-1)
@@ -207,10 +200,7 @@ _FILE_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K
 
 
 def quantized(numbers: npt.NDArray[np.float32], name: str) -> Blocks:
-    """Rows [rows, size] rounded to the nearest, each group by its own scale: Q8_0, Q4_0 or Q4_1.
-
-    The scale is rounded to half precision first, so that codes are the nearest for the scale that is kept.
-    """
+    """Quantize [rows, size] to nearest, with a scale per group: Q8_0, Q4_0 or Q4_1."""
     form = FORMATS[name]
     groups = numbers.reshape(len(numbers), -1, form.group)
     if form.minimum:
@@ -219,6 +209,7 @@ def quantized(numbers: npt.NDArray[np.float32], name: str) -> Blocks:
         scales = ((highest - minima.astype(np.float32)) / np.float32(15)).astype(np.float16)
     else:
         at = np.abs(groups).argmax(-1)[..., None]
+        # Scales are rounded to half precision before the codes, so that codes are nearest for the stored scale.
         extreme = np.take_along_axis(groups, at, -1)[..., 0]
         scales = (np.abs(extreme) / np.float32(127) if form.bits == 8 else extreme / np.float32(-8)).astype(np.float16)
         minima = None

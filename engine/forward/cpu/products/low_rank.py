@@ -1,4 +1,4 @@
-"""Adapters of a model's linear layers, each of which adds to the rows of its own requests: see ``native_low_rank``."""
+"""LoRA adapters of a model's linear layers, added to the rows of their own requests; see ``native_low_rank``."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _WORTH_THREADS = 1 << 18  # products: see ``row_linear``
 
 
 class Adapters:
-    """The adapters that a model's linear layers have, by number. Their numbers are used where they lie."""
+    """Numbered LoRA adapters of a model's linear layers; their factors are used in place."""
 
     def __init__(self, model: PreTrainedModel, adapters: Sequence[Adapter]) -> None:
-        """Has the layers of a model add what adapters say, where ``rows`` tells of some.
+        """Add hooks, active inside ``rows``, to the adapted layers.
 
         Raises:
-            ModelLoadError: there is no compiled code for the model's type here.
+            ModelLoadError: no kernels for the model's dtype.
         """
         if not has_kernels(model.device, model.dtype):
             dtype = str(model.dtype).removeprefix("torch.")
@@ -50,17 +50,17 @@ class Adapters:
 
     @property
     def layers(self) -> set[str]:
-        """Names of the layers that any adapter adds to."""
+        """Return the names of the layers with an adapter."""
         return set(self._tables)
 
     @property
     def called(self) -> set[str]:
-        """Names of the layers that were computed as modules for rows with adapters."""
+        """Return the names of the layers that ran as modules for adapted rows."""
         return self._called
 
     @contextmanager
     def rows(self, adapters: npt.NDArray[np.int64] | None) -> Iterator[None]:
-        """While it is entered, modules add what the adapter of each row says: [rows] its number, -1 for none."""
+        """Apply the given adapters inside the context: [rows] numbers, -1 for none."""
         self._rows = _NO_ROWS if adapters is None else adapters
         try:
             yield
@@ -68,14 +68,14 @@ class Adapters:
             self._rows = _NO_ROWS
 
     def scratch_size(self) -> int:
-        """float32 numbers that a row needs beside its outputs."""
+        """Return the float32 scratch numbers that a row needs."""
         from engine.forward.cpu.products.native_low_rank import WIDTH
 
         ranks = [factors.down.shape[1] for adapter in self._adapters for factors in adapter.factors.values()]
         return max(ranks) + WIDTH
 
     def job(self, name: str, layer: torch.nn.Linear, input: int, output: int, scratch: int) -> LowRank:
-        """What is added to the outputs of a layer, whose input, outputs and scratch lie at some addresses."""
+        """Return the job that adds to a layer's outputs, by addresses of input, outputs and scratch."""
         from engine.forward.cpu.products.native_low_rank import LowRank
 
         outputs, size = layer.weight.shape
@@ -96,7 +96,7 @@ class Adapters:
         return add
 
     def _add(self, name: str, layer: torch.nn.Linear, input: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """Adds to the outputs of a layer, [..., rows, outputs], in place. What follows the last row is filling."""
+        """Add to a layer's outputs, [..., rows, outputs], in place; rows beyond the batch's are padding."""
         input, output, count = input.contiguous(), output.contiguous(), len(self._rows)
         computed = output.numel() // output.shape[-1]
         if computed < count:

@@ -1,4 +1,4 @@
-"""Unpacks panels of weights in blocks, sixteen numbers at a time: see ``engine.forward.cpu.products.block_formats``."""
+"""Unpacking of block-quantized panels, sixteen numbers at a time; see ``engine.forward.cpu.products.block_formats``."""
 
 from __future__ import annotations
 
@@ -43,15 +43,14 @@ from engine.forward.cpu.products.block_formats import FORMATS, PANEL, SET, Block
 
 _HALVES = "+f16c" in FEATURES or platform.machine() in ("aarch64", "arm64")
 _VECTORS = SET * PANEL // WIDTH
-_PACKED_ROWS = 4  # that are multiplied with a panel as it is unpacked
-_AHEAD = 2048  # bytes: what is asked for before it is needed
+_PACKED_ROWS = 4  # maximum rows multiplied with a panel while it is unpacked
+_AHEAD = 2048  # prefetch distance in bytes
 
 
 class Forms:
-    """Formats that code is compiled for: each takes time. What is passed on as a constant has nothing but its type."""
+    """Formats to compile code for, fewer being faster to compile; as a numba constant it has a type but no value."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
-        """Keys of ``FORMATS``."""
         self.names = names
 
     def __str__(self) -> str:
@@ -59,10 +58,9 @@ class Forms:
 
 
 class FormsType(types.Opaque):
-    """numba's type of formats: another one for others."""
+    """Numba type of ``Forms``, distinct for each set of formats."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
-        """See ``Forms``."""
         self.names = names
         super().__init__(name=f"Forms{names}")
 
@@ -85,12 +83,10 @@ def _constant(value: float, kind: ir.VectorType) -> ir.Constant:
 
 
 def _at(b: Any, address: Any, offset: int, kind: ir.Type) -> Any:
-    """What is at an address, of any alignment."""
     return b.load(b.inttoptr(b.add(address, LONG(offset)), kind.as_pointer()), align=1)
 
 
 def _halves(b: Any, address: Any, offset: int) -> Any:
-    """Sixteen numbers in half precision."""
     if _HALVES:
         return b.fpext(_at(b, address, offset, FLOAT16S), FLOATS)
     bits = b.zext(_at(b, address, offset, HALVES), INTS)
@@ -101,13 +97,12 @@ def _halves(b: Any, address: Any, offset: int) -> Any:
 
 
 def _octets(b: Any, address: Any, offset: int, signed: bool) -> Any:
-    """Sixteen bytes as numbers."""
     octets = _at(b, address, offset, ir.VectorType(BYTE, WIDTH))
     return b.sitofp((b.sext if signed else b.zext)(octets, INTS), FLOATS)
 
 
 def _as_lanes(b: Any, numbers: list[Any], pair: int) -> list[Any]:
-    """A panel's numbers, one for each output, as the lanes of its vectors have them."""
+    """Arrange a panel's numbers, one per output, in the order of its vectors' lanes."""
     if pair == 1:
         return numbers
     turned = []
@@ -119,17 +114,18 @@ def _as_lanes(b: Any, numbers: list[Any], pair: int) -> list[Any]:
 
 
 def _emit_set(b: Any, form: BlockFormat, codes: Any, scales: list[Any], minima: list[Any]) -> Iterator[Any]:
-    """The 32 vectors of a set, unrounded, each where it is asked for: they are more than there are registers."""
+    """Yield the 32 unrounded vectors of a set one by one, since they do not all fit into registers."""
     words: dict[tuple[int, int, bool], Any] = {}
 
     def part(bits: int, first: int, vector: int, unit: int, offset: int) -> Any:
-        """``unit * code - offset``, exactly: the code's bits as the lower ones of a float32 that is ``unit`` times 2 ** n."""
-        turn, reach = vector // bits * bits, 23 // bits * bits  # so many bits lie below a float32's exponent
+        """Return ``unit * code - offset``, exactly."""
+        turn, reach = vector // bits * bits, 23 // bits * bits  # bits below a float32's exponent
         key = bits, vector % bits, turn >= reach
         if key not in words:
             word = _at(b, codes, first + 64 * (vector % bits), INTS)
             words[key] = b.lshr(word, _constant(reach, INTS)) if turn >= reach else word
         place = turn % reach
+        # The code's bits become the low bits of a float32 that is ``unit`` times 2 ** n.
         base = float(unit << 23 - place)
         mask, above = (1 << bits) - 1 << place, int(np.float32(base).view(np.int32))
         number = b.bitcast(b.or_(b.and_(words[key], _constant(mask, INTS)), _constant(above, INTS)), FLOATS)
@@ -148,8 +144,7 @@ def _emit_set(b: Any, form: BlockFormat, codes: Any, scales: list[Any], minima: 
 def _emit_blocks(
     b: Any, form: BlockFormat, source: Any, size: Any, pair: int, ahead: bool, use: Callable[[Any, Iterator[Any]], None]
 ) -> None:
-    """Code for a panel; ``use(number, vectors)`` takes each set, by its number in the panel. With ``ahead`` what comes later is
-    asked for beside it, which pays where a set takes longer than the processor's own asking reaches: not for one row."""
+    """Emit code for a panel; ``use(number, vectors)`` gets each set, by its number in the panel."""
     heads_bytes, sets = 2 * PANEL * (1 + form.minimum), form.group // SET
     own = PANEL * (1 + form.minimum) * form.byte_scales
     groups = form.block // form.group
@@ -159,6 +154,7 @@ def _emit_blocks(
 
         def group(number: Any) -> None:
             at = b.add(b.add(start, LONG(heads_bytes)), b.mul(number, LONG(form.group_bytes)))
+            # Pays only if a set takes longer than the hardware prefetcher's reach, so not for one row.
             for line in range(0, form.group_bytes, 64) if ahead else ():
                 prefetch(b, b.add(at, LONG(_AHEAD + line)))
             lanes = []
@@ -170,7 +166,7 @@ def _emit_blocks(
                         numbers = [b.fneg(one) for one in numbers]
                 lanes.append(_as_lanes(b, numbers, pair))
             first = b.mul(b.add(b.mul(outer.index, LONG(groups)), number), LONG(sets))
-            with cgutils.for_range(b, LONG(sets), intp=LONG) as each:  # code for one set: it takes long to compile
+            with cgutils.for_range(b, LONG(sets), intp=LONG) as each:  # a loop, because each emitted set takes long to compile
                 codes = b.add(at, b.add(LONG(own), b.mul(each.index, LONG(form.set_bytes))))
                 use(b.add(first, each.index), _emit_set(b, form, codes, lanes[0], lanes[1] if form.minimum else []))
 
@@ -194,14 +190,13 @@ def _emit_unpack(b: Any, form: BlockFormat, source: Any, target: Any, size: Any,
 
 
 def _rounded_pairs(b: Any, vectors: Iterator[Any]) -> Iterator[Any]:
-    """Each two vectors as one of twice as many bfloat16. None of the numbers is below 2 ** -126, where this would round to 0."""
+    """Convert pairs of vectors to bfloat16; no number is below 2 ** -126, where the instruction rounds to 0."""
     kind = ir.FunctionType(ir.VectorType(ir.IntType(16), 2 * WIDTH), (FLOATS, FLOATS))
     convert = b.module.declare_intrinsic("llvm.x86.avx512bf16.cvtne2ps2bf16.512", fnty=kind)
     return (b.bitcast(b.call(convert, (next(vectors), low)), INTS) for low in vectors)
 
 
 def _emit_products(b: Any, form: BlockFormat, rows: int, input: Any, stride: Any, source: Any, size: Any, sums_at: Any) -> None:
-    """Code for ``packed_products`` of so many rows."""
     inputs = [b.add(input, b.mul(stride, LONG(row))) for row in range(rows)]
     zero = ir.Constant(FLOATS, [0.0] * WIDTH)
     totals = [cgutils.alloca_once_value(b, zero) for _ in range(2 * rows)]
@@ -230,7 +225,7 @@ def _emit_products(b: Any, form: BlockFormat, rows: int, input: Any, stride: Any
 
 
 def _by_form(b: Any, forms: Any, number: Any, emit: Callable[[BlockFormat], None]) -> None:
-    """Code for each of some formats, of which that of a number is run."""
+    """Emit code for each format; at run time that of ``number`` is executed."""
     end = b.append_basic_block("unpacked")
     choice = b.switch(number, end)
     for name in forms.names:
@@ -244,13 +239,13 @@ def _by_form(b: Any, forms: Any, number: Any, emit: Callable[[BlockFormat], None
 
 @primitive(types.void, LIKE, *[types.int64] * 4, LIKE)
 def unpack(builder: Any, forms: Any, number: Any, source: Any, target: Any, size: Any, like: Any) -> None:
-    """A panel of rows of a size, in the format of a number, to a panel of numbers of a type."""
+    """Unpack a panel of rows of a size from a format to a type."""
     _by_form(builder, forms, number, lambda form: _emit_unpack(builder, form, source, target, size, like))
 
 
 @primitive(types.int64, LIKE, LIKE)
 def packed_rows(builder: Any, forms: Any, like: Any) -> Any:
-    """Rows for which there are ``packed_products``; it takes no longer to unpack a panel first for more, or for tiles."""
+    """Return the maximum rows of ``packed_products``, 0 if unpacking a panel first is at least as fast (more rows, AMX)."""
     return LONG(_PACKED_ROWS if forms.names and like == types.uint16 and PAIRS and not TILES else 0)
 
 
@@ -258,7 +253,7 @@ def packed_rows(builder: Any, forms: Any, like: Any) -> Any:
 def packed_products(
     builder: Any, forms: Any, number: Any, rows: Any, input: Any, stride: Any, panel: Any, size: Any, sums: Any, like: Any
 ) -> None:
-    """As ``native_linear.products``, of one to ``_PACKED_ROWS`` rows with a packed panel, in pairs of bfloat16."""
+    """Compute ``native_linear.products`` of up to ``_PACKED_ROWS`` rows with a packed panel, in bfloat16 pairs."""
     if like != types.uint16 or not PAIRS or TILES:
         return
     _by_form(
@@ -272,7 +267,7 @@ def packed_products(
 
 @primitive(types.int64, LIKE, types.int64, types.int64)
 def packed_bytes(builder: Any, forms: Any, number: Any, size: Any) -> Any:
-    """Of a panel of rows of a size, in the format of a number."""
+    """Return the bytes of a panel of rows of a size in a format."""
     found = LONG(0)
     for form in (FORMATS[name] for name in forms.names):
         own = builder.mul(builder.udiv(size, LONG(form.block)), LONG(form.block_bytes))
@@ -281,7 +276,7 @@ def packed_bytes(builder: Any, forms: Any, number: Any, size: Any) -> Any:
 
 
 class Unpacking(ctypes.Structure):
-    """Several panels of one matrix."""
+    """Job that unpacks several panels of one matrix."""
 
     _fields_ = (
         ("form", ctypes.c_int64),
@@ -305,11 +300,11 @@ _SIGNATURE = types.void(types.CPointer(from_dtype(np.dtype(Unpacking))))
 
 @cache
 def entry_point(dtype: str, names: tuple[str, ...]) -> Any:
-    """The C function ``void (Unpacking *)``, for some formats; see ``native_attention.entry_point``."""
+    """Return the C function ``void (Unpacking *)`` for some formats; see ``native_attention.entry_point``."""
     like, forms = TYPES[dtype], Forms(names)
 
     def run(job: Any) -> None:
         _run(job, forms, like)
 
-    run.__qualname__ = f"run_{dtype}_{forms}"  # by which it is kept on disk
+    run.__qualname__ = f"run_{dtype}_{forms}"  # key of the cache on disk
     return compiled_callback(_SIGNATURE)(run)

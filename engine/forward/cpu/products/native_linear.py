@@ -1,14 +1,11 @@
-"""Linear layers that read a weight once for up to twelve rows: every output has the same bits whatever rows are beside it.
+"""Linear layers that read a weight once for several rows, with bits that do not depend on the other rows.
 
-A library's product takes another kernel for one row than for two, and adds up in another order. Here each output of each row is
-one lane of a register, to which the products are added one after another in the order of the inner size. How many rows share a
-tile decides only how often a weight is loaded.
+A library's product uses different kernels for one row and for two, with different orders of additions. Here each output of a row
+is one lane of a register, to which products are added in the order of the inner size.
 
-Weights lie in panels of ``PANEL`` outputs, [outputs / PANEL, size, PANEL], so that they are read as they lie. In bfloat16 two
-numbers of an output lie side by side, [outputs / PANEL, size / 2, PANEL, 2]: processors with AVX512-BF16 multiply such pairs,
-and those with AMX tiles of them, sixteen rows with sixteen outputs, whose every output is added up by itself as well.
-
-Types: bfloat16 and float16, both with sums in float32, and float32.
+Weights are stored in panels of ``PANEL`` outputs, [outputs / PANEL, size, PANEL], so that they are read sequentially. In bfloat16
+two numbers of an output are adjacent, [outputs / PANEL, size / 2, PANEL, 2]: AVX512-BF16 multiplies such pairs, and AMX tiles of
+them, sixteen rows by sixteen outputs, each output again with its own sum. bfloat16 and float16 have float32 sums.
 """
 
 from __future__ import annotations
@@ -57,33 +54,33 @@ from engine.forward.cpu.products.native_blocks import Forms, packed_bytes, packe
 from engine.forward.cpu.products.row_linear import COUNTER, PANEL, STEPS
 
 _PANEL_BYTES = PANEL * 4  # float32 sums of a row and a panel
-MOST_ROWS = 32 if TILES else TILE_ROWS  # of ``rows_at_once``, whatever the type
-_TILE = 32  # bfloat16 numbers of a row in a tile
-_FLOAT = np.float32(0)  # names the type
+MOST_ROWS = 32 if TILES else TILE_ROWS  # maximum of ``rows_at_once`` over all types
+_TILE = 32  # bfloat16 elements of a row in a tile
+_FLOAT = np.float32(0)  # stands for its type
 
 
 class Linear(ctypes.Structure):
-    """A layer's work. Addresses are those of the first element, strides count bytes; the numbers of a row lie side by side."""
+    """Job of a linear layer; addresses are of the first element, strides in bytes; the elements of a row are contiguous."""
 
     _fields_ = (
         ("input", ctypes.c_int64),  # [rows, size]
         ("input_stride", ctypes.c_int64),
         ("weight", ctypes.c_int64),  # panels
-        ("bias", ctypes.c_int64),  # [outputs, filled up to whole panels], 0 without one
-        ("up", ctypes.c_int64),  # panels: the output is silu(weight's) * up's; 0 where it is weight's alone
+        ("bias", ctypes.c_int64),  # [outputs, padded to whole panels]; 0: none
+        ("up", ctypes.c_int64),  # panels; the output is silu(weight's) * up's; 0: weight's alone
         ("up_bias", ctypes.c_int64),
-        ("added", ctypes.c_int64),  # [rows, outputs] as the output: is added to it; 0 where nothing is
+        ("added", ctypes.c_int64),  # [rows, outputs] added to the output, with its stride; 0: none
         ("output", ctypes.c_int64),  # [rows, outputs]
         ("output_stride", ctypes.c_int64),
         ("rows", ctypes.c_int64),
-        ("size", ctypes.c_int64),  # a multiple of ``STEPS``, in bfloat16 of twice as many
+        ("size", ctypes.c_int64),  # a multiple of ``STEPS``, in bfloat16 of ``2 * STEPS``
         ("outputs", ctypes.c_int64),
         ("threads", ctypes.c_int64),
-        ("taken", ctypes.c_int64),  # address of ``threads + 1`` counters, all 0, the last of which numbers the threads
-        ("form", ctypes.c_int64),  # number of the format of the weight's panels; 0 where they are of the type
+        ("taken", ctypes.c_int64),  # address of ``threads + 1`` counters, all 0; the last one numbers the threads
+        ("form", ctypes.c_int64),  # format of the weight's panels; 0: not packed
         ("up_form", ctypes.c_int64),
-        ("scratch", ctypes.c_int64),  # for each thread room for two unpacked panels, where there are packed ones
-        ("factor", ctypes.c_double),  # that the output is multiplied with before it is added; 0: with none
+        ("scratch", ctypes.c_int64),  # per thread, space for two unpacked panels, if panels are packed
+        ("factor", ctypes.c_double),  # multiplier of the output before the addition; 0: none
     )
 
 
@@ -91,7 +88,6 @@ def _emit_products(
     b: Any, rows: int, input: Any, stride: Any, panel: Any, steps: Any, sums_at: Any, sums_stride: Any, ahead_at: Any,
     ahead_step: Any, like: Any,
 ) -> None:  # fmt: skip
-    """Code for ``products`` of so many rows with one panel."""
     step_bytes, wide = PANEL * (2 if like == types.int16 else 4), 4 if like != types.int16 else 2
     before, head, loop = b.block, b.append_basic_block("head"), b.append_basic_block("products")
     after = b.append_basic_block("after")
@@ -129,7 +125,7 @@ def _emit_products(
 
 
 def _weights(builder: Any, like: Any, address: Any) -> tuple[Any, ...]:
-    """Half a panel's numbers of a step: one register of float32, or of pairs of bfloat16 as they are or as two registers."""
+    """Load half a panel's step: one register of float32 or of bfloat16 pairs, or two registers for split pairs."""
     b = builder
     if like != types.uint16:
         return (load.emit(b, address, like),)
@@ -137,7 +133,7 @@ def _weights(builder: Any, like: Any, address: Any) -> tuple[Any, ...]:
 
 
 def _parts(builder: Any, pairs: Any) -> tuple[Any, ...]:
-    """Pairs of bfloat16 as they are multiplied."""
+    """Return pairs of bfloat16 as the processor multiplies them."""
     if PAIRS:
         return (pairs,)
     low = builder.shl(pairs, ir.Constant(INTS, [16] * WIDTH))
@@ -146,7 +142,7 @@ def _parts(builder: Any, pairs: Any) -> tuple[Any, ...]:
 
 
 def _spread(builder: Any, like: Any, address: Any) -> tuple[Any, ...]:
-    """A row's number, or pair, in all lanes."""
+    """Load a row's number, or pair, into all lanes."""
     b = builder
     if like == types.uint16:
         return _parts(b, spread(b, b.load(b.inttoptr(address, INT.as_pointer()), align=2), INTS))
@@ -166,24 +162,21 @@ def _multiply_add(builder: Any, like: Any, left: tuple[Any, ...], right: tuple[A
 
 
 def _call(b: Any, name: str, *given: Any) -> None:
-    """Calls an instruction of the processor's tiles."""
     kind = ir.FunctionType(ir.VoidType(), [each.type for each in given])
     b.call(b.module.declare_intrinsic(f"llvm.x86.{name}", fnty=kind), given)
 
 
 @primitive(types.void, types.int64, LIKE)
 def shape_tiles(builder: Any, rows: Any, like: Any) -> None:
-    """Before ``products`` of so many rows, up to ``rows_at_once``: what tiles hold, which takes as long as a panel's products.
-
-    Tiles 0 and 1 are either half of a panel; of each sixteen rows a tile is the rows, and two are their sums with the halves.
-    """
+    """Configure AMX tiles for ``products`` of up to ``rows_at_once`` rows; this takes as long as the products of a panel."""
     if not TILES or like != types.uint16:
         return
     b, most = builder, LONG(16)
     with b.goto_entry_block():
         shape = b.alloca(ir.ArrayType(LONG, 8))
-    # Palette 1, bytes in the rows of each tile as 16 bits, and how many rows as 8: sixteen pairs of numbers of a half.
+    # Palette 1; 16-bit bytes per row of each tile; 8-bit row counts: sixteen pairs of elements of a half.
     first = b.select(b.icmp_unsigned("<", rows, most), rows, most)
+    # Tiles 0 and 1 hold the halves of a panel; each sixteen rows have one tile for the rows and two for their sums.
     counts = b.add(LONG(0x1010), b.mul(first, LONG(0x010101 << 16)))
     counts = b.add(counts, b.mul(b.sub(rows, first), LONG(0x010101 << 40)))
     many = b.icmp_unsigned(">", rows, most)
@@ -197,7 +190,7 @@ def shape_tiles(builder: Any, rows: Any, like: Any) -> None:
 
 @primitive(types.void, LIKE)
 def release_tiles(builder: Any, like: Any) -> None:
-    """After the last ``products``."""
+    """Release the AMX tiles after the last ``products``."""
     if TILES and like == types.uint16:
         _call(builder, "tilerelease")
 
@@ -206,10 +199,7 @@ def _emit_tiles(
     b: Any, input: Any, stride: Any, panel: Any, panels: Any, size: Any, sums: Any, sums_stride: Any, ahead: Any,
     ahead_step: Any, blocks: int,
 ) -> None:  # fmt: skip
-    """Code for ``products`` of one to sixteen rows, or of more in two blocks of sixteen and less; ``size`` is a multiple of
-    ``_TILE``. A row's products with a tile are added to its sum together: the even ones' sum and the odd ones', whatever rows
-    are beside it.
-    """
+    """Emit ``products`` with AMX for 1 to 16 rows, or for more in two blocks; ``size`` is a multiple of ``_TILE``."""
 
     def call(name: str, *given: Any) -> None:
         _call(b, name, *given)
@@ -237,6 +227,7 @@ def _emit_tiles(
                 first = 2 + 3 * block
                 call("tileloadd64", BYTE(first), at(b.add(number, b.mul(stride, LONG(16 * block)))), stride)
                 for half in range(2):
+                    # Adds a sum of even and a sum of odd products, whatever rows are beside.
                     call("tdpbf16ps", BYTE(first + 1 + half), BYTE(first), BYTE(half))
         target = b.add(sums, b.mul(each.index, LONG(_PANEL_BYTES)))
         for block, half in halves:
@@ -249,10 +240,9 @@ def products(
     builder: Any, rows: Any, input: Any, stride: Any, panel: Any, panels: Any, size: Any, sums: Any, sums_stride: Any, ahead: Any,
     ahead_step: Any, like: Any,
 ) -> None:  # fmt: skip
-    """Products of up to ``rows_at_once`` rows with panels that lie one behind another, [rows, panels * ``PANEL``] float32 at
-    ``sums``, whose rows are ``sums_stride`` bytes apart. ``shape_tiles`` is called before.
+    """Multiply up to ``rows_at_once`` rows with adjacent panels, after ``shape_tiles``; prefetch from ``ahead`` on.
 
-    What comes later is asked for beside them: ``ahead`` and, with each step, ``ahead_step`` bytes on.
+    The sums are [rows, panels * ``PANEL``] float32 at ``sums``, with rows ``sums_stride`` bytes apart.
     """
     b, taken = builder, LONG(PANEL * (4 if like == types.float32 else 2))
     steps = b.lshr(size, LONG(int(like == types.uint16)))
@@ -275,7 +265,7 @@ def products(
         return
     with b.if_else(b.icmp_unsigned("==", b.and_(size, LONG(_TILE - 1)), LONG(0))) as (tiles, rest):
         with tiles:
-            filled = b.lshr(b.add(rows, LONG(15)), LONG(4))  # none where there are no rows
+            filled = b.lshr(b.add(rows, LONG(15)), LONG(4))  # 0 without rows
             for blocks in (1, 2):
                 with b.if_then(b.icmp_unsigned("==", filled, LONG(blocks))):
                     _emit_tiles(b, input, stride, panel, panels, size, sums, sums_stride, ahead, ahead_step, blocks)
@@ -286,19 +276,19 @@ def products(
 
 @primitive(types.int64, LIKE)
 def rows_at_once(builder: Any, like: Any) -> Any:
-    """Rows that ``products`` takes at most."""
+    """Return the maximum number of rows of ``products``."""
     return LONG(MOST_ROWS if like == types.uint16 else TILE_ROWS)
 
 
 @primitive(types.int64, LIKE)
 def piece_of(builder: Any, like: Any) -> Any:
-    """Bytes of an output that lie side by side in a panel."""
+    """Return the bytes of an output that are adjacent in a panel."""
     return LONG(2 if like == types.int16 else 4)
 
 
 @compiled
 def _finish(job: Any, row: int, rows: int, first: int, sums: int, ups: int, like: Any) -> None:
-    """Makes outputs of the sums of some rows and a panel, rounded where modules of torch round, and writes them."""
+    """Compute and write the outputs for the sums of some rows and a panel, rounded as in torch's modules."""
     size = bytes_of(like)
     for own in range(rows):
         for half in range(0, min(PANEL, job.outputs - first), WIDTH):
@@ -314,7 +304,7 @@ def _finish(job: Any, row: int, rows: int, first: int, sums: int, ups: int, like
                 if job.added:
                     numbers = add(stored(numbers, like), load(job.added + target, like))
                 store(job.output + target, numbers, like)
-            else:  # the last ones of a layer that is no multiple: what is behind them belongs to others
+            else:  # incomplete vector: memory behind it belongs to others
                 left = (job.outputs - first - half) * size
                 if job.added:
                     copy_bytes(job.added + target, ups, left)
@@ -325,7 +315,6 @@ def _finish(job: Any, row: int, rows: int, first: int, sums: int, ups: int, like
 
 @compiled
 def _with_bias(sums: int, bias: int, place: int, like: Any) -> Any:
-    """Sixteen sums and their biases, rounded."""
     numbers = load(sums, _FLOAT)
     if bias:
         numbers = add(numbers, load(bias + place, like))
@@ -334,19 +323,19 @@ def _with_bias(sums: int, bias: int, place: int, like: Any) -> Any:
 
 @compiled
 def panels(job: Any) -> int:
-    """How many panels a layer has."""
+    """Return the number of panels of a layer."""
     return (job.outputs + PANEL - 1) // PANEL
 
 
 @compiled
 def multiply_rows(job: Any, rows: int, thread: int, threads: int, taken: int, forms: Any, like: Any) -> int:
-    """What every thread does: its own part of the panels, then what is left of the others'; returns how many it computed."""
+    """Compute this thread's share of the panels, then what is left of the others'; return the number computed."""
     return _take_panels(job, rows, thread, threads, taken, np.empty(2 * MOST_ROWS * PANEL, np.float32), forms, like)
 
 
 @compiled
 def _take_panels(job: Any, rows: int, thread: int, threads: int, taken: int, scratch: Any, forms: Any, like: Any) -> int:
-    """See ``multiply_rows``. An array lives as long as a call that has it; who takes its address and no more loses it."""
+    # ``scratch`` is an argument to stay alive: numba frees an array after its last use, even if its address is still in use.
     count, done, sums = panels(job), 0, scratch.ctypes.data
     ups, most = sums + MOST_ROWS * _PANEL_BYTES, rows_at_once(like)
     blocks, room = max(1, (rows + most - 1) // most), job.size * PANEL * bytes_of(like)
@@ -387,7 +376,6 @@ def _take_panels(job: Any, rows: int, thread: int, threads: int, taken: int, scr
 
 @compiled
 def _panel_bytes(form: int, size: int, forms: Any, like: Any) -> int:
-    """Of a panel as it lies in memory."""
     return packed_bytes(forms, form, size) if form else size * PANEL * bytes_of(like)
 
 
@@ -396,7 +384,7 @@ def _products_of(
     job: Any, panel: int, form: int, panel_bytes: int, source: int, rows: int, block: int, blocks: int, unpacked: int,
     at_once: bool, sums: int, forms: Any, like: Any,
 ) -> None:  # fmt: skip
-    """Products of some rows with a panel, and of the next panel a part is asked for."""
+    """Compute the products of some rows with a panel, and prefetch a part of the next panel."""
     if form and at_once:
         packed_products(forms, form, rows, source, job.input_stride, panel, job.size, sums, like)
         return
@@ -418,12 +406,11 @@ _SIGNATURE = types.void(types.CPointer(from_dtype(np.dtype(Linear))))
 
 @cache
 def entry_point(dtype: str, names: tuple[str, ...] = ()) -> Any:
-    """The C function ``void (Linear *)`` that every thread calls, for weights of a type and in some formats; it has its
-    ``address``. See ``native_attention.entry_point``."""
+    """Return the C function ``void (Linear *)`` for a dtype and packed formats; see ``native_attention.entry_point``."""
     like, forms = TYPES[dtype], Forms(names)
 
     def run(job: Any) -> None:
         _run(job, forms, like)
 
-    run.__qualname__ = f"run_{dtype}_{forms}"  # by which it is kept on disk
+    run.__qualname__ = f"run_{dtype}_{forms}"  # key of the cache on disk
     return compiled_callback(_SIGNATURE)(run)

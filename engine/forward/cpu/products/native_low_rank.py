@@ -1,8 +1,7 @@
-"""What low-rank adapters add to the output of a linear layer (LoRA, arXiv 2106.09685): ``up @ (down @ x)``, each row by itself.
+"""Outputs of LoRA adapters (arXiv 2106.09685), ``up @ (down @ x)``, computed row by row.
 
-Sums and factors are float32, whatever the type of the model, and the output is rounded once more where something is added to it.
-A row of no adapter is not touched. The order of a row's sums is that of the inner size, so that it has the same bits in every
-company.
+Sums and factors are float32 for every model dtype, and the changed output is rounded once more. Rows without an adapter are not
+touched. A row's sums follow the inner size, so that its bits do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -39,33 +38,33 @@ from engine.forward.cpu.lanes import (
     store,
 )
 
-_FLOAT = np.float32(0)  # names the type
-_TOGETHER = 4  # sums that are added to in turns: one addition need not wait for the one before
+_FLOAT = np.float32(0)  # stands for its type
+_TOGETHER = 4  # independent partial sums, so that additions overlap
 
 
 class LayerFactors(ctypes.Structure):
-    """What one adapter adds to a layer; all 0 where that is nothing."""
+    """One adapter's factors of a layer; all 0 if it has none."""
 
     _fields_ = (
         ("down", ctypes.c_int64),  # [size, rank] float32
-        ("up", ctypes.c_int64),  # [rank, outputs, filled up to a multiple of ``WIDTH``] float32
-        ("rank", ctypes.c_int64),  # filled up with zeros to a multiple of ``WIDTH``
+        ("up", ctypes.c_int64),  # [rank, outputs, padded to a multiple of ``WIDTH``] float32
+        ("rank", ctypes.c_int64),  # zero-padded to a multiple of ``WIDTH``
     )
 
 
 class LowRank(ctypes.Structure):
-    """What the adapters add to a layer. Addresses are those of the first element; everything is contiguous."""
+    """Job that adds adapters to a layer's outputs; addresses are of the first element, and everything is contiguous."""
 
     _fields_ = (
         ("factors", ctypes.c_int64),  # [adapters] ``LayerFactors``
         ("input", ctypes.c_int64),  # [rows, size]
         ("output", ctypes.c_int64),  # [rows, outputs], added to in place
         ("scratch", ctypes.c_int64),  # [rows, scratch_size] float32
-        ("scratch_size", ctypes.c_int64),  # the largest rank and ``WIDTH``
+        ("scratch_size", ctypes.c_int64),  # greatest rank plus ``WIDTH``
         ("size", ctypes.c_int64),
         ("outputs", ctypes.c_int64),
-        ("rows", ctypes.c_int64),  # this and the next two: of a layer by itself; of a step that says them, 0
-        ("adapters", ctypes.c_int64),  # [rows] int64: the adapter of each row, -1 for none
+        ("rows", ctypes.c_int64),  # this and the next two are 0 in a ``NativeStep``, which has them itself
+        ("adapters", ctypes.c_int64),  # [rows] int64: adapter of each row, -1: none
         ("taken", ctypes.c_int64),  # address of a counter, 0
     )
 
@@ -75,7 +74,6 @@ _FACTORS = np.dtype(LayerFactors)
 
 @primitive(LANES, types.int64, LIKE)
 def _spread_at(builder: Any, address: Any, like: Any) -> Any:
-    """The number of a type at an address sixteen times."""
     b = builder
     if like == types.float32:
         return spread(b, b.load(b.inttoptr(address, FLOAT.as_pointer()), align=4))
@@ -87,7 +85,7 @@ def _spread_at(builder: Any, address: Any, like: Any) -> Any:
 
 @compiled
 def add_low_rank(job: Any, row: int, adapter: int, like: Any) -> None:
-    """Adds what an adapter, which may be -1 for none, gives a row."""
+    """Add an adapter's outputs to a row; adapter -1 adds nothing."""
     if adapter < 0:
         return
     factors = carray(address_of(job.factors), adapter + 1, _FACTORS)[adapter]
@@ -119,7 +117,7 @@ def add_low_rank(job: Any, row: int, adapter: int, like: Any) -> None:
         at = target + first * wide
         if first + WIDTH <= job.outputs:
             store(at, add(load(at, like), sums), like)
-        else:  # the last ones of a layer that is no multiple: what is behind them belongs to others
+        else:  # incomplete vector: memory behind it belongs to others
             spare, left = inner + rank * 4, (job.outputs - first) * wide
             copy_bytes(at, spare, left)
             store(spare, add(load(spare, like), sums), like)
@@ -141,11 +139,11 @@ _SIGNATURE = types.void(types.CPointer(from_dtype(np.dtype(LowRank))))
 
 @cache
 def entry_point(dtype: str) -> Any:
-    """The C function ``void (LowRank *)`` that every thread calls; see ``native_attention.entry_point``."""
+    """Return the C function ``void (LowRank *)`` that every thread calls; see ``native_attention.entry_point``."""
     like = TYPES[dtype]
 
     def run(job: Any) -> None:
         _run(job, like)
 
-    run.__qualname__ = f"run_{dtype}"  # by which it is kept on disk
+    run.__qualname__ = f"run_{dtype}"  # key of the cache on disk
     return compiled_callback(_SIGNATURE)(run)

@@ -1,4 +1,4 @@
-"""Matrices that stay in blocks of 4 to 8 bits in memory, and are unpacked a panel at a time where they are multiplied."""
+"""Matrices that stay block-quantized in memory and are unpacked one panel at a time when they are multiplied."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from engine.forward.cpu.products.block_formats import FORMATS, PANEL, BlockForma
 from engine.forward.cpu.products.row_linear import DTYPES, SHAPE_FUNCTIONS, linear, pair_of
 from engine.forward.cpu.threads import Kernel
 
-_TOGETHER = 128  # panels that are laid out or unpacked at once
+_TOGETHER = 128  # panels packed or unpacked at once
 
 
 class PackedWeight(torch.Tensor):
-    """A matrix [outputs, size] of a type in ``DTYPES``, whose memory holds blocks, see ``block_formats``.
+    """Matrix [outputs, size] of a dtype in ``DTYPES`` whose memory holds quantized blocks, see ``block_formats``.
 
-    Products and embeddings take it as it is, and say what they say of the same numbers unpacked. Whatever else is done with it is
-    done with a copy that is unpacked; it cannot be changed.
+    Products and embeddings use it directly; any other operation gets an unpacked copy. It cannot be changed.
     """
 
     kind: str  # name of its format
@@ -29,15 +28,7 @@ class PackedWeight(torch.Tensor):
 
     @staticmethod
     def of(parts: Iterator[Blocks], name: str, outputs: int, size: int, dtype: torch.dtype) -> PackedWeight:
-        """Lays rows out.
-
-        Args:
-            parts: the rows in order, in parts of ``PART_ROWS``.
-            name: of the format, in ``FORMATS``.
-            outputs: rows.
-            size: numbers of a row, a multiple of the format's block.
-            dtype: that they are unpacked to.
-        """
+        """Pack quantized rows, given in order in parts of ``PART_ROWS``; ``size`` is a multiple of the format's block."""
         form, count = FORMATS[name], -(-outputs // PANEL)
         assert size % form.block == 0, (size, form)
         panels = torch.empty(count, size // form.block * form.block_bytes, dtype=torch.uint8)
@@ -51,33 +42,32 @@ class PackedWeight(torch.Tensor):
 
     @property
     def form(self) -> BlockFormat:
-        """Its format."""
+        """Return the format."""
         return FORMATS[self.kind]
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Of its memory."""
+        """Return the bytes of the packed memory."""
         return self.panels.nbytes
 
     def plain(self) -> torch.Tensor:
-        """A copy in the usual order."""
+        """Return an unpacked copy in plain order."""
         return torch.cat([rows for _, rows in self.parts()])
 
     def parts(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """The rows in order, in parts: the number of the first one, and copies of them in the usual order."""
+        """Yield unpacked copies of the rows in order, in parts, each with the index of its first row."""
         for first in range(0, len(self.panels), _TOGETHER):
             own = _unpacked(self, range(first, min(first + _TOGETHER, len(self.panels))))
             rows = own.transpose(1, 2).reshape(-1, self.shape[1])
             yield first * PANEL, rows[: self.shape[0] - first * PANEL]
 
     def rows(self, outputs: torch.Tensor) -> torch.Tensor:
-        """[..., size]: some rows, as an embedding."""
+        """Return some unpacked rows, [..., size], as an embedding does."""
         panels, places = torch.unique(outputs // PANEL, return_inverse=True)
         return _unpacked(self, panels.tolist())[places, :, outputs % PANEL].flatten(-2)
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See the class."""
         kwargs = kwargs or {}
         own = args[0] if args and type(args[0]) is PackedWeight else None
         if func is torch.nn.functional.linear and type(args[1]) is PackedWeight:
@@ -94,12 +84,11 @@ class PackedWeight(torch.Tensor):
             return func(*map(_usual, args), **{name: _usual(each) for name, each in kwargs.items()})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
-        """Torch's own keeps the shape and not the memory."""
+        """Copy the memory too, which torch's own copy does not."""
         memo[id(self)] = copied = _parameter(self.panels.clone(), self.kind, tuple(self.shape), self.dtype)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """As ``__deepcopy__``."""
         return _parameter, (self.panels, self.kind, tuple(self.shape), self.dtype)
 
 
@@ -121,7 +110,7 @@ def _usual(value: Any) -> Any:
 
 
 def _unpacked(weight: PackedWeight, panels: range | list[int]) -> torch.Tensor:
-    """[panels, size / pair, PANEL, pair]."""
+    """Return unpacked panels, [panels, size / pair, PANEL, pair]."""
     kernel, job_type = _kernel(DTYPES[weight.dtype], weight.kind)
     pair, size = pair_of(weight.dtype), weight.shape[1]
     target = torch.empty(len(panels), size // pair, PANEL, pair, dtype=weight.dtype)
@@ -132,7 +121,6 @@ def _unpacked(weight: PackedWeight, panels: range | list[int]) -> torch.Tensor:
 
 @cache
 def _kernel(dtype: str, kind: str) -> tuple[Kernel, Callable[..., ctypes.Structure]]:
-    """The compiled function, which no module holds: a model can be copied and pickled."""
     from engine.forward.cpu.products.native_blocks import Unpacking, entry_point  # needs numba
 
     return Kernel(entry_point(dtype, (kind,)).address), Unpacking

@@ -1,4 +1,4 @@
-"""Products of rows with a model's weights on a CPU by compiled code: see ``engine.forward.cpu.products.native_linear``."""
+"""CPU products of rows with a model's weights by compiled code; see ``engine.forward.cpu.products.native_linear``."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from engine.forward.cpu.products.packed_weight import PackedWeight
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-STEPS = 2  # the inner size is a multiple of so many numbers, in bfloat16 of pairs
-COUNTER = 64  # bytes from one counter of threads to the next: they lie in cache lines of their own
-_WORTH_THREADS = 1 << 18  # products: some microseconds on one thread, as much as it takes to wake another
+STEPS = 2  # the inner size is a multiple of this many numbers, in bfloat16 of pairs
+COUNTER = 64  # bytes between thread counters: one cache line each
+_WORTH_THREADS = 1 << 18  # products: some microseconds on one thread, about the cost of waking another
 
 
 @cache
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether there is compiled code for a model of a type on a device."""
+    """Return whether compiled code exists for a device and dtype."""
     if not NATIVE or device.type != "cpu" or dtype not in DTYPES:
         return False
     from engine.forward.cpu.lanes import FEATURES
@@ -37,18 +37,18 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class PanelWeight(torch.Tensor):
-    """A matrix, or several, whose numbers lie in the order in which ``linear`` reads them: [..., outputs, size].
+    """Weight matrices stored in the order in which ``linear`` reads them, of shape [..., outputs, size].
 
-    The memory holds panels, [..., outputs / 32, size / pair, 32, pair] with pairs in bfloat16, filled up with zeros. Products,
-    embeddings and single matrices of several take it as it is. Whatever else is done with it is done with a copy in the usual
-    order, which is written back where it was changed in place.
+    The memory holds zero-padded panels, [..., outputs / 32, size / pair, 32, pair] with pairs in bfloat16. Products, embeddings
+    and selection of a matrix use it directly. Other operations get a copy in plain order, which is written back if they work in
+    place.
     """
 
     _float32: PanelWeight | None = None
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> PanelWeight:
-        """The same numbers, [..., outputs, size] of a type in ``DTYPES``, in memory of their own."""
+        """Return a copy of weights [..., outputs, size], of a dtype in ``DTYPES``, in panels."""
         outputs, size = weight.shape[-2:]
         multiple = STEPS * pair_of(weight.dtype)
         whole = -(-outputs // PANEL) * PANEL, -(-max(size, 1) // multiple) * multiple
@@ -57,7 +57,7 @@ class PanelWeight(torch.Tensor):
         return made
 
     def _panels(self) -> torch.Tensor:
-        """[..., panels, size / pair, 32, pair], of all that is in the memory."""
+        """Return the panels, [..., panels, size / pair, 32, pair], including padding."""
         plain = self.as_subclass(torch.Tensor)
         *leading, wide, _ = plain.stride()
         pair, count = pair_of(plain.dtype), -(-plain.shape[-2] // PANEL)
@@ -72,26 +72,25 @@ class PanelWeight(torch.Tensor):
         panels.copy_(filled.view(*leading, count, PANEL, steps, pair).transpose(-3, -2))
 
     def plain(self) -> torch.Tensor:
-        """A copy in the usual order."""
+        """Return a copy in plain order."""
         panels = self._panels()
         *leading, count, steps, _, pair = panels.shape
         filled = panels.transpose(-3, -2).reshape(*leading, count * PANEL, steps * pair)
         return filled[..., : self.shape[-2], : self.shape[-1]]
 
     def rows(self, outputs: torch.Tensor) -> torch.Tensor:
-        """[..., size]: what belongs to some outputs of a single matrix, as an embedding."""
+        """Return the rows of some outputs of a single matrix, [..., size], as an embedding does."""
         found = self._panels()[outputs // PANEL, :, outputs % PANEL]
         return found.flatten(-2)[..., : self.shape[1]]
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See the class."""
         kwargs = kwargs or {}
         if func in _SAME_KIND:
             return super().__torch_function__(func, types, args, kwargs)
         if func is torch.Tensor.__getitem__ and args[0].dim() > 2 and _is_number(args[1]):
             return super().__torch_function__(func, types, (args[0], int(args[1])), kwargs)
-        if func in _CASTS and args[1:] == (torch.float32,) and not kwargs:  # of a router's weight, in every forward
+        if func in _CASTS and args[1:] == (torch.float32,) and not kwargs:  # of a router's weight, in every forward pass
             return args[0]._in_float32()
         with torch._C.DisableTorchFunctionSubclass():
             if func is torch.nn.functional.linear and type(args[1]) is PanelWeight:
@@ -112,7 +111,7 @@ class PanelWeight(torch.Tensor):
             return found
 
     def _in_float32(self) -> PanelWeight:
-        """The same numbers as float32: made once, and kept."""
+        """Return a float32 copy, made once and kept."""
         if self.dtype == torch.float32:
             return self
         if self._float32 is None:
@@ -120,20 +119,16 @@ class PanelWeight(torch.Tensor):
         return self._float32
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
-        """Torch's own keeps the shape and not the memory."""
+        """Copy the memory too, which torch's own copy does not."""
         memo[id(self)] = copied = _parameter(self.plain(), type(self))
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """As ``__deepcopy__``."""
         return _parameter, (self.plain(), type(self))
 
 
 class TurnedWeight(PanelWeight):
-    """A matrix, or several, that rows are multiplied with from the left, [..., size, outputs]: it lies as its transpose does.
-
-    What torch says of its shape is that of the memory, [..., outputs, size].
-    """
+    """Weight matrices [..., size, outputs], stored as their transpose; their torch shape is that of the memory."""
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> TurnedWeight:
@@ -153,7 +148,7 @@ def _parameter(weight: torch.Tensor, kind: type[PanelWeight]) -> torch.nn.Parame
 
 
 def pair_of(dtype: torch.dtype) -> int:
-    """Numbers of an output that lie side by side."""
+    """Return the number of adjacent numbers of an output."""
     return 2 if dtype == torch.bfloat16 else 1
 
 
@@ -189,21 +184,12 @@ _NO_PRODUCTS = (torch.nn.Embedding, torch.nn.modules.conv._ConvNd)
 
 
 def linear(input: torch.Tensor, weight: PanelWeight | PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As ``torch.nn.functional.linear``; each row has the same bits whatever rows are computed with it.
-
-    Args:
-        input: [..., size], of a type in ``DTYPES``.
-        weight: [outputs, size] of the same type.
-        bias: [outputs] of the same type.
-
-    Returns:
-        [..., outputs].
-    """
+    """Compute ``torch.nn.functional.linear`` for one dtype in ``DTYPES``; a row's bits do not depend on the other rows."""
     memory = weight.as_subclass(torch.Tensor)
     (outputs, size), wide = memory.shape, memory.stride(0) or weight.shape[1]
     assert input.dtype == memory.dtype and input.shape[-1] == size, (input.dtype, memory.dtype, input.shape, memory.shape)
     kernel, job_type = _kernel(DTYPES[input.dtype], getattr(weight, "kind", None))
-    if not size:  # of what has no numbers torch tells no address
+    if not size:  # empty tensors have no address
         return torch.nn.functional.linear(input, weight.plain(), bias)
     rows = input.reshape(math.prod(input.shape[:-1]), size)
     if wide > size:
@@ -227,25 +213,25 @@ def linear(input: torch.Tensor, weight: PanelWeight | PackedWeight, bias: torch.
 
 
 def where_it_lies(weight: torch.Tensor) -> tuple[int, int]:
-    """The address of a weight's panels, and the number of their format: 0 where they are of its type."""
+    """Return the address of a weight's panels and the number of their format, 0 if not packed."""
     panels = getattr(weight, "panels", None)
     return (weight.data_ptr(), 0) if panels is None else (panels.data_ptr(), weight.form.number)  # type: ignore[attr-defined]
 
 
 def unpacked_numbers(size: int, threads: int) -> int:
-    """What threads need room for that unpack panels of rows of a size, and those of a gate."""
+    """Return how many numbers of scratch space threads need to unpack panels of rows of a size, and those of a gate."""
     return 2 * threads * PANEL * size
 
 
 def filled_up(bias: torch.Tensor) -> torch.Tensor:
-    """[outputs] with zeros behind them, as many as panels have outputs."""
+    """Return a bias zero-padded to whole panels."""
     missing = -len(bias) % PANEL
     return torch.nn.functional.pad(bias, (0, missing)) if missing else bias.contiguous()
 
 
 @cache
 def _kernel(dtype: str, kind: str | None) -> tuple[Kernel, Callable[..., ctypes.Structure]]:
-    """The compiled function, which no module holds: a model can be copied and pickled."""
+    """Return the compiled function, which is cached here and not in a module, so that models can be copied and pickled."""
     from engine.forward.cpu.products.native_linear import Linear, entry_point  # needs numba
 
     return Kernel(entry_point(dtype, () if kind is None else (kind,)).address), Linear
@@ -253,16 +239,13 @@ def _kernel(dtype: str, kind: str | None) -> tuple[Kernel, Callable[..., ctypes.
 
 @torch.no_grad()
 def row_linears(model: PreTrainedModel) -> int:
-    """Has a model's products computed by ``linear``, in place, where there is compiled code; returns of how many weights.
-
-    Each weight is laid out anew, one after another, so that hardly more memory is taken. An embedding that a layer shares stays
-    shared. A ``Conv1D`` becomes a ``Linear``.
-    """
+    """Make ``linear`` compute a model's products, in place, if compiled code exists; return the number of converted weights."""
     if not has_kernels(model.device, model.dtype):
         return 0
     for name, module in list(model.named_modules()):
         if type(module) is Conv1D:
             parent, _, child = name.rpartition(".")
+            # A ``Conv1D`` becomes a ``Linear``.
             setattr(model.get_submodule(parent), child, _as_linear(module))
     holders: dict[int, tuple[torch.nn.Parameter, list[tuple[torch.nn.Module, str]]]] = {}
     for module in model.modules():
@@ -270,8 +253,8 @@ def row_linears(model: PreTrainedModel) -> int:
             if type(parameter) is torch.nn.Parameter and parameter.dim() > 1 and parameter.dtype == model.dtype:
                 holders.setdefault(id(parameter), (parameter, []))[1].append((module, name))
     made = 0
-    while holders:  # each weight is let go before the next one is laid out
-        _, (parameter, places) = holders.popitem()
+    while holders:  # each old weight is freed before the next one is converted
+        _, (parameter, places) = holders.popitem()  # a shared weight stays shared
         if all(isinstance(module, _NO_PRODUCTS) for module, _ in places):
             continue
         turned = all(getattr(module, "is_transposed", False) for module, _ in places) and parameter.dim() == 3

@@ -1,5 +1,5 @@
-"""Layers of hybrid models that keep a state: which functions they call, and compiled code in the places of these.
+"""Recurrent layers of hybrid models: hooks into their functions, and compiled code that replaces these.
 
-In: a layer's rows of all requests.
-Out: what the layer's rule makes of each, along its own path.
+In: rows of all requests for one layer.
+Out: each row's output along its own path in the draft tree.
 """

@@ -1,9 +1,8 @@
-"""Layers with a state in stock models, and what takes the places of the functions that they call.
+"""Recurrent layers (mixers) of stock models, and replacements for the functions that they call.
 
-A mixer, as transformers calls such a layer, has its projections, gates and norms computed for all rows at once, and calls two
-functions of its module where rows meet: a short convolution, and a recurrent rule. An instance that is bound anew runs its
-class's own code, with these two names looked up elsewhere; without a running step they are transformers' own. Nothing of
-transformers is changed.
+A mixer computes projections, gates and norms for all rows at once, and calls two functions of its module where rows interact: a
+short convolution and a recurrent rule. A bound instance runs its class's own code with these two names looked up elsewhere;
+without a running step they are transformers' own.
 """
 
 from __future__ import annotations
@@ -20,20 +19,19 @@ from engine.errors import ModelLoadError
 from engine.forward.thin_modules import whole_parts
 
 CONVOLUTION, DELTA_RULE, SPACE_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "mamba2_chunk_scan"
-CONVOLUTION_ALONE = ""  # in the place of a rule, where there is none
+CONVOLUTION_ALONE = ""  # stands for a rule if a mixer has none
 _NAMES = (CONVOLUTION, DELTA_RULE, SPACE_RULE)
-_METHODS = {CONVOLUTION: "convolve", DELTA_RULE: "delta_rule", SPACE_RULE: "space_rule"}  # of a running step's ``states``
+_METHODS = {CONVOLUTION: "convolve", DELTA_RULE: "delta_rule", SPACE_RULE: "space_rule"}  # methods of a running step's ``states``
 
 
 def mixers(model: PreTrainedModel) -> Iterator[torch.nn.Module]:
-    """The modules of a model that call such functions, in order."""
+    """Yield the modules of a model that call a short convolution, in order."""
     for module in model.modules():
         if CONVOLUTION in _own_forward(module).__code__.co_names:
             yield module
 
 
 def _own_forward(module: torch.nn.Module) -> Any:
-    """The function that a class defines, below what decorates it."""
     own = inspect.unwrap(type(module).forward)
     return own if isinstance(own, types.FunctionType) else _nothing
 
@@ -43,7 +41,7 @@ def _nothing() -> None:
 
 
 def bind_mixers(model: PreTrainedModel) -> int:
-    """Has the mixers of a model ask the running step, in place; returns how many there are.
+    """Route the functions of a model's mixers to the running step, in place; return the number of mixers.
 
     Raises:
         ModelLoadError: a mixer's code is not as expected.
@@ -62,45 +60,35 @@ def bind_mixers(model: PreTrainedModel) -> int:
 
 
 class FilledRows(torch.nn.Module):
-    """A product of few outputs that only a rule reads, with rows behind those that there are.
-
-    torch computes the last numbers of what it is given, fewer than two registers, by another function than the others. What a
-    model makes of these outputs, a sigmoid say, is to have the same bits in every row: the last numbers are nobody's.
-    """
+    """Linear layer with few outputs, padded with extra rows that only the rule sees."""
 
     def __init__(self, linear: torch.nn.Linear, heads: int) -> None:
-        """``heads`` are the numbers of a row that are computed with together."""
         super().__init__()
-        self.linear, self._heads = linear, heads
+        self.linear, self._heads = linear, heads  # elements of a row that are processed together
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[1, rows, size] to [1, rows and more, outputs]."""
+        """Return [1, at least rows, outputs] of [1, rows, size]."""
         output: torch.Tensor = self.linear(hidden_states)
+        # torch computes the last elements, fewer than two registers, by another function: they must not be a real row's.
         rows = whole_parts(output.shape[1], self._heads)
         return output if rows == output.shape[1] else torch.nn.functional.pad(output, (0, 0, 0, rows - output.shape[1]))
 
 
 class ApartRows(torch.nn.Module):
-    """A product of one output whose rows do not lie side by side: torch computes with each by itself, for the reason above."""
+    """Linear layer with one output whose rows are not adjacent: torch then processes each one alone (see ``FilledRows``)."""
 
     def __init__(self, linear: torch.nn.Linear) -> None:
-        """Takes the place of a gate of a model."""
         super().__init__()
         self.linear = linear
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[..., size] to [..., 1]."""
+        """Return [..., 1] of [..., size]."""
         output: torch.Tensor = self.linear(hidden_states)
         return torch.nn.functional.pad(output, (0, 1))[..., :1]
 
 
 def round_alike(model: PreTrainedModel, heads: Mapping[int, int]) -> None:
-    """Has the gates of mixers, and those beside them, computed alike for any number of rows, in place.
-
-    Args:
-        model: whose mixers are bound.
-        heads: of the delta rules, by the number of their site.
-    """
+    """Make gates of mixers and shared experts round alike for any number of rows; ``heads``: of a delta rule, by site."""
     found = [(module, heads[2 * number + 1]) for number, module in enumerate(mixers(model)) if 2 * number + 1 in heads]
     for module, count in found:
         for name, child in list(module.named_children()):
@@ -113,8 +101,6 @@ def round_alike(model: PreTrainedModel, heads: Mapping[int, int]) -> None:
 
 
 def _instead_of(stock: Callable[..., Any], method: str, site: int) -> Callable[..., Any]:
-    """A function that asks the running step, or is transformers' own where none runs."""
-
     def ask(*given: Any, **more: Any) -> Any:
         step = more.pop("tree_step", None)
         if step is None:

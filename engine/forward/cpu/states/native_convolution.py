@@ -1,4 +1,4 @@
-"""Short convolutions in compiled code, along the paths of ``native_walk``: a row sees those before it on its own path."""
+"""Short convolutions in compiled code, along the paths of ``native_walk``: a row sees the rows before it on its own path."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from engine.forward.cpu.lanes import (
 )
 from engine.forward.cpu.states.native_walk import WALK
 
-_CHANNELS = 8 * WIDTH  # of a convolution that a thread takes at once
-_FLOAT = np.float32(0)  # names the type
+_CHANNELS = 8 * WIDTH  # channels that a thread takes at once
+_FLOAT = np.float32(0)  # stands for its type
 
 
 class NativeConvolution(ctypes.Structure):
-    """A convolution's work, as ``NativeRule``."""
+    """Job of a convolution, with the conventions of ``NativeRule``."""
 
     _fields_ = (
         ("input", ctypes.c_int64),  # [rows, channels]
         ("input_row", ctypes.c_int64),
-        ("weight", ctypes.c_int64),  # [taps + 1, channels] float32, that of the row itself last
-        ("bias", ctypes.c_int64),  # [channels] float32; 0 without one
+        ("weight", ctypes.c_int64),  # [taps + 1, channels] float32, the row's own last
+        ("bias", ctypes.c_int64),  # [channels] float32; 0: none
         ("output", ctypes.c_int64),  # [rows, channels]
         ("channels", ctypes.c_int64),  # a multiple of ``WIDTH``
-        ("taps", ctypes.c_int64),  # rows before each that count
-        ("silu", ctypes.c_int64),  # whether the outputs go through it
-        ("states", ctypes.c_int64),  # of each place, [taps, channels]: the last rows, the nearest first
+        ("taps", ctypes.c_int64),  # rows before each that are used
+        ("silu", ctypes.c_int64),  # whether SiLU is applied to the outputs
+        ("states", ctypes.c_int64),  # per place, [taps, channels]: the last rows, nearest first
         ("place_bytes", ctypes.c_int64),
         ("kept", ctypes.c_int64),  # [slots, kept_rows, channels]
         ("kept_rows", ctypes.c_int64),
         ("walks", ctypes.c_int64),
         ("num_walks", ctypes.c_int64),
-        ("taken", ctypes.c_int64),  # parts that threads have taken: 0 at the start
+        ("taken", ctypes.c_int64),  # parts that threads have claimed; starts at 0
     )
 
 
@@ -59,8 +59,7 @@ _TAKEN = NativeConvolution.taken.offset
 
 @compiled
 def _column(conv: Any, walk: Any, code: int, wide: int) -> int:
-    """The address of a row's numbers: of the forward where the code is not below 0; else of the window of the slot, -1 being the
-    nearest row, and behind the window of the kept rows."""
+    """Return the address of a row: of this forward pass, or for negative codes of the slot's window, then of the kept rows."""
     if code >= 0:
         return conv.input + (walk.offset + code) * conv.input_row
     back = -1 - code
@@ -71,7 +70,6 @@ def _column(conv: Any, walk: Any, code: int, wide: int) -> int:
 
 @compiled
 def _convolve(conv: Any, walk: Any, first: int, last: int, like: Any) -> None:
-    """Some channels of all rows of a request; then the windows, and what is kept."""
     wide, taps = bytes_of(like), conv.taps
     if walk.fresh:
         for tap in range(taps):
@@ -93,6 +91,7 @@ def _convolve(conv: Any, walk: Any, first: int, last: int, like: Any) -> None:
             if conv.silu:
                 sums = silu(sums)
             store(output + place, sums, like)
+    # The new windows are copied through a buffer, since they overlap the old ones.
     held = np.empty(taps * (last - first), np.float32)
     for number in range(walk.num_windows):
         window = walk.windows + number * (1 + walk.most_taps) * 8
@@ -114,13 +113,13 @@ def _convolve(conv: Any, walk: Any, first: int, last: int, like: Any) -> None:
 
 @compiled
 def channel_parts(conv: Any) -> int:
-    """How many parts the channels of a request are taken in."""
+    """Return the number of parts into which a request's channels are split."""
     return (conv.channels + _CHANNELS - 1) // _CHANNELS
 
 
 @compiled
 def convolve_channels(conv: Any, walks: Any, taken: int, like: Any) -> int:
-    """What every thread does: takes some channels of a request until none are left; returns how often."""
+    """Convolve channel parts until none is left; return the number computed by this thread."""
     parts, done = channel_parts(conv), 0
     while True:
         item = claim(taken)
@@ -143,12 +142,11 @@ _SIGNATURE = types.void(types.CPointer(from_dtype(CONVOLUTION)))
 
 @cache
 def convolution_entry(dtype: str) -> Any:
-    """The C function ``void (NativeConvolution *)`` that every thread calls, with its ``address``; see
-    ``native_attention.entry_point``."""
+    """Return the C function ``void (NativeConvolution *)``, with its ``address``; see ``native_attention.entry_point``."""
     like = TYPES[dtype]
 
     def run(job: Any) -> None:
         _run(job, like)
 
-    run.__qualname__ = f"run_{dtype}"  # by which it is kept on disk
+    run.__qualname__ = f"run_{dtype}"  # key of the cache on disk
     return compiled_callback(_SIGNATURE)(run)

@@ -1,7 +1,4 @@
-"""What stands between the products of a layer with a state and its rule, row by row: steps and rates, and gated norms.
-
-Rounded where the modules of Qwen3.5 and Granite 4 round; see ``engine.forward.cpu.states.operations``.
-"""
+"""Row-wise gates and norms of recurrent layers, rounded as in the modules of Qwen3.5 and Granite 4."""
 
 from __future__ import annotations
 
@@ -29,20 +26,20 @@ from engine.forward.cpu.lanes import (
 )
 from engine.forward.cpu.native_norm import normalise
 
-_FLOAT = np.float32(0)  # names the type
+_FLOAT = np.float32(0)  # stands for its type
 _ONE = np.float32(1)
 
 
 class Decays(ctypes.Structure):
-    """What a rule reads of each row and head beside keys and values: see ``native_rule.NativeRule``."""
+    """Job that fills ``decay`` and ``rate`` of a rule, see ``native_rule.NativeRule``."""
 
     _fields_ = (
         ("steps", ctypes.c_int64),  # [rows, heads], read in whole vectors
         ("steps_row", ctypes.c_int64),
-        ("strengths", ctypes.c_int64),  # [rows, heads] likewise: b before the sigmoid; 0: the steps are handed on as they are
+        ("strengths", ctypes.c_int64),  # [rows, heads] likewise: b before the sigmoid; 0: the steps are copied unchanged
         ("strengths_row", ctypes.c_int64),
         ("bias", ctypes.c_int64),  # [heads] float32, of the steps
-        ("rates", ctypes.c_int64),  # [heads] float32: what the softplus of a step is multiplied with
+        ("rates", ctypes.c_int64),  # [heads] float32: multiplier of a step's softplus
         ("decay", ctypes.c_int64),  # [rows, heads] float32
         ("rate", ctypes.c_int64),  # [rows, heads] float32
         ("heads", ctypes.c_int64),
@@ -50,13 +47,13 @@ class Decays(ctypes.Structure):
 
 
 class GatedNorm(ctypes.Structure):
-    """An RMS norm of parts of a row, and a SiLU gate."""
+    """Job of an RMS norm of parts of a row with a SiLU gate."""
 
     _fields_ = (
-        ("input", ctypes.c_int64),  # [rows, parts * size], changed in place; float32 where the gate comes first
+        ("input", ctypes.c_int64),  # [rows, parts * size], changed in place; float32 if ``gate_first``
         ("gate", ctypes.c_int64),  # [rows, parts * size]
         ("gate_row", ctypes.c_int64),
-        ("weight", ctypes.c_int64),  # [size]; [parts * size] where the gate comes first
+        ("weight", ctypes.c_int64),  # [size]; [parts * size] if ``gate_first``
         ("output", ctypes.c_int64),  # [rows, parts * size]
         ("parts", ctypes.c_int64),
         ("size", ctypes.c_int64),  # a multiple of ``WIDTH``
@@ -70,7 +67,7 @@ DECAYS, GATED_NORM = np.dtype(Decays), np.dtype(GatedNorm)
 
 @compiled
 def set_decays(job: Any, row: int, like: Any) -> None:
-    """Those of one row."""
+    """Compute decays and rates of one row."""
     spare = np.empty((2, WIDTH), np.float32)
     for first in range(0, job.heads, WIDTH):
         _set_some(job, row, first, min(WIDTH, job.heads - first), spare, like)
@@ -78,7 +75,7 @@ def set_decays(job: Any, row: int, like: Any) -> None:
 
 @compiled
 def _set_some(job: Any, row: int, first: int, count: int, spare: Any, like: Any) -> None:
-    """Those of the heads of a vector; see ``native_linear`` for why the array is an argument."""
+    """Compute the heads of one vector; see ``native_linear`` for why ``spare`` is an argument."""
     wide, steps, strengths = bytes_of(like), spare.ctypes.data, spare.ctypes.data + WIDTH * 4
     target = (row * job.heads + first) * 4
     store(steps, load(job.steps + row * job.steps_row + first * wide, like), _FLOAT)
@@ -93,14 +90,14 @@ def _set_some(job: Any, row: int, first: int, count: int, spare: Any, like: Any)
         x = float(spare[0, head] + bias[head])
         spare[0, head] = rates[head] * np.float32(max(x, 0.0) + math.log1p(math.exp(-abs(x))))
         spare[1, head] = np.float32(1.0 / (1.0 + math.exp(-float(spare[1, head]))))
-    store(strengths, stored(load(strengths, _FLOAT), like), _FLOAT)  # a sigmoid is of the model's type
+    store(strengths, stored(load(strengths, _FLOAT), like), _FLOAT)  # a sigmoid has the model's dtype
     copy_bytes(steps, job.decay + target, count * 4)
     copy_bytes(strengths, job.rate + target, count * 4)
 
 
 @compiled
 def norm_and_gate(job: Any, row: int, like: Any) -> None:
-    """One row."""
+    """Normalize and gate one row."""
     wide, whole = bytes_of(like), job.parts * job.size
     gate, output = job.gate + row * job.gate_row, job.output + row * whole * wide
     for part in range(job.parts):
@@ -119,7 +116,7 @@ def norm_and_gate(job: Any, row: int, like: Any) -> None:
 
 @compiled
 def _norm_then_gate(input: int, gate: int, weight: int, output: int, size: int, epsilon: float, like: Any) -> None:
-    """``norm(x) * silu(gate)``, with a norm as Llama's; the gate is not rounded."""
+    """Compute ``norm(x) * silu(gate)`` with Llama's norm; the gate is not rounded."""
     wide = bytes_of(like)
     normalise(input, weight, output, size, epsilon, False, like)
     for first in range(0, size, WIDTH):
@@ -129,7 +126,7 @@ def _norm_then_gate(input: int, gate: int, weight: int, output: int, size: int, 
 
 @compiled
 def _gate_then_norm(input: int, gate: int, weight: int, output: int, size: int, epsilon: float, like: Any) -> None:
-    """``norm(x * silu(gate))`` of float32, rounded once."""
+    """Compute ``norm(x * silu(gate))`` in float32, rounded once."""
     wide, squares = bytes_of(like), splat(_FLOAT)
     for first in range(0, size, WIDTH):
         numbers = multiply(load(input + first * 4, _FLOAT), silu(load(gate + first * wide, like)))

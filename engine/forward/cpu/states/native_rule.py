@@ -1,11 +1,11 @@
-"""Recurrent rules in compiled code, along the paths of ``native_walk``: one form for prompts, decoding steps and trees.
+"""Recurrent rules in compiled code, along the paths of ``native_walk``; one form serves prefill, decoding and draft trees.
 
-Two rules are computed, both in float32 whatever the model's type, over a state S of [key_dim, value_dim] for each head:
+Two rules are computed, both in float32 whatever the model's dtype, over a state S of [key_dim, value_dim] for each head:
 
 - the gated delta rule (Yang, Kautz and Hatamizadeh, arXiv 2412.06464): ``S <- d S + k (b (v - (d S)^T k))^T``, and ``S^T q``;
 - the state space rule of Mamba-2 (Dao and Gu, arXiv 2405.21060), with B, C, x and dt as k, q, v and b: ``S <- d S + k (b v)^T``.
 
-Values of a head lie in blocks, so that a block's state stays in the nearest cache while several rows go through it.
+A head's values are processed in blocks, so that a block's state stays in the L1 cache for several rows.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from engine.forward.cpu.lanes import (
 )
 from engine.forward.cpu.states.native_walk import ADVANCE, COMPUTE, SAVE, WALK
 
-BLOCK = 4 * WIDTH  # values of a head whose states are in the nearest cache together, where there are so many
-_TILE = 16  # steps of a walk that go through one block before the next one
-_FLOAT = np.float32(0)  # names the type
+BLOCK = 4 * WIDTH  # values of a head whose states share the L1 cache, if value_dim is a multiple
+_TILE = 16  # steps of a walk per block
+_FLOAT = np.float32(0)  # stands for its type
 _ONE = np.float32(1)
 
 
 class NativeRule(ctypes.Structure):
-    """A rule's work. Addresses are those of the first element, strides count bytes; the numbers of a row lie side by side."""
+    """Job of a rule; addresses are of the first element, strides in bytes; the elements of a row are contiguous."""
 
     _fields_ = (
         ("query", ctypes.c_int64),  # [rows, key_heads, key_dim]
@@ -56,31 +56,31 @@ class NativeRule(ctypes.Structure):
         ("key_row", ctypes.c_int64),
         ("value", ctypes.c_int64),  # [rows, heads, value_dim]
         ("value_row", ctypes.c_int64),
-        ("decay", ctypes.c_int64),  # [rows, heads] float32: logarithms of d; with ``delta`` 0 the steps dt, before ``bias``
+        ("decay", ctypes.c_int64),  # [rows, heads] float32: logarithms of d; with ``delta`` 0 the steps dt before ``bias``
         ("rate", ctypes.c_int64),  # [rows, heads] float32: b; with ``delta`` 0 as ``decay``
         ("output", ctypes.c_int64),  # [rows, heads, value_dim], with ``delta`` 0 float32
-        ("states", ctypes.c_int64),  # of each place, [heads, value_dim / block, key_dim, block] float32
+        ("states", ctypes.c_int64),  # per place, [heads, value_dim / block, key_dim, block] float32
         ("place_bytes", ctypes.c_int64),
         ("kept", ctypes.c_int64),  # [slots, kept_rows, row_bytes]: key, value, decay and rate of rows
         ("kept_rows", ctypes.c_int64),
         ("row_bytes", ctypes.c_int64),
         ("heads", ctypes.c_int64),
-        ("group", ctypes.c_int64),  # heads that share a key
+        ("group", ctypes.c_int64),  # heads per key head
         ("key_dim", ctypes.c_int64),  # a multiple of ``WIDTH``
         ("value_dim", ctypes.c_int64),  # a multiple of ``WIDTH``
-        ("delta", ctypes.c_int64),  # 1: the gated delta rule; 0: the state space rule
-        ("normalise", ctypes.c_int64),  # whether queries and keys are divided by their length
+        ("delta", ctypes.c_int64),  # 1: gated delta rule; 0: state space rule
+        ("normalise", ctypes.c_int64),  # whether queries and keys are divided by their norm
         ("scale", ctypes.c_double),  # of the queries
-        ("bias", ctypes.c_int64),  # with ``delta`` 0, [heads] float32: of the steps; so are the next two
+        ("bias", ctypes.c_int64),  # with ``delta`` 0, [heads] float32: bias of the steps; the next two are alike
         ("rates", ctypes.c_int64),  # A
         ("skip", ctypes.c_int64),  # D
         ("least", ctypes.c_double),  # bounds of the steps
         ("most", ctypes.c_double),
         ("walks", ctypes.c_int64),  # address of ``NativeWalk``
         ("num_walks", ctypes.c_int64),
-        ("taken", ctypes.c_int64),  # heads that threads have taken: 0 at the start, as the next two
-        ("done", ctypes.c_int64),  # and have computed
-        ("copied", ctypes.c_int64),  # rows whose inputs threads have taken to keep
+        ("taken", ctypes.c_int64),  # heads that threads have claimed; starts at 0, as the next two
+        ("done", ctypes.c_int64),  # heads that are computed
+        ("copied", ctypes.c_int64),  # rows whose inputs threads have claimed to keep
     )
 
 
@@ -90,7 +90,6 @@ _TAKEN, _DONE, _COPIED = NativeRule.taken.offset, NativeRule.done.offset, Native
 
 @compiled
 def _prepare(source: int, target: int, size: int, normalise: int, scale: np.float32, like: Any) -> None:
-    """Writes a query or a key as float32, divided by its length or not, and scaled."""
     wide, factor = bytes_of(like), scale
     if normalise:
         squares = splat(_FLOAT)
@@ -107,7 +106,7 @@ def _four(
     source: int, target: int, key_dim: int, key: int, query: int, decay: Any, rate: Any, value: int, delta: int, skip: Any,
     output: int, like: Any, written: Any,
 ) -> None:  # fmt: skip
-    """A row's step through a block of four vectors. Without a target no state is written, without an output nothing else is."""
+    """Advance a row's state through a block of four vectors; target 0: store no state, output 0: write no output."""
     wide, step = bytes_of(like), BLOCK * 4
     v0, v1 = load(value, like), load(value + WIDTH * wide, like)
     v2, v3 = load(value + 2 * WIDTH * wide, like), load(value + 3 * WIDTH * wide, like)
@@ -164,7 +163,7 @@ def _one(
     source: int, target: int, key_dim: int, key: int, query: int, decay: Any, rate: Any, value: int, delta: int, skip: Any,
     output: int, like: Any, written: Any,
 ) -> None:  # fmt: skip
-    """As ``_four``, through a block of one vector."""
+    """Do the same as ``_four`` for a block of one vector."""
     step = WIDTH * 4
     v0 = load(value, like)
     w0 = v0
@@ -191,7 +190,6 @@ def _float_at(address: int) -> np.float32:
 
 @compiled
 def _walk(rule: Any, walk: Any, head: int, like: Any, written: Any) -> None:
-    """All steps of one head of a request."""
     key_dim, value_dim, wide = rule.key_dim, rule.value_dim, bytes_of(like)
     block = BLOCK if value_dim % BLOCK == 0 else WIDTH
     head_bytes, block_bytes, own = key_dim * value_dim * 4, key_dim * block * 4, head // rule.group
@@ -257,7 +255,6 @@ def _walk(rule: Any, walk: Any, head: int, like: Any, written: Any) -> None:
 
 @compiled
 def _keep_row(rule: Any, walk: Any, kept_row: int, like: Any) -> None:
-    """Keeps the inputs of a row for the next forward."""
     row, wide = walk.offset + walk.keep_first + kept_row, bytes_of(like)
     target = rule.kept + (walk.slot * rule.kept_rows + kept_row) * rule.row_bytes
     key_bytes, value_bytes = rule.heads // rule.group * rule.key_dim * wide, rule.heads * rule.value_dim * wide
@@ -270,7 +267,7 @@ def _keep_row(rule: Any, walk: Any, kept_row: int, like: Any) -> None:
 
 @compiled
 def walk_heads(rule: Any, walks: Any, taken: int, like: Any, written: Any) -> int:
-    """What every thread does: takes heads of requests until none are left; returns how many."""
+    """Compute heads of requests until none is left; return the number computed by this thread."""
     done = 0
     while True:
         item = claim(taken)
@@ -282,12 +279,9 @@ def walk_heads(rule: Any, walks: Any, taken: int, like: Any, written: Any) -> in
 
 @compiled
 def keep_rows(rule: Any, walks: Any, taken: int, like: Any) -> int:
-    """What every thread does once all heads are computed, and nobody needs what was kept before: keeps inputs of rows.
-
-    Returns:
-        How many rows it took.
-    """
-    row, number, begun, done = claim(taken), 0, 0, 0  # the kept rows before those of walk ``number``
+    """Keep inputs of rows until none is left; return the number kept by this thread."""
+    # All heads must be computed before, because they read what was kept before.
+    row, number, begun, done = claim(taken), 0, 0, 0  # number of kept rows before walk ``number``
     while number < len(walks):
         if row - begun < walks[number].keep_count:
             _keep_row(rule, walks[number], row - begun, like)
@@ -300,7 +294,7 @@ def keep_rows(rule: Any, walks: Any, taken: int, like: Any) -> int:
 
 @compiled
 def kept_rows(walks: Any) -> int:
-    """How many rows are kept."""
+    """Return the number of kept rows."""
     count = 0
     for number in range(len(walks)):
         count += walks[number].keep_count
@@ -322,16 +316,11 @@ _SIGNATURE = types.void(types.CPointer(from_dtype(RULE)))
 
 @cache
 def rule_entry(dtype: str, written: str) -> Any:
-    """The C function ``void (NativeRule *)`` that every thread calls, with its ``address``; see ``native_attention.entry_point``.
-
-    Args:
-        dtype: of queries, keys and values.
-        written: of the outputs.
-    """
+    """Return the C function ``void (NativeRule *)`` for input and output dtypes; see ``native_attention.entry_point``."""
     like, output = TYPES[dtype], TYPES[written]
 
     def run(job: Any) -> None:
         _run(job, like, output)
 
-    run.__qualname__ = f"run_{dtype}_{written}"  # by which it is kept on disk
+    run.__qualname__ = f"run_{dtype}_{written}"  # key of the cache on disk
     return compiled_callback(_SIGNATURE)(run)

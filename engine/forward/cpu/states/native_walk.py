@@ -1,9 +1,8 @@
-"""How a forward goes through a request's rows in layers that keep a state: which state each row begins from.
+"""Order in which a forward pass visits a request's rows in recurrent layers, and the state that each row begins from.
 
-A row's state is that of its parent, advanced by one step. So a head walks the rows of a request one after another, wherever a
-text is cut: over committed rows in the slot itself, then down the tree, depth first, with a copy of the state for each branch
-that is still to be gone down. A chunk form would read the weights of many rows at once, and would add up in an order that follows
-the cut. What a row is given depends on the tokens before it alone, to the last bit.
+A row's state is its parent's, advanced by one step. So a head visits a request's rows one after another: committed rows on the
+slot's own state, then the draft tree, depth first, with a copy of the state for each pending branch. A row's result depends bit
+for bit on its preceding tokens alone; in the rule's chunked form, the order of additions would depend on the chunks.
 """
 
 from __future__ import annotations
@@ -15,25 +14,25 @@ import numpy as np
 
 from decoding.jit import compiled
 
-ADVANCE, COMPUTE, SAVE = 0, 1, 2  # kinds of steps: over a kept row, over a row of the batch, to another place
+ADVANCE, COMPUTE, SAVE = 0, 1, 2  # kinds of steps: over a kept row, over a batch row, copy to another place
 
 
 class NativeWalk(ctypes.Structure):
-    """What is done with the state of one slot. Addresses are those of the first element."""
+    """Visits to the state of one slot; addresses are of the first element."""
 
     _fields_ = (
         ("slot", ctypes.c_int64),
-        ("fresh", ctypes.c_int64),  # whether it begins from zeros
+        ("fresh", ctypes.c_int64),  # whether the state begins with zeros
         ("offset", ctypes.c_int64),  # first row in the batch
         ("rows", ctypes.c_int64),
-        ("steps", ctypes.c_int64),  # [num_steps, 4] int64: kind, row or place, buffer from which, buffer to which; -1: to none
+        ("steps", ctypes.c_int64),  # [num_steps, 4] int64: kind, row or place, source buffer, target buffer (-1: none)
         ("num_steps", ctypes.c_int64),
-        ("buffers", ctypes.c_int64),  # the slot's own, number 0, counts
-        ("taps", ctypes.c_int64),  # [rows, most_taps] int64: the rows before each, the nearest first; see ``_column``
+        ("buffers", ctypes.c_int64),  # number of buffers, including the slot's own, number 0
+        ("taps", ctypes.c_int64),  # [rows, most_taps] int64: the rows before each, nearest first; see ``_column``
         ("most_taps", ctypes.c_int64),
-        ("windows", ctypes.c_int64),  # [num_windows, 1 + most_taps] int64: a place, and what its window will hold, as ``taps``
+        ("windows", ctypes.c_int64),  # [num_windows, 1 + most_taps] int64: a place, and its new window as in ``taps``
         ("num_windows", ctypes.c_int64),
-        ("keep_first", ctypes.c_int64),  # of the rows whose inputs are kept
+        ("keep_first", ctypes.c_int64),  # first row whose inputs are kept
         ("keep_count", ctypes.c_int64),
     )
 
@@ -43,19 +42,14 @@ WALK = np.dtype(NativeWalk)
 
 @compiled
 def walk_steps(parents: Any, spine: int, path: Any, saves: Any, steps: Any) -> tuple[int, int]:
-    """Fills the steps of a walk: over kept rows, over the spine, and down the tree.
-
-    A branch that is the last one below its row takes over the state of that row; a row without branches leaves none behind.
+    """Fill the steps over kept rows, spine (committed rows) and tree; return the numbers of steps and of buffers.
 
     Args:
         parents: [n] int32 of the tree's rows, parents first; -1: below the spine.
-        spine: rows before the tree.
+        spine: number of committed rows before the tree.
         path: [m] int64, kept rows to begin with.
-        saves: [s, 2] int64: after how many rows of the spine the state is copied, and to which place; in order.
+        saves: [s, 2] int64 in order: number of spine rows after which the state is copied, and destination place.
         steps: [m + spine + s + n, 4] int64.
-
-    Returns:
-        The number of steps and of buffers.
     """
     count = 0
     for row in path:
@@ -74,7 +68,7 @@ def walk_steps(parents: Any, spine: int, path: Any, saves: Any, steps: Any) -> t
         if parents[node] >= 0:
             below[parents[node]] += 1
     left, held, free = below.copy(), np.zeros(nodes, np.int64), np.empty(nodes + 1, np.int64)
-    # The rows below each, linked.
+    # Children of each row as linked lists.
     first, following = np.full(nodes, -1, np.int64), np.full(nodes, -1, np.int64)
     num_waiting = num_free = 0
     for node in range(nodes - 1, -1, -1):
@@ -94,6 +88,7 @@ def walk_steps(parents: Any, spine: int, path: Any, saves: Any, steps: Any) -> t
             left[parent] -= 1
             source, last = held[parent], left[parent] == 0
         target = -1
+        # The last branch below a row reuses that row's buffer; a leaf stores no state.
         if below[node]:
             if last:
                 target = source
@@ -119,14 +114,12 @@ def walk_steps(parents: Any, spine: int, path: Any, saves: Any, steps: Any) -> t
 
 @compiled
 def walk_taps(parents: Any, spine: int, path: Any, taps: Any, saves: Any, windows: Any) -> None:
-    """Fills the rows before each row, and what the windows of the slot and of other places will hold.
-
-    Codes: a row of the request in this forward, or below 0: -1 and what ``_column`` says.
+    """Fill the rows before each row, and the new windows of the slot and of other places.
 
     Args:
-        parents: as in ``walk_steps``; so are ``spine``, ``path`` and ``saves``.
-        taps: [rows, k] int64 to be filled, the nearest row first.
-        windows: [s + 1, 1 + k] int64 to be filled but for the last place, which is set.
+        parents: see ``walk_steps``; also for ``spine``, ``path`` and ``saves``.
+        taps: [rows, k] int64 output, nearest first: a row of this forward pass, or a negative code of ``_column``.
+        windows: [s + 1, 1 + k] int64 output; the last place is already set.
     """
     rows, reach = taps.shape
     for row in range(rows):
@@ -150,7 +143,7 @@ def walk_taps(parents: Any, spine: int, path: Any, taps: Any, saves: Any, window
 
 @compiled
 def _past(back: int, path: Any, reach: int) -> int:
-    """The code of what is so many rows before the last one that was committed before this forward."""
+    """Return the code of the row ``back`` rows before the last one committed before this forward pass."""
     if back < len(path):
         return -1 - (reach + path[len(path) - 1 - back])
     return -1 - (back - len(path))

@@ -1,4 +1,4 @@
-"""What a layer with a state computes, as operations of ``engine.forward.cpu.native_step``: from its norm to its last product."""
+"""Operations of recurrent layers for ``engine.forward.cpu.native_step``, from their norm to their last product."""
 
 from __future__ import annotations
 
@@ -11,33 +11,28 @@ from engine.forward.cpu.row_buffers import RowBuffers
 from engine.forward.cpu.states.mixers import CONVOLUTION_ALONE, DELTA_RULE, SPACE_RULE
 from engine.forward.cpu.states.state_step import States
 
-_WIDTH = 16  # numbers of a vector
-Operations = Iterator[tuple[int, bool, int]]  # their kinds, whether they wait, and the addresses of what they do
+_WIDTH = 16  # elements of a vector
+Operations = Iterator[tuple[int, bool, int]]  # kind, whether to wait, and job address
 
 
 class MixerOperations:
-    """Of the layers of one model. Rows come in a buffer ``normed``, and what is made of them is added to ``hidden``."""
+    """Operations of one model's recurrent layers, which read the buffer ``normed`` and add to ``hidden``."""
 
     def __init__(self, states: States, buffers: RowBuffers, factor: float) -> None:
-        """
-        Args:
-            states: of the model.
-            buffers: with the two.
-            factor: what is added is multiplied with it; 0: with nothing.
-        """
+        """Create the operations; outputs are multiplied by ``factor`` before they are added, unless it is 0."""
         from engine.forward.cpu import native_step
 
         self._native, self._states, self._buffers, self._factor = native_step, states, buffers, factor
 
     def of(self, rule: str, module: Any, number: int) -> Operations:
-        """Of the mixer of a number, whose sites are twice that and the next one."""
+        """Yield the operations of mixer ``number``, whose sites are ``2 * number`` and the next one."""
         kinds: dict[str, Callable[[Any, int], Operations]] = {
             CONVOLUTION_ALONE: self._short_convolution, DELTA_RULE: self._delta_rule, SPACE_RULE: self._space_rule,
         }  # fmt: skip
         return kinds[rule](module, 2 * number)
 
     def _short_convolution(self, module: Any, site: int) -> Operations:
-        """``(B, C, x) = in(rows)``, a convolution of ``B x``, and what C lets through of it."""
+        """Yield ``(B, C, x) = in(rows)``, the convolution of ``B x``, and its gating by C."""
         native, buffers = self._native, self._buffers
         size = module.in_proj.weight.shape[0] // 3
         buffers.make("wide", 3 * size)
@@ -49,7 +44,7 @@ class MixerOperations:
         yield native.LINEAR, True, buffers.product(module.out_proj, "convolved", "hidden", added="hidden", factor=self._factor)
 
     def _delta_rule(self, module: Any, site: int) -> Operations:
-        """Qwen3.5's layer."""
+        """Yield the operations of Qwen3.5's layer."""
         native, buffers = self._native, self._buffers
         heads, keys = module.num_v_heads, module.key_dim
         in_vectors = -(-heads // _WIDTH) * _WIDTH
@@ -79,11 +74,11 @@ class MixerOperations:
         yield native.LINEAR, True, buffers.product(module.out_proj, "scanned", "hidden", added="hidden", factor=self._factor)
 
     def _space_rule(self, module: Any, site: int) -> Operations:
-        """The Mamba-2 layer of Granite 4."""
+        """Yield the operations of Granite 4's Mamba-2 layer."""
         native, buffers = self._native, self._buffers
         inner, heads, keys = module.intermediate_size, module.num_heads, module.n_groups * module.ssm_state_size
         width = module.in_proj.weight.shape[0]
-        buffers.make("wide", -(-width // _WIDTH) * _WIDTH + _WIDTH)  # steps are read in whole vectors
+        buffers.make("wide", -(-width // _WIDTH) * _WIDTH + _WIDTH)  # whole vectors of steps are read
         buffers.make("convolved", module.conv_dim)
         buffers.make("scanned", inner, torch.float32)
         buffers.make("gated by state", inner)
@@ -108,7 +103,6 @@ class MixerOperations:
         yield native.LINEAR, True, last
 
     def _convolution(self, convolution: Any, site: int, first: int, silu: bool) -> int:
-        """From the buffer ``wide``, some numbers on, to ``convolved``."""
         from engine.forward.cpu.states.native_convolution import NativeConvolution
 
         states, cache, buffers = self._states, self._states.cache, self._buffers
@@ -120,7 +114,6 @@ class MixerOperations:
         ))  # fmt: skip
 
     def _decays(self, heads: int, steps: str, first: int, strengths: str, bias: int, rates: int) -> int:
-        """From the buffers of what they are made of to ``decay`` and ``rate``."""
         buffers = self._buffers
         for name in ("decay", "rate"):
             buffers.make(name, heads, torch.float32)
@@ -131,7 +124,6 @@ class MixerOperations:
         ))  # fmt: skip
 
     def _rule(self, site: int, **more: Any) -> Any:
-        """From the buffers ``convolved``, ``decay`` and ``rate`` to ``scanned``."""
         from engine.forward.cpu.states.native_rule import NativeRule
 
         states, cache, buffers = self._states, self._states.cache, self._buffers

@@ -1,4 +1,4 @@
-"""The states of a running step, as the mixers of a model ask for them: see ``engine.forward.cpu.states.native_walk``."""
+"""Recurrent states of a running step, with the interface of a model's mixers; see ``engine.forward.cpu.states.native_walk``."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from engine.kv.state_cache import StateCache, StatePlan, StateSite
 if TYPE_CHECKING:  # it imports numba
     from engine.forward.cpu.states.native_walk import NativeWalk
 
-_WIDTH = 16  # numbers of a vector
-_WORTH_THREADS = 1 << 16  # numbers that are computed with: some microseconds, as much as it takes to wake a thread
+_WIDTH = 16  # elements of a vector
+_WORTH_THREADS = 1 << 16  # elements to compute: some microseconds, about the cost of waking a thread
 _NO_TREE = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """What a site computes with."""
+    """Dimensions of a site, which is one convolution or rule of a mixer."""
 
     reach: int = 0  # rows before each that a convolution sees
     channels: int = 0
@@ -35,10 +35,10 @@ class StateShape:
     heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
-    delta: bool = False  # whether its rule is the delta rule
+    delta: bool = False  # whether the rule is the delta rule
 
     def site(self, dtype: torch.dtype) -> StateSite:
-        """How much it keeps, of a model of a type."""
+        """Return the bytes that a site keeps for a model of a dtype."""
         wide = dtype.itemsize
         if self.channels:
             return StateSite(self.reach * self.channels * wide, self.channels * wide)
@@ -47,21 +47,20 @@ class StateShape:
 
 
 class Survey:
-    """Stands where a running step does in a first forward, and learns which layers attend and what the sites of a model are."""
+    """Stand-in for a running step during a first forward pass that records attention calls and state sites."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, StateShape] = {}
-        self.calls: list[AttentionCall] = []  # of the layers that attend, in order
+        self.calls: list[AttentionCall] = []  # attention calls, in order
         self.states = self
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """See ``engine.forward.attention.Attending``: zeros."""
+        """Record the call and return zeros, see ``engine.forward.attention.Attending``."""
         self.calls.append(call)
         return torch.zeros_like(call.query).transpose(1, 2)
 
     def check(self) -> None:
-        """Raises ``ModelLoadError`` where a layer attends or keeps a state and did not say so, where one of the two was not asked
-        for, or where layers attend with other heads than others."""
+        """Raise ``ModelLoadError`` without any attention call or state site, or if attention heads differ between layers."""
         if not self.calls or not self.shapes:
             raise ModelLoadError("its layers do not hand arguments on to what attends and what keeps states")
         heads = {(call.key.shape[1], call.key.shape[3], call.value.shape[3]) for call in self.calls}
@@ -72,7 +71,7 @@ class Survey:
         self, site: int, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
         activation: str | None = None, **_: object,
     ) -> torch.Tensor:  # fmt: skip
-        """See ``StateStep``."""
+        """Record a site, see ``StateStep``."""
         if activation not in (None, "silu", "swish"):
             raise ModelLoadError(f"it has a convolution with the activation {activation!r}, which is not computed here")
         channels, taps = weight.shape
@@ -82,14 +81,14 @@ class Survey:
     def delta_rule(
         self, site: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: object
     ) -> tuple[torch.Tensor, None]:
-        """See ``StateStep``."""
+        """Record a site, see ``StateStep``."""
         self._add_rule(site, key, value, delta=True)
         return torch.zeros_like(value), None
 
     def space_rule(
         self, site: int, hidden: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, **_: object
     ) -> torch.Tensor:
-        """See ``StateStep``."""
+        """Record a site, see ``StateStep``."""
         self._add_rule(site, B, hidden, delta=False)
         return torch.zeros_like(hidden, dtype=torch.float32, memory_format=torch.contiguous_format)
 
@@ -104,29 +103,24 @@ class Survey:
 
 
 class States:
-    """What is computed with the states of one model."""
+    """State cache and constants of one model's recurrent layers."""
 
     def __init__(self, shapes: Mapping[int, StateShape], cache: StateCache, dtype: torch.dtype) -> None:
-        """
-        Args:
-            shapes: of the sites, by the number that their mixers give them.
-            cache: with a site for each, in the order of their numbers.
-            dtype: of the model.
-        """
+        """Create the states; the cache has one site per shape, in the order of their numbers."""
         self.cache, self.dtype, self.shapes = cache, DTYPES[dtype], shapes
         self.places = {number: at for at, number in enumerate(sorted(shapes))}
         self.reach = max((shape.reach for shape in shapes.values()), default=0)
         self._constants: dict[tuple[int, str], torch.Tensor] = {}
-        _kernels(self.dtype)  # compiled here, so that no request waits for it
+        _kernels(self.dtype)  # compile now, so that no request waits for it
         self.begin([Segment(0, 0, 0, 1, None, (), np.full(1, -1, np.int32))])
         cache.forget(0)
 
     def begin(self, segments: Sequence[Segment]) -> StateStep:
-        """A step over some requests' rows."""
+        """Return a step over some requests' rows."""
         return StateStep(self, segments, self.cache.begin(segments))
 
     def constant(self, site: int, name: str, value: torch.Tensor | None) -> int:
-        """The address of a weight as float32; 0 for none. Weights do not change."""
+        """Return the address of a weight's float32 copy, made once; 0 for None."""
         if value is None:
             return 0
         found = self._constants.get((site, name))
@@ -137,7 +131,7 @@ class States:
 
 @cache
 def _kernels(dtype: str) -> tuple[Kernel, Kernel, Kernel]:
-    """Of convolutions, of the delta rule and of the state space rule."""
+    """Return the kernels of convolutions, delta rule and state space rule."""
     from engine.forward.cpu.states.native_convolution import convolution_entry  # needs numba
     from engine.forward.cpu.states.native_rule import rule_entry
 
@@ -147,16 +141,15 @@ def _kernels(dtype: str) -> tuple[Kernel, Kernel, Kernel]:
 
 
 class StateStep:
-    """The states in one forward."""
+    """Recurrent states in one forward pass."""
 
     def __init__(self, states: States, segments: Sequence[Segment], plans: Sequence[StatePlan]) -> None:
-        """See ``States.begin``."""
         from engine.forward.cpu.states.native_walk import NativeWalk
 
         self._states, self._segments, self._plans = states, segments, plans
         self._rows = sum(segment.rows for segment in segments)
         self._kept: list[object] = []
-        self.asked: list[int] = []  # places of the sites that were
+        self.asked: list[int] = []  # places of the sites that were called
         self._walks = (NativeWalk * len(segments))()
         for walk, segment, plan in zip(self._walks, segments, plans, strict=True):
             self._fill(walk, segment, plan)
@@ -181,26 +174,18 @@ class StateStep:
 
     @property
     def walks(self) -> tuple[int, int]:
-        """The address of the walks of all requests, which stay as long as this does, and how many there are."""
+        """Return the address and number of all requests' walks, valid as long as this object."""
         return ctypes.addressof(self._walks), len(self._walks)
 
     def finish(self) -> None:
-        """Says that all layers were computed."""
+        """Commit the states after all layers were computed."""
         self._states.cache.finish(self._segments, self._plans)
 
     def convolve(
         self, site: int, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
         activation: str | None = None, **_: object,
     ) -> torch.Tensor:  # fmt: skip
-        """A short causal convolution of each channel: [1, channels, rows] to the same, whose rows lie side by side.
-
-        Args:
-            site: whose it is.
-            hidden: [1, channels, rows].
-            weight: [channels, rows that are seen].
-            bias: [channels].
-            activation: silu, or none.
-        """
+        """Return a short causal convolution per channel, [1, channels, rows]; ``weight`` is [channels, taps]."""
         from engine.forward.cpu.states.native_convolution import NativeConvolution
 
         states, cache = self._states, self._states.cache
@@ -225,7 +210,7 @@ class StateStep:
         self, site: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
         use_qk_l2norm_in_kernel: bool = False, **_: object,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
-        """The gated delta rule, as ``torch_chunk_gated_delta_rule`` of transformers: [1, rows, heads, value_dim], and None."""
+        """Compute transformers' ``torch_chunk_gated_delta_rule``, the gated delta rule: [1, rows, heads, value_dim], and None."""
         output = torch.empty(value.shape, dtype=value.dtype)
         self._rule(
             1, site, query, key, value, g, beta, output, delta=1, normalise=use_qk_l2norm_in_kernel,
@@ -238,7 +223,7 @@ class StateStep:
         D: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None, dt_softplus: bool = False,
         dt_limit: tuple[float, float] = (0.0, float("inf")), **_: object,
     ) -> torch.Tensor:  # fmt: skip
-        """The rule of Mamba-2, as transformers' ``mamba2_chunk_scan`` has it, in float32: [1, rows, heads, head_dim] float32."""
+        """Compute transformers' ``mamba2_chunk_scan``, the rule of Mamba-2: [1, rows, heads, head_dim] float32."""
         assert dt_softplus, "dt is what a model makes of it: see ``Survey``"
         output = torch.empty(hidden.shape, dtype=torch.float32)
         states, bias = self._states, torch.zeros_like(A) if dt_bias is None else dt_bias
@@ -277,7 +262,6 @@ class StateStep:
 
 
 def _side_by_side(rows: torch.Tensor) -> torch.Tensor:
-    """[rows, heads, numbers], those of a row side by side."""
     return rows if rows.stride(2) == 1 and rows.stride(1) == rows.shape[2] else rows.contiguous()
 
 
