@@ -285,9 +285,7 @@ class DoubleGpu:
         """See ``Accelerator``."""
         return object()
 
-    def capture(
-        self, device: torch.device, pool: Any, forward: Callable[[], torch.Tensor]
-    ) -> tuple[DoubleGraph, torch.Tensor]:
+    def capture(self, device: torch.device, pool: Any, forward: Callable[[], torch.Tensor]) -> tuple[DoubleGraph, torch.Tensor]:
         """See ``Accelerator``. Nothing that the function writes to is changed: a capture does not compute."""
         thread, graph = self._thread, DoubleGraph(self, _index(device))
         assert thread.capture is None, "a capture is under way"

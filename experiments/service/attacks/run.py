@@ -118,7 +118,7 @@ def summary(found: list[dict[str, Any]]) -> Results:
             by_form.setdefault(turn["form"], []).append(turn)
     verdicts = [verdict(title, turns[0]["emits"], turns, _GOALS) for title, turns in by_form.items()]
     worst = sorted(verdicts, key=lambda each: (not each["fails"], -each["to_polite"]["median"]))
-    return {"attacks": worst, "memory": memory, "turns": found}
+    return {"attacks": worst, "memory": memory}
 
 
 def wrong(results: Results, args: argparse.Namespace) -> list[str]:

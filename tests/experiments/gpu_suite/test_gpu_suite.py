@@ -395,9 +395,7 @@ def test_files_with_tests_are_found_by_their_text_and_their_outcome_is_told(
     assert report.lines[0]["verdict"] == "MISSED"
 
 
-def test_tests_for_which_no_time_is_left_do_not_begin_and_are_no_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tests_for_which_no_time_is_left_do_not_begin_and_are_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     test = tmp_path / "test_a.py"
     test.write_text("import pytest\n\n\n@pytest.mark.gpu\ndef test_one():\n    pass\n")
     monkeypatch.setattr(tests, "marked_files", lambda: [str(test)])
