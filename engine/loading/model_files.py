@@ -135,7 +135,7 @@ def is_gguf(path: str) -> bool:
 def refuse_missing_folder(path: str) -> None:
     """Raise ``ModelLoadError`` if a path looks local and does not exist."""
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
-    if looks_local and not is_gguf(path) and not Path(path).exists() and "/" in path:
+    if looks_local and not is_gguf(path) and not Path(path).expanduser().exists() and "/" in path:
         advice = "give a folder with config.json, a .gguf file, or a name on the hub"
         raise ModelLoadError(f"model path {path!r} does not exist: {advice}")
 

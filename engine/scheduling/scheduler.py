@@ -106,8 +106,8 @@ class Scheduler:
 
     @property
     def num_free_slots(self) -> int:
-        """Return ``max_running`` minus the number of running requests."""
-        return self.options.max_running - len(self.running)
+        """Return the number of requests that may run in addition: fewer than ``max_running`` allows after ``shrink``."""
+        return self._most_running - len(self.running)
 
     def requests(self) -> Iterator[Request]:
         """Yield all running and waiting requests."""

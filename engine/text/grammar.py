@@ -348,8 +348,8 @@ class Grammars:
         """Read the tokenizer, which takes a second for a large one, so that no request waits for it."""
         try:
             self._known()
-        except RequestError as error:  # requests with structured output get the error
-            logger.warning("%s", error.message)
+        except GrammarError as error:  # requests with structured output get the error
+            logger.warning("%s", error)
 
     def chore(self) -> Iterator[None]:
         """Run ``prepare`` as a deferred warm-up task."""
@@ -362,8 +362,14 @@ class Grammars:
         Raises:
             RequestError: the grammar cannot be used with this model; the error names ``field``.
         """
+        try:
+            return self._start(grammar, account)
+        except GrammarError as error:
+            raise RequestError(field, str(error)) from error
+
+    def _start(self, grammar: str, account: str) -> MatcherGrammar:
         if not self._end_tokens:
-            raise RequestError(field, "this model has no end token, by which structured output would end")
+            raise GrammarError("this model has no end token, by which structured output would end")
         vocabulary, key = self._known(), (account, grammar)
         with self._lock:
             compiled = self._kept.get(key)
@@ -386,7 +392,7 @@ class Grammars:
                 with self._lock:
                     del self._compiling[key]
         if compiled.matcher.is_error():
-            raise RequestError(field, reason_of(compiled.matcher.get_error()))
+            raise GrammarError(reason_of(compiled.matcher.get_error()))
         self._keep(key, compiled)
         return MatcherGrammar(compiled, vocabulary, self._vocab_size, self._end_tokens, self._clock)
 
@@ -404,7 +410,7 @@ class Grammars:
         try:
             compiled: _Compiled = deeply(compile_it)
         except ValueError as error:
-            raise RequestError(FIELD, reason_of(str(error))) from error
+            raise GrammarError(reason_of(str(error))) from error
         return compiled
 
     def _keep(self, key: tuple[str, str], compiled: _Compiled) -> None:
@@ -431,9 +437,9 @@ class Grammars:
 
     def _read_vocabulary(self) -> LLTokenizer:
         if not INSTALLED:
-            raise RequestError(FIELD, "structured output needs llguidance, which is not installed: pip install llguidance")
+            raise GrammarError("structured output needs llguidance, which is not installed: pip install llguidance")
         try:
             known = vocabulary_of(self._tokenizer, self._vocab_size, self._end_tokens)
             return LLTokenizer(known.tokenizer, n_vocab=known.size, eos_token=list(known.end_tokens))
         except ValueError as error:
-            raise RequestError(FIELD, f"{NO_VOCABULARY}: {reason_of(str(error))}") from error
+            raise GrammarError(f"{NO_VOCABULARY}: {reason_of(str(error))}") from error

@@ -69,7 +69,8 @@ def keep_blocks(model: PreTrainedModel, raw: dict[str, tuple[str, Codes, np.ndar
 
 def packable(model: PreTrainedModel) -> set[str]:
     """Return the names of the parameters that can be kept in blocks."""
-    return {name for name, parameter in model.named_parameters() if id(parameter) in {id(one) for one, _ in _matrices(model)}}
+    matrices = {id(parameter) for parameter, _ in _matrices(model)}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in matrices}
 
 
 def _checked(name: str, kind: str, data: Codes, order: np.ndarray) -> Iterator[Blocks]:

@@ -16,7 +16,7 @@ import torch
 
 _BITS = (4, 8)  # bits of a number packed into an int32
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # place of each of eight columns in an int32, from the lowest bits
-_FLOATS, _SCALES = {"F16", "BF16", "F32", "F64"}, {"F16", "BF16", "F32", "F8_E8M0"}  # safetensors names
+_SCALES = {"F16", "BF16", "F32", "F8_E8M0"}  # safetensors names
 _BLOCK_ELEMENTS = 2**24  # elements dequantized at once, in float32
 
 
