@@ -38,7 +38,7 @@ class CacheKeeper:
         """Return the operator's commands. Raises ``CacheNotReadyError`` until the model is known."""
         if self._admin is None:
             why = self._fault or "no engine replica has loaded the model yet; try again"
-            raise CacheNotReadyError(f"the shared memory is not ready: {why}")
+            raise CacheNotReadyError(f"the shared cache is not ready: {why}")
         return self._admin
 
     def check_health(self) -> None:
@@ -64,11 +64,11 @@ class CacheKeeper:
                     return
                 self._stopped.wait(_ASK_AGAIN_S)
         except Exception as error:  # the thread has no caller: report the error at the next call
-            logger.exception("the keeper of the shared memory could not begin")
+            logger.exception("the shared cache service failed to start")
             self._fault = f"{type(error).__name__}: {error}"
 
     def _open(self, identity: Identity) -> None:
         self._server = CacheServer(self._access, identity, self._quotas)
         self._server.start()
         self._admin = CacheAdmin(self._access, identity)
-        logger.info("the shared memory is kept for %d tenants", len(self._access.tenants))
+        logger.info("the shared cache serves %d tenants", len(self._access.tenants))

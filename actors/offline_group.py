@@ -203,4 +203,4 @@ def _answer(reference: ray.ObjectRef[Any]) -> Any:
         raise GroupError(f"the leader of the group failed: {one_line(error.cause)[:400]}") from error
     except RayError as error:
         said = str(error).strip().split("\n")[0]  # the following lines are Ray internals
-        raise GroupError(f"the leader of the group is gone, perhaps for want of memory: {said}") from error
+        raise GroupError(f"the leader of the group ended, possibly out of memory: {said}") from error

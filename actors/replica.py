@@ -222,7 +222,7 @@ class Replica:
         except DeviceError as error:
             self._lose_device(error)
         except Exception as error:
-            logger.exception("the engine's thread ends")
+            logger.exception("the engine's thread failed")
             fault = ReplicaError(f"the engine failed: {one_line(error)}")
         finally:
             self._close(fault)
@@ -262,9 +262,9 @@ class Replica:
                 if not (live.resumed and live.request.account == other.request.account):
                     raise RequestError("request_id", f"{request_id!r} is in use by a live request")
                 if other.resumed and time.monotonic() - other.began_s < RESUME_PERIOD_S:
-                    raise StreamTakenError(_LAST_EVENT, "another client went on with this stream less than a second ago")
+                    raise StreamTakenError(_LAST_EVENT, "another client resumed this stream less than a second ago")
                 self._abort(other)
-                other.put(StreamTakenError(_LAST_EVENT, "another client goes on with this stream"))
+                other.put(StreamTakenError(_LAST_EVENT, "another client has resumed this stream"))
             self._engine.add(live.request)
         except (QueueFullError, RequestError) as error:
             live.put(error)
@@ -360,7 +360,7 @@ class Replica:
         # May run in any thread: the engine's thread may hang.
         count, device = len(self._live), self._info.device
         if self._close(DeviceLostError(self._engine.metrics().engine, error.kind, error.reason)):
-            text = "device_failed: %s on %s, %d requests go on elsewhere and this process ends: %s"
+            text = "device_failed: %s on %s, %d requests move to other replicas and this process ends: %s"
             logger.critical(text, error.kind, device, count, error.reason, exc_info=error)
             self._inbox.put(None)
             if self._end is not None:

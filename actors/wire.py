@@ -84,7 +84,7 @@ def _form(hint: Any) -> _Form:
 def _plain(kinds: Any) -> _Form:
     def build(value: Any) -> Any:
         if not isinstance(value, kinds):
-            raise ValueError(f"{type(value).__name__} in the place of {kinds}")
+            raise ValueError(f"expected {kinds}, got {type(value).__name__}")
         return value
 
     return _Form(_as_is, build)
@@ -118,7 +118,7 @@ def _array(dtype: np.dtype[Any]) -> _Form:
 def _sequence(form: _Form) -> _Form:
     def build(told: Any) -> tuple[Any, ...]:
         if not isinstance(told, tuple):
-            raise ValueError(f"{type(told).__name__} in the place of a tuple")
+            raise ValueError(f"expected a tuple, got {type(told).__name__}")
         return tuple([form.build(one) for one in told])
 
     return _Form(_as_is if form.pack is _as_is else lambda values: [form.pack(one) for one in values], build)

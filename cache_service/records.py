@@ -168,7 +168,7 @@ def decode_batch(data: bytes | None, vocab_size: int) -> TextBatch:
     table = np.frombuffer(data, _DELTA, num_deltas, _HEADER.size)
     num_tokens = int(table["count"].sum(dtype=np.int64))
     if tokens_at + num_tokens * width + _CHECKSUM.size != len(data):
-        raise CorruptRecordError(f"{len(data)} bytes do not hold what the header says: {num_tokens} tokens from {tokens_at} on")
+        raise CorruptRecordError(f"{len(data)} bytes do not match the header: {num_tokens} tokens from {tokens_at} on")
     tokens = unpack_tokens(memoryview(data)[tokens_at : -_CHECKSUM.size], width)
     if num_tokens and int(tokens.max()) >= vocab_size:
         raise CorruptRecordError(f"token {int(tokens.max())} of a vocabulary of {vocab_size}")

@@ -36,7 +36,7 @@ def with_keys_file(section: TenancyOptions, required: bool = False) -> TenancyOp
     if required and not any(tenant.keys for tenant in whole.tenants.values()):
         raise ConfigError(
             "requests need an API key, and no tenant has one: outrider new-key makes a key and its hash for "
-            f"tenancy.tenants.NAME.keys or tenancy.keys_file (now {section.keys_file}); server.require_key=false serves anybody"
+            f"tenancy.tenants.NAME.keys or tenancy.keys_file (now {section.keys_file}); or set server.require_key=false"
         )
     return whole
 

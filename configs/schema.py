@@ -203,7 +203,7 @@ def check_values(config: Config) -> None:
             )
     if config.baseline.shadow and not config.baseline.enabled:
         raise ConfigError(
-            f"baseline.shadow is {config.baseline.shadow:g}, and there is no baseline: set baseline.enabled=true, or leave it out"
+            f"baseline.shadow is {config.baseline.shadow:g}, but there is no baseline: set baseline.enabled=true, or leave it out"
         )
     for fault in (*server_faults(config.server), *upload_faults(config.limits)):
         raise ConfigError(fault)
@@ -234,14 +234,14 @@ def _check_parallelism(config: Config) -> None:
         _check_parts(config)
     if options.mode != "none" and options.world_size == "auto" and options.placement != "STRICT_PACK":
         raise ConfigError(
-            f"parallelism.placement is {options.placement} and parallelism.world_size is auto: such groups are made up of the "
-            "replicas of one node; give world_size a number, or leave placement out"
+            f"parallelism.placement is {options.placement} and parallelism.world_size is auto: such groups are formed by the "
+            "replicas of one node; set world_size to a number, or leave placement out"
         )
     server = config.server
     if options.mode == "lookahead" and options.world_size == "auto" and server.most_replicas != server.replicas:
         raise ConfigError(
-            f"parallelism.world_size is auto and server.max_replicas is {server.max_replicas}: such groups are made up of "
-            "as many replicas as there are at the start; give world_size a number, or leave max_replicas out"
+            f"parallelism.world_size is auto and server.max_replicas is {server.max_replicas}: the size of such groups "
+            "is fixed at the start; set world_size to a number, or leave max_replicas out"
         )
     if options.pin_threads and options.mode != "none" and options.world_size != "auto" and server.most_replicas > 1:
         raise ConfigError(
@@ -259,7 +259,7 @@ def _check_parts(config: Config) -> None:
     if options.placement != "STRICT_PACK":
         raise ConfigError(f"{where} and parallelism.placement is {options.placement}; allowed: STRICT_PACK, ranks on one node")
     if options.pin_threads:
-        raise ConfigError(f"{where} and parallelism.pin_threads is true, which is for mode lookahead; leave it out")
+        raise ConfigError(f"{where} and parallelism.pin_threads is true, which requires mode lookahead; leave it out")
     if config.speculation.draft_model is not None:
         raise ConfigError(f"{where}, where speculation.draft_model is not supported; leave one of them out")
     if config.engine.compile:

@@ -50,7 +50,7 @@ def server_faults(server: ServerOptions) -> Iterator[str]:
     """Yield one sentence for each fault."""
     if server.admin_port == server.port:
         yield (
-            f"server.admin_port is {server.admin_port}, as server.port: /admin and /metrics need one of their own; choose "
+            f"server.admin_port is {server.admin_port}, like server.port: /admin and /metrics need a separate port; choose "
             "another, or leave it out"
         )
     elif server.admin_port is None and server.port == _LAST_PORT and admin_address(server) is not None:
@@ -58,10 +58,10 @@ def server_faults(server: ServerOptions) -> Iterator[str]:
     if server.most_replicas < server.replicas:
         yield f"server.max_replicas is {server.max_replicas}; allowed: at least server.replicas, which is {server.replicas}"
     if not server.most_replicas:
-        yield "server.replicas is 0: say with server.max_replicas how many there are to be when somebody asks"
+        yield "server.replicas is 0: set server.max_replicas to the number of replicas to start on request"
     if server.target_tokens_per_s is not None and server.max_replicas is None:
         yield (
-            f"server.target_tokens_per_s is {server.target_tokens_per_s:g}, which says when there are to be more engines: set "
+            f"server.target_tokens_per_s is {server.target_tokens_per_s:g}, but autoscaling is off: set "
             "server.max_replicas, or leave it out"
         )
     endpoint = server.otlp_endpoint

@@ -89,14 +89,14 @@ def _needed(tenancy: TenancyOptions, host: str, require_key: bool | None) -> Ite
         why = "server.require_key is true" if require_key else f"other machines reach server.host {host!r}"
         yield (
             f"{why}, and no tenant has an API key: give one to tenancy.tenants.NAME.keys or tenancy.keys_file (outrider new-key "
-            "makes a key and its hash), or set server.require_key=false to serve whoever comes"
+            "makes a key and its hash), or set server.require_key=false to serve requests without a key"
         )
 
 
 def _anonymous(tenancy: TenancyOptions, host: str) -> Iterator[str]:
     if tenancy.anonymous is not None and not is_loopback(host):
         yield (
-            f"tenancy.anonymous is {tenancy.anonymous!r}, but other machines reach server.host {host!r}: all who come without "
+            f"tenancy.anonymous is {tenancy.anonymous!r}, but other machines reach server.host {host!r}: all clients without "
             "a key would share drafts; set tenancy.anonymous=null and give tenants keys (outrider new-key), or "
             "server.host=127.0.0.1"
         )

@@ -45,7 +45,7 @@ class FunctionCache(caching.FunctionCache):  # type: ignore[misc]
         try:
             super().save_overload(sig, data)
         except OSError as error:
-            _warn("compiled code cannot be kept (%s): the next start compiles again what is missing", error)
+            _warn("compiled code cannot be cached (%s): the next start compiles the missing part again", error)
 
 
 # numba's own class tries other folders if the first is not writable; this one uses the given folder only.
@@ -107,7 +107,7 @@ def _compiled_anew() -> Iterator[None]:
     except FileNotFoundError:
         pass  # not compiled yet, or the process was killed between writing the index and the code
     except Exception as error:  # noqa: BLE001  # anything that reading, unpickling and linking may raise
-        _warn("compiled code that was kept cannot be used and is compiled anew: %s", error)
+        _warn("cached compiled code cannot be used and is compiled again: %s", error)
 
 
 _warned = set[str]()

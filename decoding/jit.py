@@ -212,7 +212,7 @@ def _writable(folder: Path) -> bool:
 
 @cache
 def _warn_unkept(folder: Path, reason: str) -> None:
-    logger.warning("compiled code cannot be kept in %s (%s): every start compiles anew", folder, reason)
+    logger.warning("compiled code cannot be cached in %s (%s): every start compiles it again", folder, reason)
 
 
 def _sources(path: Path) -> Path:

@@ -39,7 +39,7 @@ def private_folder(wanted: Path | None) -> Path:
         error.
     """
     if wanted is None:
-        return _temporary("this user has no home")
+        return _temporary("this user has no home directory")
     refusal = _refusal(wanted)
     return wanted if refusal is None else _temporary(f"{wanted} is not used: {refusal}")
 
@@ -64,7 +64,7 @@ def open_private(path: Path) -> BinaryIO:
         return os.fdopen(handle, "rb")
     os.close(handle)
     if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     raise PermissionError(errno.EACCES, f"it is user {found.st_uid}'s and has the mode {found.st_mode & 0o7777:o}", str(path))
 
 
@@ -170,8 +170,8 @@ def _temporary(reason: str) -> Path:
         made.rmdir()
         made = _NOWHERE
     logger.warning(
-        "%s; what is compiled and measured is not kept for the next start: set XDG_CACHE_HOME to a folder of your own, to which "
-        "and above which nobody else may write (chmod go-w)", reason,
+        "%s; compiled code and measurements are not cached for the next start: set XDG_CACHE_HOME to a folder of your own; other "
+        "users must not have write access to it or its parents (chmod go-w)", reason,
     )  # fmt: skip
     if made != _NOWHERE:
         atexit.register(_remove, made, os.getpid())

@@ -221,6 +221,6 @@ def _check(
     if len(prompt_ids) == 0:
         raise ValueError("prompt must hold at least one token")
     if len(emitted) >= params.max_tokens:
-        raise ValueError(f"emitted must leave room for a token: {len(emitted)} of max_tokens={params.max_tokens} are there")
+        raise ValueError(f"emitted must hold fewer tokens than max_tokens={params.max_tokens}, got {len(emitted)}")
     if max_draft_tokens is not None and max_draft_tokens < 0:
         raise ValueError(f"max_draft_tokens must be 0 (plain decoding) or more, got {max_draft_tokens}")

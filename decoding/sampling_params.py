@@ -72,7 +72,7 @@ class SamplingParams:
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise ValueError(f"min_tokens must be between 0 and max_tokens ({self.max_tokens}), got {self.min_tokens}")
         if self.grammar is not None and self.ignore_eos:
-            raise ValueError("ignore_eos must be off with a grammar, which says itself where the text may end")
+            raise ValueError("ignore_eos must be false with a grammar: the grammar determines where the text may end")
         self._check_logit_bias()
 
     def _check_logit_bias(self) -> None:

@@ -198,10 +198,10 @@ class Engine:
                 next(self._chores[0])
             return
         except StopIteration:
-            logger.debug("what makes drafts faster is made")
+            logger.debug("background warm-up finished")
         except Exception as error:  # costs speed only, so it is not retried; a lost device raises ``DeviceError``
             self._raise_lost(error)
-            logger.exception("what would make drafts faster could not be made")
+            logger.exception("background warm-up failed, drafting will be slower")
         del self._chores[0]
         give_heap_back()
 
@@ -351,7 +351,7 @@ class Engine:
             return []
         (request,) = self._scheduler.running
         logger.error("out_of_memory: request %s does not fit alone: %s", request.request_id, reason)
-        advice = "lower engine.kv_slots, engine.max_running or model.max_model_len, whose KV takes the memory that steps need"
+        advice = "lower engine.kv_slots, engine.max_running or model.max_model_len to leave more memory for steps"
         return [self._fail(request, f"out of memory on {self.info.device} with this request alone: {advice}")]
 
     def _raise_lost(self, error: Exception) -> None:
@@ -391,13 +391,13 @@ class Engine:
         except Exception as error:
             self._raise_lost(error)
             if not isinstance(error, RequestError):
-                logger.exception("request %s cannot go on", request.request_id)
+                logger.exception("committing the result of request %s failed", request.request_id)
             return self._fail(request, *fault_of(error))
 
     def _fail(self, request: Request, message: str, field: str | None = None) -> StepOutput:
         """End a request with an error. A fault of the request itself (``field`` is set) counts as an abort."""
         if field is not None:
-            logger.info("request %s is at fault: %s: %s", request.request_id, field, message)
+            logger.info("request %s is invalid: %s: %s", request.request_id, field, message)
         if request.request_id in self._requests:  # ``_commit`` may have released it
             self._release(request, FinishReason.ERROR if field is None else FinishReason.ABORT)
         return StepOutput(request.request_id, (), "", FinishReason.ERROR, message, request.stats, fault_field=field)

@@ -268,7 +268,7 @@ class LocalExecutor:
             if is_out_of_memory(error) or device_error(error, self.runner.model.device) is not None:
                 raise  # not caused by the request
             if not isinstance(error, RequestError):
-                logger.exception("request %s cannot be verified", work.request.request_id)
+                logger.exception("verifying request %s failed", work.request.request_id)
             work.request.fault, work.request.fault_field = fault_of(error)
             return Outcome(work.tree, Acceptance((), int(target.ids[0])), target)
 

@@ -162,7 +162,7 @@ class Elastic(Ranks):
                 self._executor.tend()
                 self._dismiss()
             except Exception:  # keep the thread alive: the next round may succeed
-                logger.exception("the group could not be made up")
+                logger.exception("updating the group failed, retrying")
             self._wake.wait(pause_s)
             self._wake.clear()
 
@@ -207,7 +207,9 @@ class Elastic(Ranks):
                 try:
                     member.link = member.peer.dial()
                 except LINK_ERRORS as error:
-                    logger.info("the replica at %s:%d cannot be led: %s", *member.peer.address, type(error).__name__)
+                    logger.info(
+                        "cannot connect to the replica at %s:%d as a rank: %s", *member.peer.address, type(error).__name__
+                    )
                     member.not_before_s = time.monotonic() + _LOST_S
                     continue
                 self._executor.add_rank(member.number, member.link)

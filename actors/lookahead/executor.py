@@ -209,7 +209,7 @@ class LookaheadParallelExecutor:
                     works, [part[at] if part else None for part in parts], top_k, compare
                 )
             except LINK_ERRORS as error:
-                self._membership.lose(rank_state, f"it takes no message: {one_line(error)}")
+                self._membership.lose(rank_state, f"sending a message failed: {one_line(error)}")
         return partitioned
 
     def _compute(self, works: Sequence[Work], trees: Sequence[DraftTree | None], top_k: int) -> _Own:

@@ -100,7 +100,7 @@ class Group(Ranks):
 
     def start(self) -> None:
         """See ``Ranks``. Raises GroupError if a rank cannot be loaded or is not ready in time."""
-        assert self._executor is not None, "the engine comes before its ranks"
+        assert self._executor is not None, "the engine must be created before its ranks"
         if self._cores:
             pin_thread(self._allowed)
         deadline = time.monotonic() + self._start_timeout_s
@@ -165,7 +165,7 @@ class Group(Ranks):
             if place.max_model_len < self._max_model_len:
                 raise GroupError(
                     f"rank {member.rank} has memory for requests of {place.max_model_len} tokens, and the leader serves "
-                    f"{self._max_model_len}: set model.max_model_len={place.max_model_len}, or end what takes memory of its GPU"
+                    f"{self._max_model_len}: set model.max_model_len={place.max_model_len}, or stop other processes on its GPU"
                 )
             if place.node == ray.get_runtime_context().get_node_id():
                 member.actor.process, member.device = psutil.Process(place.pid), place.device
@@ -183,7 +183,7 @@ class Group(Ranks):
             try:
                 self._tend()
             except Exception:  # keep monitoring after any error
-                logger.exception("looking after the ranks failed; it is tried again")
+                logger.exception("monitoring the ranks failed, retrying")
 
     def _tend(self) -> None:
         assert self._executor is not None
@@ -210,7 +210,7 @@ class Group(Ranks):
         member.failures, member.due_s = member.failures + 1, now + backoff_s
         self._end(member)
         again = f"in {backoff_s:.0f} s" if backoff_s else "now"
-        logger.warning("rank %d: %s; it is started again %s", member.rank, why, again)
+        logger.warning("rank %d: %s; restarting it %s", member.rank, why, again)
 
     def _end(self, member: _Member) -> None:
         actor, link = member.actor, member.link

@@ -176,7 +176,7 @@ class _TlsConnection(Connection):
             except ssl.SSLCertVerificationError as error:
                 self._write_all(self._outgoing.read())  # send the alert with the reason
                 reason = f"by {os.environ['RAY_TLS_CA_CERT']}: {error.verify_message}"
-                raise AuthenticationError(f"the certificate of the other side is refused, {reason}") from None
+                raise AuthenticationError(f"the certificate of the peer is refused, {reason}") from None
             else:
                 self._write_all(self._outgoing.read())
                 return
@@ -206,7 +206,7 @@ class _TlsConnection(Connection):
     def _record(self) -> bytes:
         header = self._read_exactly(_RECORD_HEADER_BYTES)
         if header[0] not in _RECORD_KINDS:
-            raise ssl.SSLError("the other side does not speak TLS, and RAY_USE_TLS is set here: set it in all pods, or in none")
+            raise ssl.SSLError("the peer does not use TLS, but RAY_USE_TLS is set here: set it in all pods, or in none")
         return header + self._read_exactly(int.from_bytes(header[3:], "big"))
 
     def _write_all(self, data: bytes) -> None:
@@ -219,7 +219,7 @@ class _TlsConnection(Connection):
         while len(found) < size:
             chunk = os.read(self.fileno(), size - len(found))
             if not chunk:
-                raise EOFError("the other side has closed the connection")
+                raise EOFError("the peer has closed the connection")
             found += chunk
         return found
 

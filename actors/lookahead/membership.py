@@ -67,7 +67,7 @@ class RankMembership:
                     try:
                         rank_state.refill(works, self._chunk)
                     except LINK_ERRORS as error:
-                        self.lose(rank_state, f"it takes no message: {one_line(error)}")
+                        self.lose(rank_state, f"sending a message failed: {one_line(error)}")
             elif not rank_state.refilling and lag > max(self._chunk, READY_LAG):
                 rank_state.refilling = True
             if not rank_state.refilling:
@@ -103,9 +103,11 @@ class RankMembership:
         """Return whether a rank exceeded a timeout, after removing it as lost. Received messages must have been read."""
         now = time.monotonic()
         if now - rank_state.link.heard_s >= self._options.rank_timeout_s:
-            self.lose(rank_state, f"no sign of it for {now - rank_state.link.heard_s:.1f} s")
+            self.lose(rank_state, f"nothing received for {now - rank_state.link.heard_s:.1f} s")
         elif rank_state.unanswered and now - rank_state.unanswered[0][1] >= self._options.step_timeout_s:
-            self.lose(rank_state, f"it lives, but has been computing one step for {now - rank_state.unanswered[0][1]:.1f} s")
+            self.lose(
+                rank_state, f"it sends heartbeats, but has been computing one step for {now - rank_state.unanswered[0][1]:.1f} s"
+            )
         else:
             return False
         return True
@@ -129,7 +131,7 @@ class RankMembership:
             self.lose(rank_state, message.reason)
         elif isinstance(message, Away):
             del self.rank_states[rank_state.rank]
-            self.lost.append(LostRank(rank_state.rank, "it is away", time.monotonic(), away=True))
+            self.lost.append(LostRank(rank_state.rank, "it is busy or follows another leader", time.monotonic(), away=True))
         elif not isinstance(message, Beat):
             self.lose(rank_state, f"it sent a {type(message).__name__}")
         return None
@@ -156,7 +158,7 @@ class RankMembership:
                 try:
                     former.leave()
                 except LINK_ERRORS as error:
-                    logger.info("rank %d went without a word: %s", rank, one_line(error))
+                    logger.info("rank %d disconnected before it could be notified: %s", rank, one_line(error))
             if link is not None:
                 self.rank_states[rank] = RankState(rank, link, self._sequences)
 

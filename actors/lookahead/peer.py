@@ -61,7 +61,7 @@ class Peer:
                     self._hear(self._link)
             except LINK_ERRORS as error:
                 if self.present and not self._over.is_set():
-                    logger.warning("the replica at %s:%d is gone: %s: %s", *self.address, type(error).__name__, error)
+                    logger.warning("lost the replica at %s:%d: %s: %s", *self.address, type(error).__name__, error)
             finally:
                 if self._link is not None:
                     self._link.close()
@@ -73,7 +73,7 @@ class Peer:
         while (message := link.receive(self._timeout_s)) is not None:
             if isinstance(message, Beat):
                 self._set(message.busy)
-        raise TimeoutError(f"no sign of life for {self._timeout_s:g} s")
+        raise TimeoutError(f"nothing received for {self._timeout_s:g} s")
 
     def _set(self, busy: bool | None) -> None:
         if busy is not self._busy:

@@ -157,7 +157,7 @@ class RankServer:
             except OSError as error:
                 if self._closed:
                     return
-                logger.warning("no connection could be taken: %s: %s", type(error).__name__, error)  # too many files, perhaps
+                logger.warning("accepting a connection failed: %s: %s", type(error).__name__, error)  # too many files, perhaps
                 time.sleep(ACCEPT_PAUSE_S)
                 continue
             threading.Thread(target=self._serve, args=(raw,), name="rank-leader", daemon=True).start()
@@ -166,7 +166,7 @@ class RankServer:
         try:
             link = accepted(raw, self._secret, self._options.rank_timeout_s)
         except LINK_ERRORS as error:
-            logger.warning("a connection was refused: %s: %s", type(error).__name__, error)
+            logger.warning("refused a connection: %s: %s", type(error).__name__, error)
             return
         with self._guard:
             self._links.append(link)

@@ -114,7 +114,7 @@ def _keep_out_strangers() -> None:
     """Make the next Ray listen on loopback, with a token that is in no file."""
     mode = os.environ.get("RAY_AUTH_MODE", "token")  # Ray sets it itself
     if mode.lower() != "token":
-        raise RayTokenError(f"RAY_AUTH_MODE is {mode}: whoever reaches a port of Ray could run code here; unset it")
+        raise RayTokenError(f"RAY_AUTH_MODE is {mode}: anyone who reaches a port of Ray could run code here; unset it")
     if not os.environ.get("RAY_AUTH_TOKEN"):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     # If Ray may form clusters, it replaces 127.0.0.1 by the machine's external address. Ray's processes read the

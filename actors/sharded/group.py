@@ -89,7 +89,7 @@ class ShardedGroup(Ranks):
     def runner(self, model: PreTrainedModel, capacity: int, options: EngineOptions, tree_rows: int) -> ModelRunner:
         """See ``Ranks``. Keeps the leader's part of the model and waits for the followers. Also raises ModelLoadError."""
         if options.compile:
-            raise GroupError("engine.compile=true is for whole models, not for parts of one")
+            raise GroupError("engine.compile=true is not supported with parallelism.mode tensor or pipeline: leave it out")
         deadline = time.monotonic() + self._terms.start_timeout_s
         try:
             for address in self.housing.addresses(self._terms.start_timeout_s):

@@ -29,7 +29,7 @@ def take_checked(model: PreTrainedModel, shard: Shard) -> ModelPart:
         difference = float((given - whole).norm() / whole.norm())
         if not difference <= MOST_DIFFERENT:
             raise GroupError(
-                f"{type(model).__name__} in {shard.world_size} parts says something else than in one: its logits are off by "
-                f"{difference:.0%}; parallelism.mode {shard.mode} is not for this architecture, choose another one"
+                f"{type(model).__name__} in {shard.world_size} parts differs from the whole model: its logits differ by "
+                f"{difference:.0%}; parallelism.mode {shard.mode} does not support this architecture, choose another mode"
             )
     return part

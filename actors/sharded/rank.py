@@ -77,16 +77,16 @@ class ShardServer:
             threading.Thread(target=self._watch, args=(link,), name="shard-watch", daemon=True).start()
             self._follow(link)
         except LINK_ERRORS as error:
-            logger.info("the leader is gone: %s", one_line(error))
+            logger.info("lost the leader: %s", one_line(error))
         except Exception as error:  # any error of the model, DeepSpeed or device: the group cannot continue without this rank
-            logger.exception("rank %d ends", self._shard.rank)
+            logger.exception("rank %d failed", self._shard.rank)
             self._tell(link, str(error) if isinstance(error, GroupError) else one_line(error))
         self._finish()
 
     def _follow(self, link: Link) -> None:
         join = self._take(link)
         if not isinstance(join, Join):
-            raise WireError(f"a leader begins with where to meet, not with {type(join).__name__}")
+            raise WireError(f"expected Join as the leader's first message, got {type(join).__name__}")
         self._met = join
         meet(self._shard, join.host, join.port, self._terms.start_timeout_s)
         part = take_checked(self._model, self._shard)
@@ -95,7 +95,7 @@ class ShardServer:
         while True:
             step = self._take(link)
             if not isinstance(step, ShardedStep):
-                raise WireError(f"a leader sends steps, not {type(step).__name__}")
+                raise WireError(f"expected ShardedStep from the leader, got {type(step).__name__}")
             self._began_s = time.monotonic()
             _compute(runner, part, step)
             self._began_s = None
@@ -109,7 +109,7 @@ class ShardServer:
             try:
                 link.send(Failure(reason))
             except LINK_ERRORS as error:
-                logger.info("the leader could not be told: %s", one_line(error))
+                logger.info("notifying the leader failed: %s", one_line(error))
 
     def _watch(self, link: Link) -> None:
         """Exit the process if the leader is gone or a forward takes too long."""

@@ -55,7 +55,7 @@ def meet(shard: Shard, host: str, port: int, timeout_s: float) -> None:
     Raises GroupError if the process is in a group already, RuntimeError if the other ranks do not connect.
     """
     if distributed.is_initialized():
-        raise GroupError("this process has been a rank of another group: a rank needs a process of its own")
+        raise GroupError("this process was already a rank of another group: start each rank in a new process")
     local = shard.rank % max(1, torch.cuda.device_count()) if shard.device == "cuda" else shard.rank
     # DeepSpeed reads the environment. Its shared-memory reduction needs LOCAL_SIZE: if that is not the number of ranks, its first
     # use is a segmentation fault.

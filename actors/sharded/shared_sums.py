@@ -50,7 +50,7 @@ def settle(deepspeed: Any, rank: int, world_size: int) -> None:
         reason = _why_not(world_size) or _load()
         through_memory[0] = reason is None
         if reason is not None:
-            logger.warning("the ranks' sums go by gloo, which is slower than shared memory: %s", reason)
+            logger.warning("all-reduce uses gloo, which is slower than shared memory: %s", reason)
     distributed.broadcast(through_memory, 0)
     if not through_memory:
         deepspeed.ops.__compatible_ops__[_MODULE] = False  # the value that DeepSpeed itself sets without the module
@@ -68,7 +68,7 @@ def sweep(host: str, port: int, world_size: int) -> None:
 
 def _why_not(world_size: int) -> str | None:
     if not SHARED_MEMORY.is_dir():
-        return f"there is no {SHARED_MEMORY}"
+        return f"{SHARED_MEMORY} does not exist"
     free, needed = shutil.disk_usage(SHARED_MEMORY).free, world_size * BUFFER_BYTES
     if free < needed:
         return (
@@ -108,7 +108,7 @@ def alone_in(folder: Path) -> Iterator[None]:
         except (OSError, ValueError):
             whole = False
         if not whole and made.exists():  # also removes the stale lock file of a killed process; our own lock excludes others
-            logger.warning("DeepSpeed's module in %s is not whole and is compiled anew", made)
+            logger.warning("DeepSpeed's module in %s is incomplete and is compiled again", made)
             shutil.rmtree(made)
         with environment(_FOLDER, str(folder)):
             yield
@@ -119,7 +119,7 @@ def _seal(folder: Path) -> None:
         (folder / _MODULE / f"{_MODULE}.so").chmod(0o755)  # the compiler may have left it group-writable
         keep_sealed(folder / _SEAL, _digest(folder / _MODULE))
     except OSError as error:
-        logger.warning("DeepSpeed's module cannot be kept and will be compiled again at the next start: %s", error)
+        logger.warning("DeepSpeed's module cannot be cached and will be compiled again at the next start: %s", error)
 
 
 def _digest(made: Path) -> bytes:

@@ -48,7 +48,7 @@ def take_part(model: PreTrainedModel, shard: Shard) -> ModelPart:
         heads = f"the {whole.kv_heads} KV heads of {name}"
         raise GroupError(f"{heads} cannot be partitioned among {shard.world_size} ranks evenly: change parallelism.world_size")
     if model.dtype == torch.float64:
-        raise GroupError("DeepSpeed's sums know no float64: set model.dtype to float32, bfloat16 or float16")
+        raise GroupError("DeepSpeed's all-reduce does not support float64: set model.dtype to float32, bfloat16 or float16")
     deepspeed = _deepspeed(shard.device)
     printed = io.StringIO()
     try:
@@ -65,7 +65,7 @@ def take_part(model: PreTrainedModel, shard: Shard) -> ModelPart:
         raise GroupError(
             f"DeepSpeed cannot split {name} ({one_line(error)}): choose parallelism.mode pipeline or lookahead"
         ) from error
-    logger.debug("DeepSpeed says: %s", printed.getvalue())
+    logger.debug("DeepSpeed output: %s", printed.getvalue())
     row_parts(model)
     here = dataclasses.replace(kv_shape(model), kv_heads=whole.kv_heads // shard.world_size)
     return ModelPart(here, gives_logits=True)

@@ -32,7 +32,7 @@ class _Watched:
         if self.since_s is None or abs(ahead_s - self.ahead_s) > self.step_s:
             if self.since_s is not None:
                 logger.warning(
-                    "the clock of %s has jumped by %+.0f s: no text is let go of for its age until it has run on for %.0f s",
+                    "the clock of %s jumped by %+.0f s: texts do not expire until it has run evenly for %.0f s",
                     self.name, ahead_s - self.ahead_s, self.confirm_s,
                 )  # fmt: skip
             self.since_s, self.looks = at_s, 0
@@ -65,7 +65,9 @@ class AgeClock:
         at_s, wall_s = self._steady(), self._wall()
         apart = abs(wall_s - redis_s) > self._step_s
         if apart and not self._apart:
-            logger.warning("the clocks of Redis and this machine are %.0f s apart: the earlier counts", abs(wall_s - redis_s))
+            logger.warning(
+                "the clocks of Redis and this machine differ by %.0f s: the earlier one is used", abs(wall_s - redis_s)
+            )
         self._apart = apart
         believed = [self._redis.look(redis_s, at_s), self._machine.look(wall_s, at_s)]
         return min(redis_s, wall_s) if all(believed) else None

@@ -40,7 +40,7 @@ class Lease:
         lease_s = self._lease_s + work_s
         had, has = self._until > 0.0, self._store.acquire(self._name, self._holder, lease_s)
         if had != has:
-            logger.info("cache service: %s", "takes office" if has else "leaves office, another one has the lease")
+            logger.info("cache service: %s", "acquired leader lease" if has else "lost leader lease to another instance")
         self._until = now + lease_s if has else 0.0
         self._renew_at = now + self._lease_s / 3
         if not has:

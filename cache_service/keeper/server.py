@@ -96,7 +96,7 @@ class CacheServer:
         try:
             self._lease.release()
         except (redis.RedisError, OSError) as error:
-            logger.info("cache service: the lease runs out by itself: %s", error)
+            logger.info("cache service: could not release the lease, it will expire: %s", error)
         self._store.close()
 
     def status(self) -> ServerStatus:
@@ -116,7 +116,7 @@ class CacheServer:
             except (redis.RedisError, OSError) as error:
                 self._failed(error)
             except Exception as error:  # a bug: keep the thread alive, or the streams would grow forever
-                logger.exception("cache service: starts again from what is stored")
+                logger.exception("cache service: unexpected error, reloading the stored texts")
                 self._folds.clear()
                 self._failed(error)
 
@@ -163,7 +163,7 @@ class CacheServer:
     def _worked(self) -> None:
         if not self._well:
             self._well = True
-            logger.info("cache service: Redis is back")
+            logger.info("cache service: Redis is available again")
 
     def _failed(self, error: Exception) -> None:
         self._failures += 1
@@ -183,7 +183,7 @@ class CacheServer:
             for fold in self._folds.values():
                 self._store.trim(fold.namespace, fold.snapshot_id, exact=True)
         except (redis.RedisError, OSError) as error:
-            logger.info("cache service: no room could be made: %s", error)
+            logger.info("cache service: could not free memory in Redis: %s", error)
 
     # -- what is kept ----------------------------------------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ class CacheServer:
             # deleted the tenant died before it wrote the batch, this writes it.
             self._say(fold, max(fold.epoch, head.epoch))
         if lost:
-            logger.warning("cache service: Redis has lost namespace %s, it is written again from memory", fold.namespace)
+            logger.warning("cache service: Redis has lost namespace %s, writing it again from memory", fold.namespace)
             self._counted.pop(fold.namespace, None)
             fold.write_again(head.snapshot_id)
         elif compare_ids(head.snapshot_id, fold.snapshot_id) < 0:

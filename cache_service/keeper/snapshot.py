@@ -138,7 +138,7 @@ def decode_snapshot(data: bytes) -> Snapshot:
     size = _HEADER.size + sum(lengths) + num_texts * row_bytes
     size += num_removed * removed_bytes + num_evicted * KEY.itemsize + num_tokens * width
     if said_width != width or size + _CHECKSUM_BYTES != len(data):
-        raise CorruptSnapshotError(f"{len(data)} bytes do not hold what the header says: {num_texts} texts, {num_tokens} tokens")
+        raise CorruptSnapshotError(f"{len(data)} bytes do not match the header: {num_texts} texts, {num_tokens} tokens")
     reader = _Reader(memoryview(data), _HEADER.size)
     stream_id, revision = (bytes(reader.take(length)).decode("latin-1") for length in lengths)
     if not _STREAM_ID.fullmatch(stream_id) or not _REVISION.fullmatch(revision):

@@ -73,8 +73,8 @@ class Mirror:
         self._outbox = Outbox(int(options.outbox_mib * 2**20))
         self._inbox = Inbox(memory)
         self._tail = Tail(self._store, identity, self._namespaces, self._inbox, self._outbox, options.ttl_s)
-        self._reading = Guard("reading what others generated", options.retry_s)
-        self._writing = Guard("writing what was generated here", options.retry_s)
+        self._reading = Guard("reading shared texts from Redis", options.retry_s)
+        self._writing = Guard("writing shared texts to Redis", options.retry_s)
         self._origin = secrets.randbits(64)
         self._sequences = dict.fromkeys(self._namespaces, 0)
         self._published_tokens = self._unwritable_tokens = 0
@@ -106,13 +106,13 @@ class Mirror:
         if caught_up:
             logger.info("shared texts: %d tokens in %.2f s", tokens, time.monotonic() - began_s)
         else:
-            logger.warning("shared texts: Redis is away or slow; starting with %d tokens, the rest comes when it can", tokens)
+            logger.warning("shared texts: Redis is unreachable or slow; starting with %d tokens, loading the rest later", tokens)
         for thread in self._threads:
             thread.start()
 
     def publish(self, tenant: str, text: int, offset: int, tokens: Sequence[int] | Int32Array, final: bool) -> None:
         """Queue generated tokens of a text, from ``offset`` on, for the other replicas. Does not block."""
-        assert tenant in self._namespaces and tenant != PUBLIC, "a tenant that this mirror was not told of"
+        assert tenant in self._namespaces and tenant != PUBLIC, "tenant is unknown to this mirror"
         self._outbox.put(tenant, CacheDelta(text, offset, np.asarray(tokens, np.int32), final))
 
     def apply(self, max_tokens: int = 4096) -> bool:

@@ -107,7 +107,7 @@ class Tail:
             if place.wants_snapshot(head):
                 found |= self._reload(tenant, head.snapshot_id, afresh=not emptied)
         if num_emptied:
-            logger.info("Redis has forgotten the texts of %d tenants; following it from the beginning", num_emptied)
+            logger.info("Redis has lost the texts of %d tenants; reading their streams from the beginning", num_emptied)
         return found
 
     def read(self, block_s: float) -> bool:
@@ -186,7 +186,9 @@ class Tail:
         except CorruptSnapshotError as error:
             self.corrupt_snapshots += 1
             place.useless = snapshot_id
-            logger.warning("tenant %s: snapshot %s is dropped: %s; reading what the stream still holds", tenant, id, error)
+            logger.warning(
+                "tenant %s: snapshot %s is dropped: %s; reading the remaining entries of the stream", tenant, id, error
+            )
             return False
         with self.deleting:
             admitted = place.ledger.admit_snapshot(snapshot)

@@ -177,7 +177,7 @@ def _sentinel(parts: SplitResult, arguments: dict[str, Any]) -> redis.Redis:
 
 def _cluster(parts: SplitResult, arguments: dict[str, Any]) -> RedisCluster:
     if parts.path.strip("/") or "db" in arguments:
-        raise _AddressError("a cluster has one database: leave the path away")
+        raise _AddressError("a cluster has only one database: remove the path")
     tls = parts.scheme.startswith("rediss")
     _check(redis.SSLConnection if tls else redis.Connection, arguments)
     if tls:

@@ -74,7 +74,7 @@ class Guard(CircuitBreakerListener):
             assert self._last is not None
             words = " ".join(str(self._last).split())[:_MESSAGE_CHARS]
             logger.warning(
-                "%s: %s (%s: %s); going on without, next attempt every %g s",
+                "%s failed: %s (%s: %s); continuing without it, retrying every %g s",
                 self._doing, failure_kind(self._last), type(self._last).__name__, words, self._retry_s,
             )  # fmt: skip
             self.opened += 1  # after the log line, so that a waiter for the counter finds it

@@ -153,7 +153,7 @@ def _wait_until_ready(url: str, watcher: subprocess.Popen[bytes], folder: Path) 
                 (folder / "answered").touch()
                 return pid
     said = _last_line(folder / "log")
-    raise EmbeddedRedisError(f"redis-server did not answer within {_START_TIMEOUT_S:.0f} s; its last word: {said}")
+    raise EmbeddedRedisError(f"redis-server did not answer within {_START_TIMEOUT_S:.0f} s; its last output: {said}")
 
 
 def _last_line(log: Path) -> str:
@@ -161,4 +161,4 @@ def _last_line(log: Path) -> str:
         lines = log.read_text(errors="replace").strip().splitlines()
     except OSError:  # removed with its server
         lines = []
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "none"

@@ -48,13 +48,13 @@ def version_fault(kind: str, version: str) -> str | None:
     """
     numbers = _numbers(version)
     if numbers is None:
-        return "names no release of three numbers"
+        return "has no version of three numbers"
     floors = {floor[:2]: floor for floor in filter(None, map(_numbers, FLOORS[kind]))}
     floor = floors.get(numbers[:2])
     if floor is None:
-        known = f"is of a series without fixes known here: use one of {', '.join(FLOORS[kind])}"
+        known = f"is not of a supported release series: use one of {', '.join(FLOORS[kind])}"
         return None if numbers > max(floors.values()) else known
-    return None if numbers >= floor else f"is older than {'.'.join(map(str, floor))}, which closes known holes"
+    return None if numbers >= floor else f"is older than {'.'.join(map(str, floor))}, which fixes known vulnerabilities"
 
 
 def find_redis_server() -> RedisBinary | None:

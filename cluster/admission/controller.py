@@ -242,7 +242,7 @@ class AdmissionController:
         if allowed_s == math.inf:
             return AdmittedRequest(list(jobs), tuple(listeners), None)
         arrived_s = time.monotonic() if ticket is None else ticket.arrived_s
-        message = f"the answer was not there within {allowed_s:g} s (timeout, or the server's limits.request_timeout_s)"
+        message = f"the answer took longer than {allowed_s:g} s (timeout, or the server's limits.request_timeout_s)"
         deadline = Deadline(arrived_s + allowed_s, lambda: self.refuse(ApiError(504, message, code="deadline_exceeded")))
         return AdmittedRequest(list(jobs), tuple(listeners), deadline)
 
@@ -265,10 +265,10 @@ class AdmissionController:
         limits = self.limits
         own, most = limits.max_key_upload_bytes, limits.max_upload_bytes
         if account.uploading > (_KEY_UPLOADS * limits.max_request_bytes if own is None else own):
-            message = "bodies of requests with this API key are being received that are too large together"
+            message = "the request bodies being received with this API key are too large in total"
             raise too_many(f"{message} (limits.max_key_upload_bytes)", "too_many_uploads", BUSY_S)
         if self._uploading > (_UPLOADS * limits.max_request_bytes if most is None else most):
-            message = "bodies of requests are being received that are too large together (limits.max_upload_bytes): try again"
+            message = "the request bodies being received are too large in total (limits.max_upload_bytes): try again"
             raise ApiError(503, message, code="uploads_full", headers={"Retry-After": str(math.ceil(BUSY_S))})
 
     def _plan(self, ticket: Ticket, jobs: Sequence[Job], n: int) -> Spending | None:
@@ -299,7 +299,7 @@ class AdmissionController:
             return
         if self._held + more > self._capacity:
             message = (
-                f"there is no place for {more} choices: server.max_queued is {self._capacity} (by default what the engines take: "
+                f"no room for {more} more choices: server.max_queued is {self._capacity} (default: "
                 "server.replicas, or max_replicas, x (engine.max_running + engine.max_waiting))"
             )
             raise too_many(message, "queue_full", self._retry_s(caller.tenant))
@@ -309,7 +309,7 @@ class AdmissionController:
         most = max(1, int((self._capacity - self._held + own) * weight / (weight + 1)))
         if own + more > most:
             message = (
-                f"this tenant has {own} choices that run or wait and asks for {more} more, which is beyond its share of "
+                f"this tenant has {own} running or waiting choices and requests {more} more, which exceeds its share of "
                 f"server.max_queued ({self._capacity})"
             )
             raise too_many(message, "queue_full", self._retry_s(caller.tenant))
@@ -338,7 +338,7 @@ def _accounted(jobs: Sequence[Job], caller: Caller, asked: int | None) -> list[J
     """Return jobs with the caller's account, weight and an allowed priority."""
     least, account = caller.options.min_priority, "" if caller.tenant is None else caller.tenant
     if asked is not None and asked < least:
-        message = f"{asked} is asked for, and this API key may have {least} or more (its tenant's min_priority)"
+        message = f"must be at least {least} with this API key (its tenant's min_priority), got {asked}"
         raise RequestError("priority", message)
     priority = max(0, least) if asked is None else asked
     return [dataclasses.replace(job, account=account, weight=caller.options.weight, priority=priority) for job in jobs]

@@ -118,7 +118,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Reset the counters of a message."""
         if len(self.pipeline) >= _MAX_AHEAD:
-            self._fail(ApiError(400, "too many requests are sent ahead of their answers", code="invalid_http"))
+            self._fail(ApiError(400, "too many pipelined requests", code="invalid_http"))
         self._in_message = self._in_head = True
         self._header_count = self._framing_bytes = 0
         super().on_message_begin()
@@ -199,7 +199,7 @@ class LimitedProtocol(HttpToolsProtocol):
             if isinstance(other, LimitedProtocol):
                 other._weigh()  # the application may have read its body meanwhile
         if HELD.bytes > MAX_HELD_BYTES:
-            message = "connections hold too many bytes that are not read yet: try again"
+            message = "connections hold too many unread bytes: try again"
             self._refuse(ApiError(503, message, code="connections_full", headers={"Retry-After": "1"}))
             self._weigh()
 
@@ -258,4 +258,4 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def _too_large(fault: str) -> ApiError:
-    return ApiError(431, f"{fault}: send fewer, or shorter ones", code="headers_too_large")
+    return ApiError(431, f"{fault}: send fewer or shorter headers", code="headers_too_large")

@@ -50,7 +50,7 @@ class HostMiddleware:
         for host in hosts:
             if self._names is not None and not _is_own(host, self._names):
                 message = (
-                    f"this server does not answer to the host {host[:80]!r}: address it as localhost or by its IP address, "
+                    f"this server does not accept the host name {host[:80]!r}: address it as localhost or by its IP address, "
                     "or have its operator add the name to server.allowed_hosts"
                 )
                 return ApiError(403, message, code="host_not_allowed")
@@ -58,8 +58,8 @@ class HostMiddleware:
             own = {name for host in hosts if (name := _name_of(host)) is not None} | (self._names or frozenset())
             if _is_foreign(headers, own):
                 message = (
-                    "this server takes no such body from a page of another site: have its operator add the host of the page's "
-                    "Origin to server.allowed_hosts, or send it from a program"
+                    "this server does not accept this Content-Type from pages of other sites: have its operator add the host of "
+                    "the page's Origin to server.allowed_hosts, or send it from a program"
                 )
                 return ApiError(403, message, code="origin_not_allowed")
         return None
@@ -195,7 +195,7 @@ class AdmissionMiddleware:
             async with asyncio.timeout(limits.body_timeout_s):
                 return await _pieces(receive, limits.max_request_bytes, received)
         except TimeoutError:
-            message = f"the body was not there within {limits.body_timeout_s:g} s (limits.body_timeout_s): send it again"
+            message = f"the body did not arrive within {limits.body_timeout_s:g} s (limits.body_timeout_s): send it again"
             raise ApiError(408, message, code="body_timeout", headers=_CLOSE) from None
         except ApiError as error:
             error.headers |= _CLOSE  # the rest of the body is not read
@@ -218,7 +218,7 @@ async def _pieces(receive: Receive, most: int, received: Callable[[int], None]) 
 
 def _check_size(size: int, most: int) -> None:
     if size > most:
-        message = f"the body has more than the {most} bytes that this server takes (limits.max_request_bytes): shorten it"
+        message = f"the body has more than {most} bytes (limits.max_request_bytes): shorten it"
         raise ApiError(413, message, code="request_too_large")
 
 

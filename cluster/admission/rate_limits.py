@@ -133,12 +133,14 @@ class Account:
         if rates.concurrent is None or self.running + more <= rates.concurrent:
             return
         if choices > rates.concurrent:
-            message = f"the request has {choices} choices, and {rates.concurrent} may run with this API key (max_concurrent)"
+            message = (
+                f"the request has {choices} choices, but at most {rates.concurrent} may run with this API key (max_concurrent)"
+            )
             raise ApiError(400, f"{message}: ask for fewer", param="n", code="invalid_value")
         raise self._busy(rates.concurrent)
 
     def _busy(self, most: int) -> ApiError:
-        message = f"{self.running} choices with this API key are running, and {most} may (max_concurrent)"
+        message = f"{self.running} choices with this API key are running, the maximum is {most} (max_concurrent)"
         return too_many(message, "too_many_concurrent", BUSY_S)
 
     def reserve(self, tokens: int, limit: int, now_s: float) -> Take:
@@ -178,5 +180,5 @@ def span(seconds: float) -> str:
 def _check(window: MovingWindow, amount: int, limit: int, now_s: float, what: str) -> None:
     wait_s = window.wait_s(amount, limit, now_s)
     if wait_s > 0:
-        message = f"this API key may use {limit} {what} a minute: {window.taken(now_s)} are taken, and this one needs {amount}"
+        message = f"this API key may use {limit} {what} a minute: {window.taken(now_s)} are used, and this one needs {amount}"
         raise too_many(message, "rate_limit_exceeded", wait_s)

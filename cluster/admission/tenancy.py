@@ -67,7 +67,7 @@ class Tenancy:
         """
         self._refresh()
         if self._required and authorization is None:
-            raise _unauthorized("this server wants an API key: Authorization: Bearer KEY; ask its operator for one")
+            raise _unauthorized("this server requires an API key: Authorization: Bearer KEY; ask its operator for one")
         if authorization is None or not (self._tenants or self._required):
             return self._nobody
         # Keys are looked up by hash and never compared, so that response times do not reveal how much of a guess is right.
@@ -75,7 +75,7 @@ class Tenancy:
         tenant = self._tenants.get(key)
         if tenant is None:
             advice = "ask its operator for one" if self._required else "ask its operator for one, or send none"
-            raise _unauthorized(f"no tenant of this server has this API key; {advice}")
+            raise _unauthorized(f"this server does not know this API key; {advice}")
         return Caller(tenant, key, self._options[tenant])
 
     @property
@@ -96,7 +96,9 @@ class Tenancy:
         tenant = self.tenant_of(authorization)
         if tenant is not None and tenant != self._anonymous and tenant not in self._section.tenants:
             if cache == "tenant":
-                message = f"cache: {tenant!r} is a new tenant, and shares texts when the server was restarted: leave cache out"
+                message = (
+                    f"cache: {tenant!r} is a new tenant and shares texts only after a restart of the server: leave cache out"
+                )
                 raise ApiError(400, message, param="cache", code="invalid_value")
             tenant = None  # the engines do not know the tenant
         if cache == "tenant" and tenant is None:
@@ -125,7 +127,7 @@ class Tenancy:
         """Raise ``ApiError`` unless the header holds an admin key: 401, or 403 if no admin key is configured."""
         self._refresh()
         if not self._admins:
-            message = "the admin routes are closed: put the hash of a key (outrider new-key) into tenancy.admin_keys"
+            message = "the admin routes are disabled: put the hash of a key (outrider new-key) into tenancy.admin_keys"
             raise ApiError(403, message, code="admin_disabled")
         if authorization is None:
             raise _unauthorized("send an admin key: Authorization: Bearer KEY")
@@ -140,9 +142,9 @@ class Tenancy:
         try:
             self._read()
         except ConfigError as error:
-            logger.error("the API keys stay as they were: %s", error)
+            logger.error("API keys were not reloaded: %s", error)
         else:
-            logger.info("tenancy.keys_file was read again: %d keys, %d of operators", len(self._tenants), len(self._admins))
+            logger.info("reloaded tenancy.keys_file: %d API keys, %d admin keys", len(self._tenants), len(self._admins))
 
     def _read(self) -> None:
         whole = with_keys_file(self._section, self._required)
@@ -152,7 +154,7 @@ class Tenancy:
         self._nobody = Caller(self._anonymous, "", whole.tenants.get(self._anonymous or "", TenantOptions()))
         unknown = sorted(set(whole.tenants) - set(self._section.tenants))
         if unknown:
-            logger.warning("tenants that are new share no texts before the server is restarted: %s", ", ".join(unknown))
+            logger.warning("new tenants share no texts until the server is restarted: %s", ", ".join(unknown))
 
     def _stamp(self) -> tuple[int, int, int] | None:
         """Return a value that changes with the key file, also when it is replaced; None if it is missing."""

@@ -33,19 +33,28 @@ class Asking:
 
 
 def audit(
-    url: Annotated[str, typer.Option(help="Where the server listens; with --prompts its public API, else its admin routes.")] = (
+    url: Annotated[str, typer.Option(help="URL of the server: its public API with --prompts, else its admin routes.")] = (
         "http://127.0.0.1:8000"
     ),
-    last: Annotated[int | None, typer.Option(min=1, help="Replay so many choices served last; all that are kept.")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="Send these prompts instead, each with drafts and without.")] = None,
-    strategy: Annotated[str | None, typer.Option(help="With --prompts: who drafts; the server's default when absent.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="With --prompts: most tokens of each answer.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="With --prompts: 0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="With --prompts: of the sampling.")] = 0,
-    key: Annotated[
-        str | None, typer.Option(help=f"An admin key, or with --prompts an API key; {ADMIN_KEY} and {API_KEY} hold them unseen.")
+    last: Annotated[
+        int | None, typer.Option(min=1, help="Number of recently served choices to replay. Default: all that are kept.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="A JSON object for each audit on stdout, and no table.")] = False,
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines file; each prompt is sent with and without drafting.")] = None,
+    strategy: Annotated[str | None, typer.Option(help="With --prompts: strategy. Default: the server's.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="With --prompts: maximum tokens per answer.")] = 64,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, max=2.0, help="With --prompts: sampling temperature; 0 is greedy.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="With --prompts: sampling seed.")] = 0,
+    key: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Admin key, or API key with --prompts; better set {ADMIN_KEY} or {API_KEY}, which other users cannot see."
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per audit on stdout instead of a table.")
+    ] = False,
 ) -> None:
     """Check that a server gives the same output with drafting as without, token by token.
 
@@ -86,7 +95,7 @@ def _replays(client: httpx.Client, last: int | None) -> Iterator[dict[str, Any]]
             if not ended:
                 yield entry
         if not ended:
-            raise RefusedError("the audit broke off; the server's log has the reason")
+            raise RefusedError("the audit was interrupted; the server's log has the reason")
 
 
 def _comparisons(client: httpx.Client, records: Sequence[PromptRecord], asking: Asking) -> Iterator[dict[str, Any]]:
@@ -94,7 +103,7 @@ def _comparisons(client: httpx.Client, records: Sequence[PromptRecord], asking: 
     card = checked(client.get("/v1/models")).json()["data"][0]
     name = asking.strategy or card["strategies"][0]
     if name in card["strategies"] and name not in card["lossless_strategies"]:
-        raise RefusedError(f"{name} is lossy: its text need not be plain decoding's; name another --strategy")
+        raise RefusedError(f"{name} is lossy: its text may differ from plain decoding; choose another --strategy")
     for record in records:
         drafted, plain = (_answer(client, card["id"], record, asking, drafts) for drafts in (True, False))
         yield {"request": record.id, "strategy": name, **compare(drafted, plain)}

@@ -12,16 +12,16 @@ import typer
 from cluster.cli.terminal import fail
 from engine.child_process import python_module
 
-bench = typer.Typer(help="Measure strategies beside transformers.", no_args_is_help=True)
+bench = typer.Typer(help="Compare strategies with transformers.", no_args_is_help=True)
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}  # the experiment parses them
 _BENCHES = {
-    "strategies": "Every strategy on the same prompts, beside generate, its prompt lookup and its assisted generation",
+    "strategies": "Every strategy on the same prompts, compared with generate, its prompt lookup and its assisted generation",
     "load": "Strategies under load: 1 to 32 clients, and Poisson arrivals",
-    "draft-models": "Strategies with a draft model: speed, J/token, perplexity, beside the numbers of a paper",
-    "paper": "The tables and figures of a paper (llma, trie, ngrammys, jacobi, mjsd) beside its own numbers",
-    "scaling": "One worker against lookahead, tensor and pipeline parallelism and replicas, one request at a time and many",
-    "rag": "An enterprise's day of requests about documents, by kind: replicas, sharing, routing, cold and warm, beside vLLM",
-    "report": "Records as one HTML page that needs nothing else: figures, tables, and papers' numbers beside ours",
+    "draft-models": "Strategies with a draft model: speed, J/token, perplexity, compared with the numbers of a paper",
+    "paper": "Tables and figures of a paper (llma, trie, ngrammys, jacobi, mjsd), compared with its own numbers",
+    "scaling": "One worker compared with lookahead, tensor and pipeline parallelism and replicas, for one and for many requests",
+    "rag": "A day of enterprise requests about documents: replicas, sharing, routing, cold and warm, compared with vLLM",
+    "report": "Self-contained HTML report of the records: figures, tables, and papers' numbers compared with ours",
 }
 
 

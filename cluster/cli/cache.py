@@ -22,17 +22,19 @@ BATCH_BYTES = 1 << 20  # size of a preload request: small enough to show progres
 _ROUTES, _JSON = "/admin/cache", {"Content-Type": "application/json"}
 
 cache = typer.Typer(
-    help=f"The memory that a running server's replicas share. {ADMIN_KEY} holds an admin key (tenancy.admin_keys).",
+    help=f"Manage the cache that a running server's replicas share. {ADMIN_KEY} must hold an admin key (tenancy.admin_keys).",
     no_args_is_help=True,
 )
 
-Url = Annotated[str, typer.Option(help="Where /admin listens: server.admin_port where there is one, else the server.")]
+Url = Annotated[str, typer.Option(help="URL of /admin: on server.admin_port if set, else the server's URL.")]
 _URL = "http://127.0.0.1:8000"
 TenantName = Annotated[str, typer.Argument(metavar="TENANT", help="Name of a tenant; '*' is the public corpus.")]
 
 
 @cache.command()
-def stats(url: Url = _URL, as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False) -> None:
+def stats(
+    url: Url = _URL, as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False
+) -> None:
     """Show the cache size of each tenant, the state of each replica's connection to Redis, and the reused prompt tokens."""
     with connected(url, ADMIN_KEY, below=_ROUTES) as client:
         found = _object(client.get("/stats"))
@@ -50,7 +52,7 @@ def stats(url: Url = _URL, as_json: Annotated[bool, typer.Option("--json", help=
 @cache.command()
 def export(
     tenant: TenantName,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Written; the snapshot of the tenant's texts.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Output file for the snapshot of the tenant's texts.")],
     url: Url = _URL,
 ) -> None:
     """Write all texts of a tenant to a file, which `outrider cache import` reads."""
@@ -74,7 +76,7 @@ def export(
 @cache.command("import")
 def import_(
     tenant: TenantName,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `outrider cache export` wrote.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Snapshot written by `outrider cache export`.")],
     url: Url = _URL,
 ) -> None:
     """Add exported texts to a tenant. They must come from a model with the same tokenizer."""
@@ -91,7 +93,10 @@ def import_(
 def preload(
     files: Annotated[
         list[Path],
-        typer.Argument(metavar="FILE...", help="A .txt or .md is one document, a .jsonl one a line: `text`, or else `output`."),
+        typer.Argument(
+            metavar="FILE...",
+            help="A .txt or .md file is one document; a .jsonl file has one per line, in `text` or else `output`.",
+        ),
     ],
     url: Url = _URL,
 ) -> None:
@@ -105,28 +110,28 @@ def preload(
                 answer = _object(client.post("/preload", content=batch, headers=_JSON))
                 done = {name: count + answer[name] for name, count in done.items()}
         except DocumentFileError as error:
-            fail_input(f"{error}; what came before is loaded, and loading it again changes nothing")
+            fail_input(f"{error}; earlier documents are loaded, and loading them again changes nothing")
     typer.echo(f"{done['documents']} documents with {done['tokens']} tokens, {done['texts']} new texts")
 
 
 @cache.command()
 def delete(
-    tenant: Annotated[str, typer.Option(help="Whose texts are forgotten; '*' is the public corpus.")],
-    request: Annotated[str | None, typer.Option(help="Only the texts of one answer: the `id` of the response.")] = None,
+    tenant: Annotated[str, typer.Option(help="Tenant whose texts are deleted; '*' is the public corpus.")],
+    request: Annotated[str | None, typer.Option(help="Delete only the texts of one response, by its `id`.")] = None,
     document: Annotated[
-        list[Path] | None, typer.Option(help="Only this document, which requests brought along; a file as for preload.")
+        list[Path] | None, typer.Option(help="Delete only this document, which requests sent; a file as for preload.")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     url: Url = _URL,
 ) -> None:
     """Delete a tenant's texts, the texts of one request, or documents that its requests sent, on all replicas."""
     what = f"all texts of {tenant}" if request is None else f"the texts of {request}, tenant {tenant}"
     if document:
         if request is not None:
-            fail_input("--request and --document are two deletions: give one of them")
+            fail_input("--request and --document exclude each other: give one of them")
         what = f"{', '.join(map(str, document))} among the documents of {tenant}"
         _check_kinds(document)
-    if not yes and not typer.confirm(f"forget {what}, on all replicas and for good?", err=True):
+    if not yes and not typer.confirm(f"permanently delete {what} on all replicas?", err=True):
         fail("nothing was deleted")
     path = f"/tenants/{quote(tenant, safe='')}" + ("" if request is None else f"/requests/{quote(request, safe='')}")
     with connected(url, ADMIN_KEY, below=_ROUTES) as client:
@@ -138,7 +143,7 @@ def delete(
                 fail_input(str(error))
         else:
             checked(client.delete(path))
-    typer.echo(f"{what}: deleted; replicas forget within two seconds")
+    typer.echo(f"{what}: deleted; replicas drop them within two seconds")
 
 
 @cache.command()
@@ -149,14 +154,14 @@ def verify(url: Url = _URL) -> None:
     for problem in problems:
         typer.echo(" ".join(f"{name}={value}" for name, value in problem.items()))
     if problems:
-        fail(f"{len(problems)} problems; broken data is skipped by all replicas, and goes with the next snapshot")
-    typer.echo("all records and snapshots are sound")
+        fail(f"{len(problems)} problems; replicas skip corrupt data, and the next snapshot removes it")
+    typer.echo("all records and snapshots are valid")
 
 
 def _check_kinds(files: Iterable[Path]) -> None:
     for file in files:
         if file.suffix not in KINDS or not file.is_file():
-            fail_input(f"{file} is not a file whose name ends in {', '.join(KINDS[:-1])} or {KINDS[-1]}")
+            fail_input(f"{file} must be an existing file ending in {', '.join(KINDS[:-1])} or {KINDS[-1]}")
 
 
 def _object(response: httpx.Response) -> dict[str, Any]:

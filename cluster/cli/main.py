@@ -42,12 +42,12 @@ def serve(
         list[str] | None,
         typer.Argument(
             metavar="[MODEL] [KEY=VALUE]...",
-            help="A folder, a .gguf file or a name on the hub, and settings on top of the file, such as server.port=8001.",
+            help="Model folder, .gguf file or hub name, and settings that override the file, such as server.port=8001.",
         ),
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="A yaml file; configs/local.yaml when absent.")] = None,
-    model: Annotated[str | None, typer.Option(help="The model, as in other commands.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Say what is done as JSON on stderr, a line each.")] = False,
+    config: Annotated[Path | None, typer.Option(help="YAML file. Default: configs/local.yaml.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model, same as the MODEL argument.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print progress as JSON lines on stderr.")] = False,
 ) -> None:
     """Serve a model behind OpenAI's HTTP API until Ctrl-C.
 
@@ -60,10 +60,10 @@ def serve(
     given = arguments or []
     named = [*(each for each in given if "=" not in each), *([model] if model else [])]
     if len(named) > 1:
-        fail_input(f"one model is served: {' and '.join(named)} are several; settings are KEY=VALUE")
+        fail_input(f"only one model can be served, got {' and '.join(named)}; settings are KEY=VALUE")
     for word in named:
         if close := get_close_matches(word, keys(), n=1, cutoff=0.8):
-            fail_input(f"{word} is no model; did you mean the setting {close[0]}=VALUE?")
+            fail_input(f"{word} is not a model; did you mean the setting {close[0]}=VALUE?")
     settings = [*(each for each in given if "=" in each), *(f"model.path={each}" for each in named)]
     try:
         loaded = load_config(config or REPOSITORY / "configs" / "local.yaml", settings)
@@ -103,7 +103,7 @@ def version() -> None:
     try:
         typer.echo(f"outrider {installed('outrider')}")
     except PackageNotFoundError:
-        fail("outrider runs from a folder in which it was not installed; make install")
+        fail("outrider is not installed; run make install")
 
 
 def main() -> None:

@@ -24,21 +24,22 @@ if TYPE_CHECKING:
 
 def replay(
     workloads: Annotated[
-        list[Path], typer.Argument(metavar="WORKLOAD...", help="JSON lines with `prompt`, `output` and, if wanted, `references`.")
+        list[Path],
+        typer.Argument(metavar="WORKLOAD...", help="JSON lines file with `prompt`, `output` and optionally `references`."),
     ],
-    tokenizer: Annotated[Path, typer.Option(help="Folder with a tokenizer.json, or .gguf file: it cuts all texts.")],
+    tokenizer: Annotated[Path, typer.Option(help="Folder with a tokenizer.json, or .gguf file, for all texts.")],
     strategy: Annotated[
         list[str] | None,
-        typer.Option(help="NAME or NAME:option=value,option=value; several times. All that can be replayed when absent."),
+        typer.Option(help="NAME or NAME:option=value,option=value; repeatable. Default: all that can be replayed."),
     ] = None,
-    budget: Annotated[int, typer.Option(min=0, help="Most drafted tokens of a step, for each rank.")] = 64,
-    world_size: Annotated[int, typer.Option(min=1, help="Draft as for so many ranks that share each step.")] = 1,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Cut outputs to so many tokens.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N records of each file.")] = None,
+    budget: Annotated[int, typer.Option(min=0, help="Maximum draft tokens per step and rank.")] = 64,
+    world_size: Annotated[int, typer.Option(min=1, help="Number of ranks that share each step.")] = 1,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Truncate outputs to this many tokens.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N records of each file.")] = None,
     keep_history: Annotated[
-        bool, typer.Option("--keep-history/--cold", help="One drafter over a whole file, or a new one for each record.")
+        bool, typer.Option("--keep-history/--cold", help="Keep one drafter for a whole file, or start a new one for each record.")
     ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
     """Replay known outputs through strategies and report tokens per step, without a model. Each file is a workload.
 

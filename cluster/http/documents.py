@@ -19,7 +19,8 @@ Authorization = Annotated[str | None, Header(include_in_schema=False)]  # docume
 SessionId = Annotated[str | None, Header(alias="X-Session-ID", max_length=MAX_NAME)]  # same effect as prompt_cache_key
 Accept = Annotated[str | None, Header(include_in_schema=False)]
 LastEventId = Annotated[  # with the same body, resumes an interrupted stream after this event
-    str | None, Header(alias=HEADER, max_length=MAX_EVENT_ID, description="id of the last event of a stream to be gone on with")
+    str | None,
+    Header(alias=HEADER, max_length=MAX_EVENT_ID, description="id of the last received event; resumes the stream after it"),
 ]
 NoEventId = Annotated[str | None, Header(alias=HEADER, include_in_schema=False)]  # for routes that cannot resume streams
 _PRIVATE = "/admin"  # prefix of routes that are not documented
@@ -78,7 +79,7 @@ class Models(BaseModel):
 
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorBody, "description": "The request is refused, and why"},
+    "4XX": {"model": ErrorBody, "description": "The request is refused; the error gives the reason"},
     "5XX": {"model": ErrorBody, "description": "The server cannot answer now"},
 }
 ANSWERS = ERRORS | {

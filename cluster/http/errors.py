@@ -80,7 +80,7 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(409, str(error), param=error.field, code="stream_taken", headers={"Retry-After": "1"})
         code = "context_length_exceeded" if isinstance(error, ContextLengthError) else "invalid_value"
         return ApiError(400, str(error), param=error.field, code=code)
-    return ApiError(500, "internal error; the server's log says more", code="internal_error")
+    return ApiError(500, "internal error; see the server's log", code="internal_error")
 
 
 def told_error(error: Exception, event: str) -> ApiError:

@@ -132,7 +132,7 @@ class Planner:
         """
         ids = await self._threads.run(self._render, body)
         if body.binds_calls is not None and self._format.calls is None:
-            message = "the model's chat template has calls written in no form that is known here, by which they would be bound"
+            message = "the format of tool calls in the model's chat template is unknown, so they cannot be constrained"
             raise RequestError(body.binds_calls, f"{message}; leave it out")
         self._begins_within = self._format.begins_within(self._tokenizer, ids)
         return await self._jobs(body, [(ids, self._most_tokens(body, ids, self.info.max_model_len))])
@@ -219,7 +219,7 @@ class Planner:
             field = "prediction" if place < first else f"reference_documents[{place - first}]"
             tokens, most = sum(map(len, found)), self._limits.max_reference_tokens
             if tokens > most:
-                message = f"{field}: with it there are {tokens} tokens that the answer may repeat, and this server takes {most}"
+                message = f"{field}: the reference texts have {tokens} tokens, the maximum is {most}"
                 message += " (limits.max_reference_tokens): send less"
                 raise self._admission.refuse(ApiError(400, message, param=field, code="too_many_references"))
         return tuple(found)
@@ -276,8 +276,8 @@ class Planner:
         if wanted is not None and wanted > left:
             raise ContextLengthError(
                 field,
-                f"the context is {context} tokens, but the prompt's {len(ids)} and {wanted} more make {len(ids) + wanted}: "
-                f"at most {left} can be asked for",
+                f"the context is {context} tokens, but the prompt's {len(ids)} plus {wanted} make {len(ids) + wanted}: "
+                f"request at most {left}",
             )
         return min(default, left) if wanted is None else max(1, wanted)  # for 0, one token is generated and not returned
 
@@ -306,13 +306,13 @@ class Planner:
         """
         prompt, most = self._limits.max_prompt_tokens, self._limits.max_output_tokens
         if prompt is not None and len(job.prompt_ids) > prompt:
-            message = f"the prompt has {len(job.prompt_ids)} tokens, and this server takes {prompt}: shorten it"
+            message = f"the prompt has {len(job.prompt_ids)} tokens, the maximum is {prompt}: shorten it"
             raise ApiError(400, message, param=body.PROMPT, code="context_length_exceeded")
         if most is None or job.params.max_tokens <= most:
             return job
         for field, value in (body.most_tokens, ("min_tokens", body.min_tokens)):
             if (value or 0) > most:
-                raise RequestError(field, f"{value} tokens are asked for, and this server gives at most {most} in an answer")
+                raise RequestError(field, f"must be at most {most} on this server, got {value}")
         return dataclasses.replace(job, params=dataclasses.replace(job.params, max_tokens=most))
 
     def _params(self, body: ChatCompletionRequest | CompletionRequest, max_tokens: int, grammar: str | None) -> SamplingParams:
@@ -320,9 +320,11 @@ class Planner:
         logit_bias = tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items())
         self._check_ids("logit_bias", [token for token, _ in logit_bias])
         if grammar is not None and body.ignore_eos:
-            raise RequestError("ignore_eos", "must be off where the form of the answer says where it may end")
+            raise RequestError("ignore_eos", "must be false with structured output, which determines where the answer may end")
         if (body.min_tokens or 0) > max_tokens:
-            raise RequestError("min_tokens", f"at most {max_tokens} tokens may come, but min_tokens is {body.min_tokens}")
+            raise RequestError(
+                "min_tokens", f"must be at most the maximum number of tokens ({max_tokens}), got {body.min_tokens}"
+            )
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=1.0 if body.temperature is None else body.temperature,
@@ -374,8 +376,8 @@ class Planner:
         if (total := sum(told.values())) > MAX_TOLD:
             length = "max_completion_tokens" if is_chat else "max_tokens"
             message = (
-                f"choices x tokens x (alternatives + 1) make {total} log-probabilities and reported tokens, and an answer has at "
-                f"most {MAX_TOLD}: lower n, {length}, or the alternatives"
+                f"choices x tokens x (alternatives + 1) make {total} log-probabilities and reported tokens, the maximum per "
+                f"answer is {MAX_TOLD}: lower n, {length}, or the alternatives"
             )
             raise RequestError(max(told, key=lambda field: told[field]), message)
 

@@ -92,7 +92,7 @@ class TenantCacheService:
             raise ApiError(400, message, code="no_tenant")
         await self.forget(tenant, None)
         if self.port is None:
-            message = "the replicas of this server share nothing: cache.enabled is false, or there is no Redis"
+            message = "this server has no shared cache: cache.enabled is false, or there is no Redis"
             raise ApiError(404, message, code="cache_disabled")
         with answered():
             await self.port.delete_tenant(tenant, vouched=True)

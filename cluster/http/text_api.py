@@ -99,7 +99,7 @@ class TextService:
             ids = token_ids(tokenizer, body.prompt or "", body.add_special_tokens is not False)
         if len(ids) > MAX_TOKEN_IDS:
             field = "prompt" if body.messages is None else "messages"
-            raise RequestError(field, f"{len(ids)} tokens, and at most {MAX_TOKEN_IDS} can be told: send it in parts")
+            raise RequestError(field, f"it has {len(ids)} tokens, the maximum is {MAX_TOKEN_IDS}: send it in parts")
         names = b"null"
         if body.return_token_strs:
             names = _json_list(ids, lambda piece: [str(name) for name in tokenizer.convert_ids_to_tokens(piece)])

@@ -85,7 +85,7 @@ class Turns:
 
     async def _turn(self, who: tuple[str | None, str], size: int) -> None:
         if self._waiting_bytes[who] and self._waiting_bytes[who] + size > _MOST_WAITING_BYTES:
-            message = "too many texts of requests with this API key wait for their turn: wait for answers before you send more"
+            message = "too many texts of requests with this API key are waiting: wait for responses before you send more"
             raise self._refuse(too_many(message, "too_many_texts", BUSY_S))
         tenant, key = who
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()

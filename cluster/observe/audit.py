@@ -195,7 +195,7 @@ class Auditor:
         if found.result is Result.DIFFERENT:
             if self._deletions[job.tenant] == deletions:
                 self._differences.append((job, found))
-            logger.error("audit: %s was served other tokens than plain decoding gives: %s", job.request_id, found.difference)
+            logger.error("audit: the tokens served for %s differ from plain decoding: %s", job.request_id, found.difference)
         return found
 
     async def _why_not(self, job: Job) -> str | None:
@@ -208,7 +208,7 @@ class Auditor:
         if not info.is_lossless(job.strategy, job.max_draft_tokens):
             return f"{name} is lossy"
         if name in self._apart and not job.params.greedy:
-            return f"{name} draws by itself: the text has the model's distribution, and is not the seed's of plain decoding"
+            return f"{name} samples on its own: same distribution as plain decoding, but other text for the same seed"
         return None
 
     async def _compare(self, served: Served, tell: Callable[..., Audit]) -> Audit:

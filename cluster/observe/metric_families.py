@@ -94,33 +94,35 @@ def _accepted_by_position(told: Told) -> Labelled:
 
 
 VLLM: tuple[Family, ...] = (
-    gauge("vllm:num_requests_running", "Requests in the steps of the model.", lambda one: one.replica.counts.running),
-    gauge("vllm:num_requests_waiting", "Requests that wait for a slot.", lambda one: one.replica.counts.waiting),
-    gauge("vllm:kv_cache_usage_perc", "KV slots in use; 1 means all of them.", _kv_usage),
+    gauge("vllm:num_requests_running", "Running requests.", lambda one: one.replica.counts.running),
+    gauge("vllm:num_requests_waiting", "Requests waiting for a KV slot.", lambda one: one.replica.counts.waiting),
+    gauge("vllm:kv_cache_usage_perc", "Fraction of the KV slots in use.", _kv_usage),
     counter(
         "vllm:prefix_cache_queries",
-        "Tokens of requests that might find their KV computed.",
+        "Tokens of requests that may reuse cached KV.",
         lambda one: one.replica.counts.prefix_queries,
     ),
-    counter(
-        "vllm:prefix_cache_hits", "Of these, tokens that were not computed again.", lambda one: one.replica.counts.prefix_hits
-    ),
+    counter("vllm:prefix_cache_hits", "Tokens whose cached KV was reused.", lambda one: one.replica.counts.prefix_hits),
     counter(
         "vllm:num_preemptions",
-        "Times that a request lost its slot to a more urgent one.",
+        "Preemptions of a request by a more urgent one.",
         lambda one: one.replica.counts.preemptions,
     ),
-    counter("vllm:prompt_tokens", "Prompt tokens of requests that began to answer.", lambda one: one.metrics.prompt_tokens),
+    counter(
+        "vllm:prompt_tokens", "Prompt tokens of requests that emitted their first token.", lambda one: one.metrics.prompt_tokens
+    ),
     counter("vllm:generation_tokens", "Tokens emitted.", lambda one: one.metrics.generation_tokens),
     counter(
         "vllm:request_success",
-        "Requests that have ended, by reason: stop, length, abort or error.",
+        "Finished requests, by reason: stop, length, abort or error.",
         lambda one: _by(one.metrics.finished),
         ("finished_reason",),
     ),
-    counter("vllm:spec_decode_num_drafts", "Draft trees verified, one a request and step.", lambda one: one.metrics.drafts),
+    counter("vllm:spec_decode_num_drafts", "Draft trees verified, one per request and step.", lambda one: one.metrics.drafts),
     counter(
-        "vllm:spec_decode_num_draft_tokens", "Draft tokens verified, all branches counted.", lambda one: one.metrics.draft_tokens
+        "vllm:spec_decode_num_draft_tokens",
+        "Draft tokens verified, including all branches.",
+        lambda one: one.metrics.draft_tokens,
     ),
     counter(
         "vllm:spec_decode_num_accepted_tokens",
@@ -129,13 +131,13 @@ VLLM: tuple[Family, ...] = (
     ),
     counter(
         "vllm:spec_decode_num_accepted_tokens_per_pos",
-        "Of these, by depth in the draft tree.",
+        "Accepted draft tokens, by depth in the draft tree.",
         _accepted_by_position,
         ("position",),
     ),
     gauge(
         "vllm:cache_config_info",
-        "The KV memory: as many blocks as there are slots, each of them holds one request's whole context.",
+        "KV memory; one block per slot, and each slot holds the whole context of a request.",
         _cache_config,
         ("block_size", "num_gpu_blocks", "cache_dtype"),
     ),
@@ -146,89 +148,111 @@ _BY_STRATEGY = ("strategy", "lossless")
 STEPS: tuple[Family, ...] = (
     gauge(
         "outrider:exact",
-        "1 where rows were seen, at the start, to have the same bits in any company; else near-ties may fall either way.",
+        "1 if the startup self-check found rows independent of the rest of the batch; else near-ties may fall either way.",
         lambda one: float(one.replica.info.exact),
     ),
     gauge(
         "outrider:cuda_graph_failures",
-        "Sizes of steps on a GPU that could not be captured as CUDA graphs: they are launched kernel by kernel, which is slower.",
+        "Step sizes that could not be captured as CUDA graphs and are launched kernel by kernel, which is slower.",
         lambda one: float(len(one.replica.info.uncaptured_rows)),
     ),
-    counter("outrider:steps", "Forwards of the target model.", lambda one: one.metrics.steps),
+    counter("outrider:steps", "Forward passes of the target model.", lambda one: one.metrics.steps),
     counter(
-        "outrider:step_rows", "Rows that these computed: prompt tokens, roots and drafted rows.", lambda one: one.metrics.rows
+        "outrider:step_rows",
+        "Rows computed in forward passes: prompt tokens, roots and draft rows.",
+        lambda one: one.metrics.rows,
     ),
     counter(
         "outrider:out_of_memory_steps",
-        "Forwards that ran out of device memory, and were computed again in smaller ones.",
+        "Forward passes that ran out of device memory and were retried in smaller parts.",
         lambda one: one.metrics.out_of_memory_steps,
     ),
-    counter("outrider:forward_seconds", "Seconds in these, verification included.", lambda one: one.metrics.forward_s),
+    counter("outrider:forward_seconds", "Seconds in forward passes, including verification.", lambda one: one.metrics.forward_s),
     counter(
         "outrider:accepted_tokens_by_source",
-        "Accepted draft tokens of requests that have ended, by what drafted them.",
+        "Accepted draft tokens of finished requests, by drafter.",
         lambda one: _by(one.metrics.accepted_by_source),
         ("source",),
     ),
     counter(
         "outrider:drafts_by_source",
-        "Draft trees that held tokens of a drafter: where past texts had something to say, history and trie.",
+        "Draft trees with tokens of a drafter; history and trie are drafts from past texts.",
         lambda one: _by(one.metrics.drafts_by_source),
         ("source",),
     ),
     counter(
         "outrider:draft_tokens_by_source",
-        "Draft tokens verified, by the drafter that proposed them.",
+        "Draft tokens verified, by drafter.",
         lambda one: _by(one.metrics.drafted_by_source),
         ("source",),
     ),
-    counter("outrider:budget_rows", "Rows that the budget granted.", _budget(lambda budget: budget.granted)),
+    counter("outrider:budget_rows", "Draft rows granted by the budget.", _budget(lambda budget: budget.granted)),
+    counter("outrider:budget_offered_rows", "Draft rows proposed to the budget.", _budget(lambda one: one.offered)),
     counter(
-        "outrider:budget_offered_rows", "Rows that drafters had found, from which it chose.", _budget(lambda one: one.offered)
+        "outrider:budget_requests", "Requests asked for draft rows, summed over steps.", _budget(lambda budget: budget.asked)
     ),
-    counter("outrider:budget_requests", "Requests that were asked for rows, step by step.", _budget(lambda budget: budget.asked)),
     gauge(
         "outrider:budget_least_chance",
-        "Chance of acceptance from which a row paid in the latest step.",
+        "Least acceptance probability at which a row paid off in the latest step.",
         _budget(lambda budget: budget.least_chance),
     ),
-    counter("outrider:requests", "Requests that have ended.", _strategies(lambda one: one.requests), _BY_STRATEGY),
-    counter("outrider:tokens", "Tokens emitted for these.", _strategies(lambda one: one.tokens), _BY_STRATEGY),
-    counter("outrider:request_steps", "Steps in which these emitted tokens.", _strategies(lambda one: one.steps), _BY_STRATEGY),
-    counter("outrider:draft_tokens", "Draft tokens for these.", _strategies(lambda one: one.drafted), _BY_STRATEGY),
-    counter("outrider:accepted_tokens", "Of these, accepted ones.", _strategies(lambda one: one.accepted), _BY_STRATEGY),
+    counter("outrider:requests", "Finished requests.", _strategies(lambda one: one.requests), _BY_STRATEGY),
+    counter("outrider:tokens", "Tokens emitted for finished requests.", _strategies(lambda one: one.tokens), _BY_STRATEGY),
+    counter(
+        "outrider:request_steps",
+        "Steps in which finished requests emitted tokens.",
+        _strategies(lambda one: one.steps),
+        _BY_STRATEGY,
+    ),
+    counter("outrider:draft_tokens", "Draft tokens of finished requests.", _strategies(lambda one: one.drafted), _BY_STRATEGY),
+    counter(
+        "outrider:accepted_tokens",
+        "Accepted draft tokens of finished requests.",
+        _strategies(lambda one: one.accepted),
+        _BY_STRATEGY,
+    ),
     counter(
         "outrider:request_energy_joules",
-        "Energy booked on requests that have ended; absent where nothing is metered.",
+        "Energy attributed to finished requests; absent without an energy meter.",
         _strategies(lambda one: one.energy_j),
         _BY_STRATEGY,
     ),
     counter(
         "outrider:energy_joules",
-        "Energy of the devices while there were requests, by the meter that told it.",
+        "Energy of the devices while requests were running, by meter.",
         _energy,
         ("meter",),
     ),
     gauge(
         "outrider:idle_power_watts",
-        "Power that the devices drew before the first request.",
+        "Idle power of the devices before the first request.",
         lambda one: None if one.replica.energy is None else one.replica.energy.idle_w,
     ),
 )
 
 MEMORY: tuple[Family, ...] = (
-    gauge("outrider:process_resident_bytes", "Memory of the replica's process.", lambda one: one.metrics.resident_bytes),
-    gauge("outrider:history_bytes", "Memory of remembered outputs.", lambda one: one.metrics.history_bytes),
-    gauge("outrider:mirror_connected", "1 while Redis answers.", _mirror(lambda one: one.connected)),
+    gauge("outrider:process_resident_bytes", "Resident memory of the replica's process.", lambda one: one.metrics.resident_bytes),
+    gauge("outrider:history_bytes", "Memory of stored outputs.", lambda one: one.metrics.history_bytes),
+    gauge("outrider:mirror_connected", "1 if Redis answers.", _mirror(lambda one: one.connected)),
     gauge(
-        "outrider:mirror_lag_seconds", "Age of what is read from Redis now; 0 when all is read.", _mirror(lambda one: one.lag_s)
+        "outrider:mirror_lag_seconds",
+        "Age of the entries being read from Redis; 0 if all are read.",
+        _mirror(lambda one: one.lag_s),
     ),
-    gauge("outrider:mirror_waiting_tokens", "Tokens read and not drafted from yet.", _mirror(lambda one: one.waiting_tokens)),
-    gauge("outrider:mirror_outbox_bytes", "What waits to be written to Redis.", _mirror(lambda one: one.outbox_bytes)),
+    gauge(
+        "outrider:mirror_waiting_tokens",
+        "Tokens read from Redis but not yet available to drafters.",
+        _mirror(lambda one: one.waiting_tokens),
+    ),
+    gauge("outrider:mirror_outbox_bytes", "Bytes waiting to be written to Redis.", _mirror(lambda one: one.outbox_bytes)),
     counter("outrider:mirror_published_tokens", "Tokens written to Redis.", _mirror(lambda one: one.published_tokens)),
-    counter("outrider:mirror_applied_tokens", "Tokens that came from Redis.", _mirror(lambda one: one.applied_tokens)),
-    counter("outrider:mirror_dropped_tokens", "Tokens that Redis never got.", _mirror(lambda one: one.dropped_tokens)),
-    counter("outrider:mirror_lost_records", "Records that were written and never came.", _mirror(lambda one: one.lost_records)),
+    counter("outrider:mirror_applied_tokens", "Tokens received from Redis.", _mirror(lambda one: one.applied_tokens)),
+    counter(
+        "outrider:mirror_dropped_tokens", "Tokens dropped before they reached Redis.", _mirror(lambda one: one.dropped_tokens)
+    ),
+    counter(
+        "outrider:mirror_lost_records", "Records that were written but never received.", _mirror(lambda one: one.lost_records)
+    ),
     counter(
         "outrider:mirror_corrupt_records",
         "Records and snapshots that could not be read.",
@@ -236,7 +260,7 @@ MEMORY: tuple[Family, ...] = (
     ),
     counter(
         "outrider:mirror_failures",
-        "Attempts that Redis did not serve, by kind.",
+        "Failed attempts to access Redis, by kind.",
         lambda one: {} if one.replica.cache is None else _by(one.replica.cache.failures),
         ("kind",),
     ),
@@ -245,30 +269,34 @@ MEMORY: tuple[Family, ...] = (
 # In an elastic group each replica is one rank; only elastic groups have a `width`.
 RANKS: tuple[Family, ...] = (
     gauge(
-        "outrider:ranks_ready", "Ranks that share the steps.", _group(lambda one: len(one.ready) if one.width is None else 1, 1)
+        "outrider:ranks_ready",
+        "Ranks that are ready to share steps.",
+        _group(lambda one: len(one.ready) if one.width is None else 1, 1),
     ),
-    gauge("outrider:ranks", "Ranks that should.", _group(lambda one: one.world_size if one.width is None else 1, 1)),
+    gauge("outrider:ranks", "Configured ranks.", _group(lambda one: one.world_size if one.width is None else 1, 1)),
     gauge(
         "outrider:group_width",
-        "Ranks that share the steps now, of other replicas, too.",
+        "Ranks that share the steps now, including those of other replicas.",
         _group(lambda one: one.width or len(one.ready), 1),
     ),
-    counter("outrider:rank_losses", "Ranks lost.", _group(lambda one: one.losses)),
+    counter("outrider:rank_losses", "Lost ranks.", _group(lambda one: one.losses)),
     counter(
         "outrider:rank_divergences",
-        "Walks left out because their first token was not the leader's.",
+        "Verified paths dropped because their first token differed from the leader's.",
         _group(lambda one: one.divergences),
     ),
     counter(
-        "outrider:rank_disagreements", "Ranks whose committed text was not the leader's.", _group(lambda one: one.disagreements)
+        "outrider:rank_disagreements",
+        "Ranks whose committed text differed from the leader's.",
+        _group(lambda one: one.disagreements),
     ),
     counter(
         "outrider:exchange_seconds",
-        "Seconds of steps beyond the slowest rank's own: partitioning, messages, waiting, merging.",
+        "Step seconds beyond the slowest rank's compute time: partitioning, messages, waiting, merging.",
         _group(lambda one: one.exchange_s),
     ),
     counter(
-        "outrider:exchange_bytes", "Bytes of messages between ranks in these, both ways.", _group(lambda one: one.exchange_bytes)
+        "outrider:exchange_bytes", "Bytes of messages between ranks, in both directions.", _group(lambda one: one.exchange_bytes)
     ),
 )
 

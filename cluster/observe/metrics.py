@@ -31,18 +31,18 @@ _CHOICES = (1, 2, 5, 10, 20)  # vLLM's bounds of request_params_n
 # vLLM's histograms, by name without prefix. Lengths and times are those of requests that were served to their end; times start
 # when a request arrives at the engine.
 HISTOGRAMS: dict[str, str] = {
-    "time_to_first_token_seconds": "From the arrival of a request to its first token.",
-    "inter_token_latency_seconds": "Between two steps that emitted tokens for a request.",
-    "request_time_per_output_token_seconds": "Decode time over the tokens after the first, a request.",
-    "e2e_request_latency_seconds": "From arrival to last token.",
-    "request_queue_time_seconds": "From arrival to the first step.",
-    "request_inference_time_seconds": "From the first step to the last token.",
-    "request_prefill_time_seconds": "From the first step to the first token.",
-    "request_decode_time_seconds": "From the first token to the last.",
-    "request_prompt_tokens": "Tokens of the prompt.",
-    "request_generation_tokens": "Tokens of the output.",
-    "request_params_max_tokens": "Tokens that might have come at most.",
-    "iteration_tokens_total": "Prompt tokens computed and tokens emitted in a step.",
+    "time_to_first_token_seconds": "Time from arrival to the first token.",
+    "inter_token_latency_seconds": "Time between two steps that emitted tokens for a request.",
+    "request_time_per_output_token_seconds": "Mean decode time per token after the first, per request.",
+    "e2e_request_latency_seconds": "Time from arrival to the last token.",
+    "request_queue_time_seconds": "Time from arrival to the first step.",
+    "request_inference_time_seconds": "Time from the first step to the last token.",
+    "request_prefill_time_seconds": "Time from the first step to the first token.",
+    "request_decode_time_seconds": "Time from the first to the last token.",
+    "request_prompt_tokens": "Prompt tokens per request.",
+    "request_generation_tokens": "Output tokens per request.",
+    "request_params_max_tokens": "Maximum output tokens per request.",
+    "iteration_tokens_total": "Prompt tokens computed plus tokens emitted, per step.",
 }
 
 
@@ -75,7 +75,7 @@ class Metrics(Collector):
         """Yield all metrics; those of engines have no samples while no replica answers."""
         if self._answering is not None:
             yield GaugeMetricFamily("outrider:replicas", "Engine replicas that answer.", self._answering)
-            yield GaugeMetricFamily("outrider:replicas_configured", "Engine replicas that should.", self._configured)
+            yield GaugeMetricFamily("outrider:replicas_configured", "Configured engine replicas.", self._configured)
             yield from map(self._family, FAMILIES)
             for name, help in HISTOGRAMS.items():
                 yield self._histogram(name, help)
@@ -98,31 +98,37 @@ class Metrics(Collector):
 
 
 def _of_api(api: ApiCounts) -> Iterator[Metric]:
-    asked = HistogramMetricFamily("vllm:request_params_n", "Choices that a request asks for.", labels=_LABELS)
+    asked = HistogramMetricFamily("vllm:request_params_n", "Choices per request.", labels=_LABELS)
     if api.choices is not None and api.model is not None:
         asked.add_metric((api.model, _ADMISSION), _buckets(api.choices), api.choices.total)
     yield asked
     held = api.admission
-    audits = CounterMetricFamily("outrider:audits", "Served choices computed again without drafts.", labels=("result",))
-    refused = CounterMetricFamily("outrider:door_refused", "Requests refused before any engine, by code.", labels=("code",))
-    failed = CounterMetricFamily("outrider:device_failures", "Replicas that ended as their device failed.", labels=("error",))
+    audits = CounterMetricFamily("outrider:audits", "Served choices recomputed without drafts.", labels=("result",))
+    refused = CounterMetricFamily(
+        "outrider:door_refused", "Requests refused before they reached an engine, by code.", labels=("code",)
+    )
+    failed = CounterMetricFamily(
+        "outrider:device_failures", "Replicas that ended because their device failed.", labels=("error",)
+    )
     for metric, counts in ((audits, api.audits), (refused, held.refused if held else {}), (failed, api.device_failures)):
         for label, count in counts.items():
             metric.add_metric((label,), count)
         yield metric
     yield from _of_standing(api.standing)
     in_flight, upload_bytes = (held.in_flight, held.upload_bytes) if held else (None, None)
-    yield GaugeMetricFamily("outrider:door_requests_in_flight", "Requests let in and not answered to the end.", in_flight)
-    yield GaugeMetricFamily("outrider:door_upload_bytes", "Bytes of bodies that are being received.", upload_bytes)
-    yield GaugeMetricFamily("outrider:door_resident_bytes", "Memory of the API's process.", resident_bytes())
+    yield GaugeMetricFamily("outrider:door_requests_in_flight", "Admitted requests whose answer is not complete.", in_flight)
+    yield GaugeMetricFamily("outrider:door_upload_bytes", "Bytes of request bodies being received.", upload_bytes)
+    yield GaugeMetricFamily("outrider:door_resident_bytes", "Resident memory of the API's process.", resident_bytes())
 
 
 def _of_standing(standing: Standing | None) -> Iterator[Metric]:
-    asked = CounterMetricFamily("outrider:baseline_requests", "Served requests for the baseline, too.", labels=("result",))
-    texts = CounterMetricFamily("outrider:baseline_texts", "Pairs of answers, by how they go together.", labels=("texts",))
-    medians = GaugeMetricFamily("outrider:baseline_median", "Of the latest pairs of answers.", labels=("figure", "side"))
+    asked = CounterMetricFamily(
+        "outrider:baseline_requests", "Served requests also sent to the baseline, by result.", labels=("result",)
+    )
+    texts = CounterMetricFamily("outrider:baseline_texts", "Pairs of answers, by how their texts compare.", labels=("texts",))
+    medians = GaugeMetricFamily("outrider:baseline_median", "Medians of the latest pairs of answers.", labels=("figure", "side"))
     ratios = GaugeMetricFamily(
-        "outrider:baseline_ratio", "Engine over baseline: the median of the latest pairs, and 90 % of resamples.",
+        "outrider:baseline_ratio", "Ratio of engine to baseline: median of the latest pairs, with a 90 % bootstrap interval.",
         labels=("figure", "bound"),
     )  # fmt: skip
     if standing is not None:

@@ -142,10 +142,10 @@ class Shadow:
         try:
             result = await self._compared(job, run) if await self._has_room() else ShadowResult.DROPPED
         except (ApiError, QueueFullError, RequestError, ReplayError) as error:
-            logger.warning("the baseline gave no answer to compare with: %s", error)
+            logger.warning("the baseline did not answer a shadowed request: %s", error)
             result = ShadowResult.FAILED
         except Exception:  # no client waits for it
-            logger.exception("two answers could not be compared")
+            logger.exception("comparing two answers failed")
             result = ShadowResult.FAILED
         self._results[result] += 1
 
@@ -197,7 +197,7 @@ class Shadow:
     def _sentence(self, figures: Mapping[str, Figure]) -> str:
         speed, first = figures.get("tokens_per_s"), figures.get("ttft_s")
         if speed is None or first is None or speed.pairs < 2:
-            return f"{len(self._pairs)} requests were answered by both: too few to say who is ahead."
+            return f"{len(self._pairs)} requests were answered by both: too few to compare."
         if speed.low > 1:
             ahead = f"The engine is ahead of the {self._kind} baseline, with {_times(speed)} its tokens per second"
         elif speed.high < 1:

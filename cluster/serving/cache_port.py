@@ -71,6 +71,6 @@ def answered(status: int = 500, code: str = "internal_error", prefix: str = "") 
     except ValueError as error:
         raise ApiError(status, f"{prefix}{error}", code=code) from error
     except (redis.RedisError, OSError) as error:  # its message contains Redis' address
-        logger.error("the shared cache could not be asked: %s", one_line(error))
-        message = "Redis, which keeps the shared cache, does not answer (the server's log says why); try again"
+        logger.error("the shared cache did not answer: %s", one_line(error))
+        message = "Redis, which holds the shared cache, does not answer (see the server's log); try again"
         raise ApiError(503, message, code="cache_unavailable") from error

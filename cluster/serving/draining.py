@@ -100,7 +100,7 @@ class Draining:
 
 
 def _shutting_down() -> ApiError:
-    message = "the server is shutting down; try again, at another one if there is any"
+    message = "the server is shutting down; try again, on another server if possible"
     return ApiError(503, message, code="shutting_down", headers={"Retry-After": str(RETRY_S)})
 
 

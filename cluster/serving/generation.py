@@ -179,7 +179,7 @@ class Generation:
         """
         async for index, output in _merge(self._streams):
             if output.fault_field is not None:
-                raise RequestError(output.fault_field, output.error or "the request cannot be served as it is")
+                raise RequestError(output.fault_field, output.error or "the request is invalid")
             if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                 raise ApiError(500, output.error or "the engine ended the request", code="engine_error")
             if self._silent:

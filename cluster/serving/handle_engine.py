@@ -104,7 +104,7 @@ class _Call:
                         if is_last(item):
                             live.discard(place)
         except (RayError, RayServeException, grpc.RpcError, StopAsyncIteration, TimeoutError) as error:
-            logger.debug("a replica is lost with %s", [self._jobs[place].request_id for place in live], exc_info=error)
+            logger.debug("lost a replica that was running %s", [self._jobs[place].request_id for place in live], exc_info=error)
             end = error
         except Exception as error:
             end = error
@@ -260,7 +260,7 @@ class HandleEngine:
                 message = f"the engine replica failed or is not answering ({reason}); try again"
                 raise ApiError(503, message, code="engine_unavailable") from reason
             level = logging.DEBUG if isinstance(reason, QueueFullError) else logging.WARNING  # a full queue only makes it wait
-            logger.log(level, "request %s: sent again after %d tokens: %s", job.request_id, len(progress.emitted), reason)
+            logger.log(level, "request %s: resubmitted after %d tokens: %s", job.request_id, len(progress.emitted), reason)
             await asyncio.sleep(progress.pause_s)
             progress.pause_s = min(2 * progress.pause_s, _LONGEST_PAUSE_S)
 
@@ -288,7 +288,7 @@ class HandleEngine:
                         raise item
                     step_failed = item.finish_reason is FinishReason.ERROR and item.fault_field is None
                     if step_failed and progress.failed_at != len(progress.emitted):
-                        logger.warning("request %s: a step failed, it is tried again: %s", job.request_id, item.error)
+                        logger.warning("request %s: a step failed, retrying: %s", job.request_id, item.error)
                         progress.failed_at, progress.quarantined = len(progress.emitted), True
                         return
                     alone = alone if item.alone is None else item.alone
@@ -312,9 +312,9 @@ class HandleEngine:
                     progress.losses_in_all += 1
                 ended = heard and not lost.silent
             if alone and ended:
-                message = "an engine replica ended twice while it computed this request, the second time with no other one"
+                message = "an engine replica ended twice while it computed this request, the second time without other requests"
                 never = {"x-should-retry": "false"}  # OpenAI's clients do not retry then
-                raise ApiError(500, f"{message}: it is not tried again", code="engine_crashed", headers=never) from lost
+                raise ApiError(500, f"{message}: it is not retried", code="engine_crashed", headers=never) from lost
             progress.quarantined |= ended
             progress.ended |= ended
             raise
@@ -336,11 +336,11 @@ class HandleEngine:
         """Return if a replica of this version can still take the job. Raise ``ApiError`` (503) otherwise."""
         if time.monotonic() < progress.deadline_s and await self.describe():
             return
-        logger.warning("request %s: what it asks for was replaced, after %d tokens", job.request_id, len(progress.emitted))
+        logger.warning("request %s: the model was replaced after %d tokens", job.request_id, len(progress.emitted))
         if progress.taken:
-            message = "the model was replaced while it computed this answer: ask anew"
+            message = "the model was replaced while it computed this answer: please retry"
         else:
-            message = "the model is being replaced, and this API with it: ask again"
+            message = "the model is being redeployed: please retry"
         raise ApiError(503, message, code="model_replaced", headers={"Retry-After": "1"})
 
     async def has_only_others(self) -> bool:
@@ -369,7 +369,7 @@ class HandleEngine:
         try:
             await self._described.describe.remote()
         except (RayError, RayServeException) as error:
-            logger.warning("no engine replica starts: %s", error)
+            logger.warning("starting an engine replica failed: %s", error)
 
 
 def _passes(refusal: QueueFullError | RequestError, progress: _Progress) -> bool:

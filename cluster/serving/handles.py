@@ -69,8 +69,8 @@ class ApiReplicas:
         """
         for answer in await self._ask("forget", tenant, request_id):
             if isinstance(answer, Exception) and not isinstance(answer, RayActorError):
-                logger.error("a replica of the API did not delete: %s", answer)
-                message = "a replica of the API does not answer, and may keep answers for audits: delete again"
+                logger.error("an API replica failed to delete: %s", answer)
+                message = "an API replica does not answer and may still keep answers for audits: delete again"
                 raise ApiError(503, message, code="api_unavailable", headers={"Retry-After": "5"}) from answer
 
     async def leads(self) -> bool:

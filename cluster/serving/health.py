@@ -96,7 +96,7 @@ class HealthService:
         before = max(lengths) if self._info is None else self._info.max_model_len
         shortest = min(before, *lengths)
         if shortest < before:
-            message = "an engine replica has memory for requests of %d tokens and another for %d: %d are served by all"
+            message = "an engine replica has memory for requests of %d tokens, another for %d: the limit is %d tokens"
             logger.warning(message, shortest, before, shortest)
         return dataclasses.replace(replicas[0].info, max_model_len=shortest)
 
@@ -107,13 +107,13 @@ class HealthService:
     async def _missing_parts(self) -> list[str]:
         missing = []
         if self.others is not None and not await self.others():
-            missing.append("no baseline replica is there")
+            missing.append("no baseline replica is answering")
         if self.cache is not None and not await _serves(self.cache):
-            missing.append("the cache service is not there")
+            missing.append("the cache service is not answering")
         return missing
 
     def _engines(self, answering: int) -> str:
-        return f"{answering} of {max(1, self.configured)} engine replicas are there"
+        return f"{answering} of {max(1, self.configured)} engine replicas are answering"
 
 
 def _some(replicas: Sequence[Description]) -> Sequence[Description]:

@@ -129,7 +129,7 @@ class MembershipClient:
                 place: NodePlace = self._membership.join.remote(self._node, self._address, rank).result(timeout_s=_JOIN_TIMEOUT_S)
             except (RayError, RayServeException, TimeoutError) as error:
                 if not missing:  # known peers stay in touch meanwhile
-                    logger.warning("the actor of the membership does not answer (%s); asking again", type(error).__name__)
+                    logger.warning("the membership actor does not answer (%s); retrying", type(error).__name__)
                 missing = True
                 continue
             missing, rank = False, place.rank

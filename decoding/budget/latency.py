@@ -129,7 +129,7 @@ class LatencyCurve:
         if missing := [name for name in _FIELDS if name not in data]:
             raise ValueError(f"{missing[0]} is missing")
         if unknown := [name for name in data if name not in _FIELDS]:
-            raise ValueError(f"{unknown[0]} is no field of a latency curve: those are {', '.join(_FIELDS)}")
+            raise ValueError(f"{unknown[0]} is not a field of a latency curve; known: {', '.join(_FIELDS)}")
         values: dict[str, Any] = {}
         for name, kind in _FIELDS.items():
             value = data[name]

@@ -98,9 +98,9 @@ def build_drafters(strategy: str, options: Mapping[str, Any], others: Sequence[s
     for text in others:
         choice = parse_strategy(text)
         if choice.name == strategy and choice.options:
-            raise ValueError(f"strategies: {text} is the strategy of requests that ask for none, its options go with it")
+            raise ValueError(f"strategies: {text} is the default strategy: set its options in speculation.options")
         if choice.name != strategy and choice.name in drafters:
-            raise ValueError(f"strategies: {choice.name} is there twice")
+            raise ValueError(f"strategies: {choice.name} is listed twice")
         drafter = choice.build()
         if choice.name not in (strategy, PLAIN):
             drafters[choice.name] = drafter
@@ -134,8 +134,8 @@ def check_drafters(drafter: Drafter, strategies: Sequence[str], draft_model: str
     if shared and drafter.own_rules:
         named = ", ".join(name for name in strategies if name in WITH_DRAFT_MODEL)
         raise ValueError(
-            f"{named}: with parallelism.mode lookahead each rank sees a part of the draft, and its logits stay there, so that "
-            "only exact matching can join them: use speculative with sampling coupled or greedy, or parallelism.mode=none"
+            f"{named}: with parallelism.mode=lookahead each rank verifies a part of the draft and keeps its logits, so that only "
+            "exact matching can merge the results: use speculative with sampling coupled or greedy, or parallelism.mode=none"
         )
 
 

@@ -110,10 +110,8 @@ class TargetRows:
         ``Drafter.top_k`` tokens.
         """
         if self._logits is None:
-            assert self._ranked is not None, "nothing was ranked: ask where has_logits, or declare needs_logits"
-            assert k <= self._ranked.shape[1], (
-                f"{k} tokens a row asked for, {self._ranked.shape[1]} announced by the drafter's top_k"
-            )
+            assert self._ranked is not None, "no ranked tokens: check has_logits first, or declare needs_logits"
+            assert k <= self._ranked.shape[1], f"{k} tokens per row requested, but the drafter's top_k is {self._ranked.shape[1]}"
             return self._ranked[list(rows), :k]
         from decoding.sampling.ranking import ranked_rows  # imports torch, which is installed if there are logits
 

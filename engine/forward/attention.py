@@ -166,15 +166,17 @@ def tree_attention(
             f"{type(module).__name__} does not pass arguments on to its attention function: the model cannot be served"
         )
     if attention_mask is not None:
-        raise ModelLoadError(f"{type(module).__name__} masks its attention itself, which tree attention cannot follow")
+        raise ModelLoadError(f"{type(module).__name__} applies its own attention mask, which tree attention does not support")
     if getattr(module, "is_causal", True) is False:
-        raise ModelLoadError(f"{type(module).__name__} sees what comes behind a token: it is an encoder, and cannot be served")
+        raise ModelLoadError(f"{type(module).__name__} attends to later tokens (an encoder) and cannot be served")
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
-            raise ModelLoadError(f"{type(module).__name__} needs attention with {name!r}, which tree attention does not compute")
+            raise ModelLoadError(f"{type(module).__name__} needs attention with {name!r}, which tree attention does not support")
     layer = -1 if module.layer_idx is None else int(module.layer_idx)  # type: ignore[arg-type]
     if s_aux is not None and s_aux.shape != query.shape[1:2]:
-        raise ModelLoadError(f"{type(module).__name__} has {len(s_aux)} sinks for {query.shape[1]} heads: it cannot be split so")
+        raise ModelLoadError(
+            f"{type(module).__name__} has {len(s_aux)} attention sinks for {query.shape[1]} heads and cannot be sharded"
+        )
     window, chunk = _limits(getattr(module, "config", None), layer, sliding_window)
     return tree_step.attend(AttentionCall(layer, query, key, value, scaling, window, softcap, chunk, s_aux)), None
 

@@ -75,7 +75,7 @@ def check(runner: ModelRunner) -> str | None:
     for reach in (0,) if runner.rope is None else (0, runner.rope.border + 1):  # once per set of frequencies
         if not found.differing:
             _trees(runner, tokens, found, reach)
-    return f"{found.differing} of {found.rows} rows were computed otherwise in other company" if found.differing else None
+    return f"{found.differing} of {found.rows} rows changed with the other rows of the batch" if found.differing else None
 
 
 @torch.inference_mode()
@@ -112,7 +112,7 @@ def check_graphs(runner: ModelRunner) -> str | None:
             expected = _chain(runner, tokens, len(tokens) - count)
         fault = _straying(given, expected, runner.model.dtype)
         if fault is not None:
-            return f"a graph of {rows} rows does not compute what the model does: {fault}"
+            return f"a CUDA graph of {rows} rows differs from the model: {fault}"
     return None
 
 
@@ -125,7 +125,7 @@ def _straying(ours: torch.Tensor, own: torch.Tensor, dtype: torch.dtype) -> str 
     ]
     straying = float(torch.cat(apart).median())
     fine = straying <= _STRAYING.get(dtype, _STRAYING_HALF)
-    return None if fine else f"logits are off by {straying:.2g} of their size"
+    return None if fine else f"logits differ by {straying:.2g} of their magnitude"
 
 
 def _tokens_of(runner: ModelRunner) -> Int32Array:

@@ -64,9 +64,9 @@ def _checked(model: PreTrainedModel, capacity: int, options: EngineOptions, tree
             return runner
         del runner
         if number < len(forms):
-            what = "in any number" if rows is None else f"{rows} at a time"
+            what = "any number of rows" if rows is None else f"{rows} rows"
             logger.warning(
-                "%s on %s is not exact with rows %s (%s): each forward computes %s rows now, which is slower",
+                "%s on %s is not exact with %s (%s): forward passes are limited to %s rows, which is slower",
                 name, model.device, what, fault, forms[number],
             )  # fmt: skip
     advice = "" if model.device.type == "cpu" else " Set engine.exact=rounding, where near-ties may fall either way"
@@ -84,7 +84,9 @@ def refuse_form(name: str, config: PreTrainedConfig, shape: KVShape, options: En
         raise ModelLoadError(f"engine.compile=true needs a GPU and Triton, and the model is on {shape.device}: leave it out")
     if options.exact == "rounding":
         if not on_gpu:
-            raise ModelLoadError("engine.exact=rounding is for GPUs: on a CPU exact outputs take no longer. Leave it out")
+            raise ModelLoadError(
+                "engine.exact=rounding is supported on GPUs only: on a CPU exact outputs are not slower. Leave it out"
+            )
         return
     without = lacks_exactness(config, shape) if on_gpu else None
     if without is not None:
@@ -101,10 +103,10 @@ def _refuse_strays(runner: ModelRunner) -> None:
     try:
         fault = exactness.check_attention(runner)
     except (RuntimeError, TypeError, ValueError) as error:
-        why = "its own attention, to compare with, does not run"
+        why = "its own attention, needed for the comparison, failed"
         raise ModelLoadError(f"{name} cannot be served: {why} ({one_line(error)})") from error
     if fault is not None:
-        raise ModelLoadError(f"{name} cannot be served: with tree attention it does not say what it says with its own ({fault})")
+        raise ModelLoadError(f"{name} cannot be served: tree attention differs from its own attention beyond rounding ({fault})")
     fault = exactness.check_graphs(runner)
     if fault is not None:
         raise ModelLoadError(f"{name} cannot be served on {runner.model.device}: {fault}")
@@ -131,7 +133,9 @@ def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> int:
     wanted = model.config.get_text_config().num_hidden_layers
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == wanted]
     if not lists:
-        raise ModelLoadError(f"engine.compile=true is not for {type(model).__name__}: its layers were not found. Leave it out")
+        raise ModelLoadError(
+            f"engine.compile=true does not support {type(model).__name__}: its layers were not found. Leave it out"
+        )
     # Excluded from compilation, so that layers are not recompiled for each layer index that attention reads.
     AttentionInterface.register(TREE_ATTENTION, torch.compiler.disable(tree_attention))
     # Half precision rounds between fused operations as the model's own code does.

@@ -128,7 +128,7 @@ class StateCache:
                 path = self._paths[slot][: max(0, segment.start - anchor)]
                 if anchor == _LOST or anchor + len(path) != segment.start:
                     raise RuntimeError(
-                        f"the state of slot {slot} is at token {anchor}, and rows from {segment.start} on are to be computed"
+                        f"the state of slot {slot} is at token {anchor}, but a step computes rows from {segment.start} on"
                     )
             wanted = self._wanted.get(slot, ())
             saves = [(at - segment.start, place) for at, place, _ in wanted if 0 < at - segment.start <= spine]
@@ -174,7 +174,7 @@ class StateCache:
             RuntimeError: the rows follow a text, but the slot's state belongs to none.
         """
         if start and self._anchors[slot] == _ANYWHERE:
-            raise RuntimeError(f"the state of slot {slot} is that of no text, and rows from {start} on are to be computed")
+            raise RuntimeError(f"slot {slot} holds no state, but a step computes rows from {start} on")
         self._wanted.pop(slot, None)
         if scope is None or anchor <= start or start >= num_prompt:
             return

@@ -186,7 +186,9 @@ def load_draft_model(
         options, path=path if weights is None else options.path, served_name=None, dtype=dtype, device=str(target.model.device),
         max_model_len=None, weights=weights or "auto", adapters={},
     )  # fmt: skip
-    refuse_role(load_config(own.path), f"speculation.draft_model {path!r}", "give a draft model without such layers, or none")
+    refuse_role(
+        load_config(own.path), f"speculation.draft_model {path!r}", "choose a draft model without such layers, or leave it out"
+    )
     loaded = load_model(own)
     vocab_size = int(target.model.config.get_text_config().vocab_size)
     most = min(vocab_size, int(loaded.model.config.get_text_config().vocab_size))
@@ -210,6 +212,6 @@ def check_vocabularies(
     if differing or not ours.keys() & theirs.keys():
         first = min(differing, default=0)
         raise ModelLoadError(
-            f"speculation.draft_model {draft_name!r} has another vocabulary than {target_name!r}: token {first} is "
-            f"{theirs.get(first)!r} in the one and {ours.get(first)!r} in the other; a draft model needs its target's tokenizer"
+            f"speculation.draft_model {draft_name!r} and {target_name!r} have different vocabularies: token {first} is "
+            f"{theirs.get(first)!r} and {ours.get(first)!r}; choose a draft model with the target model's tokenizer"
         )

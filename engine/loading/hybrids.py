@@ -66,7 +66,7 @@ def refuse_place(config: PreTrainedConfig, device: str, dtype: str) -> None:
 def refuse_role(config: PreTrainedConfig, field: str, advice: str) -> None:
     """Raise ``ModelLoadError`` for a hybrid that an option (``field``) does not support; ``advice`` says what to do."""
     if is_hybrid(config):
-        raise ModelLoadError(f"{field} is not for {_name(config)}, whose layers keep states: {advice}")
+        raise ModelLoadError(f"{field} does not support {_name(config)}, whose layers keep states: {advice}")
 
 
 def _name(config: PreTrainedConfig) -> str:

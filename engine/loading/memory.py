@@ -108,7 +108,7 @@ def refuse_more_than_free(
     need, free = need + adapter_bytes, left_bytes(device, utilization)
     if need > free:
         what = "weights and adapters" if adapter_bytes else "weights"
-        where, advice = "memory", "end what takes it"
+        where, advice = "memory", "stop other processes that use it"
         if device.type == "cuda":
             where, whole = str(device), accelerator().memory(device)[1]
             several = "share it among GPUs by parallelism.mode=tensor or pipeline"

@@ -105,8 +105,8 @@ def load_model(options: ModelOptions, utilization: float = 1.0) -> LoadedModel:
         raise ModelLoadError(f"model.adapters are computed on a CPU only, and the model is on {device}: set model.device=cpu")
     if options.adapters and is_adapter(options.path):
         raise ModelLoadError(
-            f"model.adapters are not for {options.path!r}, which is an adapter itself: give the model ({base_of(options.path)}), "
-            "and this one as another of model.adapters"
+            f"model.adapters needs a base model, but {options.path!r} is an adapter: set model.path to {base_of(options.path)}, "
+            "and add this adapter to model.adapters"
         )
     adapters = find_adapters(options, config)
     dtype: torch.dtype | Literal["auto"] = "auto" if options.dtype == "auto" else getattr(torch, options.dtype)
@@ -175,8 +175,8 @@ def load_weights(
     adapter = find_merged(path, load_config(path)) if is_adapter(path) else None
     if adapter is not None and quantization is not None and not on_cpu:
         raise ModelLoadError(
-            f"model {path!r} is an adapter of {files!r}, whose quantized weights nothing can be added to on a GPU: set "
-            "model.device=cpu, or name the model in 16 bits"
+            f"model {path!r} is an adapter of {files!r}; on a GPU, adapters cannot be merged into quantized weights: set "
+            "model.device=cpu, or use the model in 16 bits"
         )
     unpacked = quantization is not None and on_cpu and quantization.get("quant_method") == _UNPACKED
     dequantized = quantization is not None and on_cpu and not unpacked
@@ -218,8 +218,8 @@ def stays_packed(path: str, weights: Weights, device: torch.device, dtype: torch
     packed = weights == "auto" and is_gguf(find_files(path)) and has_kernels(device, dtype)
     if packed and is_adapter(path):
         raise ModelLoadError(
-            f"model {path!r} is an adapter of {base_of(path)!r}, to whose weights in blocks nothing can be added: set "
-            "model.weights=dequantized"
+            f"model {path!r} is an adapter of {base_of(path)!r}, a GGUF file; adapters cannot be merged into its quantized "
+            "blocks: set model.weights=dequantized"
         )
     return packed
 
@@ -275,7 +275,7 @@ def device_of(name: str) -> torch.device:
         if why is None:
             return torch.device("cuda", 0)
         if nvidia_device_present():  # the GPU cannot be used
-            logger.warning("this machine has an NVIDIA GPU, and the model is computed on the CPU: %s", why)
+            logger.warning("this machine has an NVIDIA GPU, but the model runs on the CPU: %s", why)
         return torch.device("cpu")
     try:
         device = torch.device(name)
@@ -299,7 +299,7 @@ def context_length(config: PreTrainedConfig, options: ModelOptions) -> int:
     own = getattr(config.get_text_config(), "max_position_embeddings", None) if rope is None else rope.longest
     if options.max_model_len is None:
         if own is None:
-            raise ModelLoadError(f"model {options.path!r} does not say how long its context is: set model.max_model_len")
+            raise ModelLoadError(f"model {options.path!r} does not declare its context length: set model.max_model_len")
         return int(own) if constant is None else min(int(own), constant)
     if options.max_model_len < 2:
         raise ModelLoadError(f"model.max_model_len must be at least 2, got {options.max_model_len}")
@@ -309,8 +309,8 @@ def context_length(config: PreTrainedConfig, options: ModelOptions) -> int:
         )
     if constant is not None and options.max_model_len > constant:
         raise ModelLoadError(
-            f"model.max_model_len is {options.max_model_len}, but {options.path!r} changes the positions of all tokens beyond "
-            f"{constant} (longrope) in a way that is not computed here: set it to {constant} at most"
+            f"model.max_model_len is {options.max_model_len}, but {options.path!r} rescales the positions of all tokens beyond "
+            f"{constant} (longrope), which is not supported: set it to at most {constant}"
         )
     return options.max_model_len
 

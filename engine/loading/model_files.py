@@ -123,7 +123,7 @@ def base_of(path: str) -> str:
     except ModelLoadError as error:
         raise ModelLoadError(f"model {path!r} is an adapter; {field} in its {ADAPTER_CONFIG}: {error}") from error
     if is_gguf(base) and not Path(base).expanduser().is_file():
-        raise ModelLoadError(f"model {path!r} is an adapter of {base!r} ({field} in {ADAPTER_CONFIG}), and there is no such file")
+        raise ModelLoadError(f"model {path!r} is an adapter of {base!r} ({field} in {ADAPTER_CONFIG}), which does not exist")
     return base
 
 

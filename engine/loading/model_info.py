@@ -66,12 +66,12 @@ class ModelInfo:
         """Raise ``RequestError`` if an adapter does not exist."""
         names = [each.name for each in self.adapters]
         if name is not None and name not in names:
-            raise RequestError("adapter", f"{name!r} does not exist; there are: {', '.join(names) or 'none'}")
+            raise RequestError("adapter", f"{name!r} does not exist; available: {', '.join(names) or 'none'}")
 
     def check_strategy(self, strategy: str | None) -> None:
         """Raise ``RequestError`` if requests may not use a strategy."""
         if strategy is not None and strategy not in self.choices:
-            message = f"{strategy!r} cannot be asked for here; allowed: {', '.join(self.choices)}"
+            message = f"{strategy!r} is not available on this server; allowed: {', '.join(self.choices)}"
             if strategy in WITH_DRAFT_MODEL and strategy not in LOSSLESS:
                 message += "; it changes the output: a server offers it with speculation.exact=false and speculation.strategies"
             raise RequestError("speculation.strategy", message)

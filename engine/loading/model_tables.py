@@ -73,7 +73,7 @@ def kept_table(folder: Path, name: str, shape: tuple[int, ...], limit: int) -> I
     except FileNotFoundError:
         logger.debug("no table at %s yet", path)
     except (OSError, ValueError, EOFError, tokenize.TokenError) as error:
-        logger.warning("the table at %s cannot be used and is built again: %s", path, error)
+        logger.warning("the table at %s cannot be used and is rebuilt: %s", path, error)
     return None
 
 
@@ -84,7 +84,7 @@ def keep_table(folder: Path, name: str, table: Int32Array) -> None:
         np.save(written, table, allow_pickle=False)
         keep_file(_path(folder, name), written.getbuffer())
     except OSError as error:
-        logger.warning("a table could not be kept and will be built again at the next start: %s", error)
+        logger.warning("a table could not be saved and will be rebuilt at the next start: %s", error)
 
 
 def _path(folder: Path, name: str) -> Path:
@@ -179,8 +179,8 @@ def unigram_ranking(model: PreTrainedModel, vocab_size: int) -> Int32Array:
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     if inputs is None or outputs is None or inputs.weight.shape[1] != outputs.weight.shape[1]:
         raise ModelLoadError(
-            f"{type(model).__name__} has no unigram ranking, since its input and output embeddings are not of one width: "
-            "choose another strategy, or a bigram table as wide as there are rows"
+            f"{type(model).__name__} has no unigram ranking, because its input and output embeddings differ in width: "
+            "choose another strategy, or a bigram table with as many columns as rows"
         )
     distances = unigram_distances(inputs.weight[:vocab_size], outputs.weight[:vocab_size])
     ranking: Int32Array = torch.argsort(distances, stable=True).to("cpu", torch.int32).numpy()

@@ -23,6 +23,7 @@ from engine.loading.outline import outline
 logger = logging.getLogger(__name__)
 
 LENGTHS = (131072, 65536, 32768, 16384, 8192, 4096)  # shorter contexts to try, in tokens
+_NO_ROOM = "stop other processes that use it, set parallelism.mode=tensor or pipeline, or give a smaller model"
 STRICT_ROWS = 64  # rows of every forward with ``engine.exact=strict``, see ``engine.forward.runners``
 # Allowance for the CUDA context with kernel code, 0.39 GiB in vLLM's issue 11251; graph executables, 0.36 GiB for 16 of vLLM's
 # (gpustack/runner, pull request 251); workspaces of cuBLAS and cuBLASLt, 32 MiB each on Hopper (PyTorch, pull request 120925) in
@@ -185,11 +186,11 @@ def refuse_unfitting(found: SlotMemory, options: EngineOptions, draft_rows: int,
     """Raise ``ModelLoadError`` if slots do not fit."""
     if found.fits:
         return
-    advice = " or ".join(fewer_or_shorter(found, options, draft_rows))
+    shorter = " or ".join(fewer_or_shorter(found, options, draft_rows))
     raise ModelLoadError(
         f"{found.slots} KV slots of {found.max_model_len} tokens need {found.need_bytes / 2**30:.1f} GiB, and "
         f"{found.free_bytes / 2**30:.1f} GiB are free on {device} beside the weights: "
-        f"{f'set {advice}' if advice else 'end what takes it, set parallelism.mode=tensor or pipeline, or give a smaller model'}"
+        f"{f'set {shorter}' if shorter else _NO_ROOM}"
     )
 
 

@@ -80,7 +80,7 @@ class CalibrationFile:
 
     def _settled(self, found: Calibration) -> LatencyCurve:
         if found.disturbed:  # usable for now, but not stored
-            logger.warning("steps were timed on a busy machine, and will be again at the next start")
+            logger.warning("steps were timed on a busy machine and will be timed again at the next start")
         else:
             self.keep(found)
         return found.curve
@@ -101,7 +101,7 @@ class CalibrationFile:
         try:
             keep_file(self.path, json.dumps(kept, indent=1).encode())
         except OSError as error:
-            logger.warning("the latency curve could not be kept and will be measured again at the next start: %s", error)
+            logger.warning("the latency curve could not be saved and will be measured again at the next start: %s", error)
             return False
         return True
 
@@ -113,12 +113,12 @@ class CalibrationFile:
         with open_private(self.path) as file:
             data = json.loads(file.read(_MAX_BYTES))
         if not isinstance(data, dict) or data.get("format") != _FORMAT or data.get("setting") != self._setting:
-            raise ValueError("it is not of this model, device and version")
+            raise ValueError("it belongs to another model, device or version")
         covers, wanted = data.get("covers"), self._wanted()
         if not isinstance(covers, list) or len(covers) != len(wanted) or not all(isinstance(each, int) for each in covers):
             raise ValueError(f"covers must be {len(wanted)} numbers, got {covers!r}")
         if any(has < wants for has, wants in zip(covers, wanted, strict=True)):
-            logger.info("the latency curve at %s is of fewer or smaller KV slots, and is measured again", self.path)
+            logger.info("the latency curve at %s covers fewer or smaller KV slots and is measured again", self.path)
             return None
         return LatencyCurve.from_json(data.get("curve"))
 

@@ -122,11 +122,11 @@ class Scheduler:
             RequestError: it has a priority, but the policy is not ``priority``.
         """
         if request.priority and self.options.scheduling_policy != "priority":
-            raise RequestError("priority", "all requests are alike urgent here (engine.scheduling_policy is fcfs): leave it out")
+            raise RequestError("priority", "requires engine.scheduling_policy=priority on the server: leave it out")
         if len(self._waiting) >= self.options.max_waiting + self.num_free_slots:
-            raise QueueFullError(f"{len(self._waiting)} requests wait already (engine.max_waiting): try again later")
+            raise QueueFullError(f"{len(self._waiting)} requests are already waiting (engine.max_waiting): try again later")
         if request.quarantined and any(one.quarantined and one.account == request.account for one in self.requests()):
-            raise QueueFullError("another request of this tenant is computed alone first: try again later")
+            raise QueueFullError("a quarantined request of this tenant runs first: try again later")
         self._arrivals += 1
         request.arrival, request.queued_s = self._arrivals, self._clock()
         self._came_s[request.account] = request.queued_s

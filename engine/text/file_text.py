@@ -45,7 +45,7 @@ class FileReader:
     def read(self, content: bytes) -> str:
         """Return the visible text of a file, whose first bytes determine its kind. Raises ``UnreadableFileError``."""
         if len(content) > MAX_FILE_BYTES:
-            raise UnreadableFileError(f"{len(content):,} bytes, and at most {MAX_FILE_BYTES:,} are read: split it")
+            raise UnreadableFileError(f"it has {len(content):,} bytes, the maximum is {MAX_FILE_BYTES:,}: split it")
         text = self._in_a_process(content) if needs_process(content) else _plain(content)
         if not text.strip():
             raise UnreadableFileError("there is no text in it (a scan holds pictures only: run it through OCR first)")
@@ -63,7 +63,7 @@ class FileReader:
     def _in_a_process(self, content: bytes) -> str:
         with self._lock:
             if self._is_stopped:
-                raise UnreadableFileError("nobody waits for its text any more")
+                raise UnreadableFileError("reading was cancelled")
             # By its path, because -m would find a package of this name in the user's folder.
             command = [sys.executable, "-P", os.path.abspath(__file__)]
             pipe = subprocess.PIPE
@@ -124,7 +124,7 @@ def _plain(content: bytes) -> str:
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:
-        raise UnreadableFileError("it is no PDF, no HTML and no text in UTF-8: convert it to one of these")
+        raise UnreadableFileError("it is not PDF, HTML or UTF-8 text: convert it to one of these")
     return text
 
 

@@ -48,8 +48,8 @@ _KNOWN_S = 0.001  # a mask of known states takes less
 MASK_S = 0.005  # processor time for a request's masks in a step; a slower request is throttled (``StepPlanner``)
 MAX_DEBT_S = 1.0  # accumulated excess over ``MASK_S`` per step that ends a request
 _TOO_SLOW = (
-    f"what may come next takes more than {1e3 * MASK_S:g} ms of processor time a step, by more than {MAX_DEBT_S:g} s in all: "
-    "make the grammar less ambiguous (one rule for each text), or its patterns shorter"
+    f"computing the allowed tokens takes more than {1e3 * MASK_S:g} ms of processor time per step, and exceeds it by more than "
+    f"{MAX_DEBT_S:g} s in total: make the grammar less ambiguous (one rule for each text), or its patterns shorter"
 )
 _CHECKER = GrammarChecker()
 # By default the library fixes the split into tokens if only one text is possible. Here the model chooses the split, so that all
@@ -287,7 +287,7 @@ class MatcherGrammar:
             if self._matcher.is_error():
                 self._fail(reason_of(self._matcher.get_error()))
             elif not mask.any():
-                self._fail("no token of the model can go on with the output")
+                self._fail("no token of the model can continue the output")
             else:
                 self._mask = mask
         return self._mask
@@ -369,7 +369,7 @@ class Grammars:
 
     def _start(self, grammar: str, account: str) -> MatcherGrammar:
         if not self._end_tokens:
-            raise GrammarError("this model has no end token, by which structured output would end")
+            raise GrammarError("this model has no end token, which structured output requires")
         vocabulary, key = self._known(), (account, grammar)
         with self._lock:
             compiled = self._kept.get(key)

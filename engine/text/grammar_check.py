@@ -107,7 +107,7 @@ class GrammarChecker:
                     return ours
                 self._stop()
         ours.close()
-        raise RuntimeError("the process that checks grammars does not start")
+        raise RuntimeError("the process that checks grammars did not start")
 
     def _start(self) -> socket.socket:
         self._control, theirs = socket.socketpair()

@@ -105,7 +105,7 @@ GROUP = ["parallelism.mode=lookahead", "parallelism.world_size=2"]
         (["server.max_replicas=0"], "server.max_replicas is 0; allowed: 1 to"),
         (
             ["server.target_tokens_per_s=100"],
-            "server.target_tokens_per_s is 100, which says when there are to be more engines: set",
+            "server.target_tokens_per_s is 100, but autoscaling is off: set",
         ),
         (["server.max_replicas=2", "server.target_tokens_per_s=0"], "server.target_tokens_per_s is 0.0; allowed: 0.001 to"),
         (

@@ -150,7 +150,7 @@ def test_what_is_no_file_of_ones_own_is_not_opened(tmp_path: Path, monkeypatch: 
     (tmp_path / "kept").touch(0o600)
     (tmp_path / "link").symlink_to(tmp_path / "kept")
     os.mkfifo(tmp_path / "pipe", 0o600)
-    for name, said in {"link": "symbolic", "pipe": "no regular", "": "no regular", "kept/x": "Not a directory"}.items():
+    for name, said in {"link": "symbolic", "pipe": "not a regular", "": "not a regular", "kept/x": "Not a directory"}.items():
         with pytest.raises(OSError, match=said):
             open_private(tmp_path / name)
     monkeypatch.setattr(os, "geteuid", lambda: 4711)

@@ -128,6 +128,6 @@ def test_a_tenants_history_holds_the_resumed_text_once_and_whole(engine: Engine)
 
 
 def test_what_was_emitted_leaves_room_for_a_token() -> None:
-    with pytest.raises(ValueError, match="emitted must leave room"):
+    with pytest.raises(ValueError, match="emitted must hold fewer tokens"):
         Request("a", PROMPT, SamplingParams(max_tokens=3), emitted=[1, 2, 3])
     assert Request("a", PROMPT, SamplingParams(max_tokens=3), emitted=[1, 2]).remaining == 1

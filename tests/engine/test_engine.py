@@ -315,9 +315,9 @@ def test_attention_that_is_not_computed_is_refused_at_the_start(tmp_path: Path) 
         "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
     }  # fmt: skip
     cases: list[tuple[PreTrainedConfig, str]] = [
-        (DogeConfig(**sizes), "masks its attention itself"),
+        (DogeConfig(**sizes), "applies its own attention mask"),
         (DiffLlamaConfig(**sizes), "attend more than once"),
-        (BertConfig(**sizes), "it is an encoder"),
+        (BertConfig(**sizes), "attends to later tokens"),
     ]
     for config, part in cases:
         folder = save_model(tmp_path / config.model_type, config)

@@ -200,6 +200,6 @@ def test_what_an_adapter_said_is_drafted_for_it_alone(models: dict[str, ModelOpt
 
 def test_an_adapter_that_is_not_there_is_refused(models: dict[str, ModelOptions]) -> None:
     engine = load(models["llama"], "autoregressive")
-    with pytest.raises(RequestError, match="'none' does not exist; there are: all, some"):
+    with pytest.raises(RequestError, match="'none' does not exist; available: all, some"):
         engine.add(ask("none"))
     assert not engine.has_work

@@ -199,7 +199,7 @@ def test_float64_goes_row_by_row(caplog: pytest.LogCaptureFixture) -> None:
         runner = made(tiny("qwen2", "float64"))
     assert runner.exact and runner.fixed_rows == 16
     (line,) = caplog.messages
-    assert "not exact with rows in any number" in line and "each forward computes 16 rows now" in line and "\n" not in line
+    assert "not exact with any number of rows" in line and "limited to 16 rows" in line and "\n" not in line
 
 
 Change = Callable[..., Any]
@@ -260,7 +260,7 @@ def test_what_depends_on_company_is_noticed(fault: str, monkeypatch: pytest.Monk
     assert exactness.check(runner) is None
     put_in(monkeypatch, *FAULTS[fault])
     found = exactness.check(runner)
-    assert found is not None and found.endswith("rows were computed otherwise in other company"), found
+    assert found is not None and found.endswith("rows changed with the other rows of the batch"), found
 
 
 @compiled_only
@@ -279,7 +279,7 @@ def test_what_depends_on_company_is_noticed_of_a_whole_forward(fault: str, monke
         return found
 
     put_in(monkeypatch, (RowModel, "forward"), change)
-    assert str(exactness.check(runner)).endswith("rows were computed otherwise in other company")
+    assert str(exactness.check(runner)).endswith("rows changed with the other rows of the batch")
 
 
 @compiled_only
@@ -298,7 +298,7 @@ def test_an_engine_goes_on_in_a_form_that_is_exact(
         engine = load(folder, "llma", (3, 64), dtype="float32")
     assert engine.info.exact and outputs(engine, requests(expected)) == expected
     lines = [record.message for record in caplog.records if record.name == "engine.forward.runners"]
-    assert len(lines) == (1 if form == 16 else 2) and f"each forward computes {form} rows now" in lines[-1], lines
+    assert len(lines) == (1 if form == 16 else 2) and f"limited to {form} rows" in lines[-1], lines
 
 
 @compiled_only
@@ -310,5 +310,5 @@ def test_a_model_that_is_exact_in_no_form_is_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_rounding_is_for_gpus() -> None:
-    with pytest.raises(ModelLoadError, match=r"^engine.exact=rounding is for GPUs: .* Leave it out$"):
+    with pytest.raises(ModelLoadError, match=r"^engine.exact=rounding is supported on GPUs only: .* Leave it out$"):
         made(tiny("llama", "float32"), exact="rounding")

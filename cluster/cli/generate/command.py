@@ -30,53 +30,53 @@ _MODEL, _ENGINE, _SPECULATION = ModelOptions(), EngineOptions(), SpeculationOpti
 
 def generate(
     context: typer.Context,
-    model: Annotated[str, typer.Option(help="Folder of the model, .gguf file, or name: README says which.")] = _MODEL.path,
-    prompt: Annotated[str | None, typer.Option(help="One prompt, in the place of --prompts.")] = None,
+    model: Annotated[str, typer.Option(help="Model folder, .gguf file or hub name (see README).")] = _MODEL.path,
+    prompt: Annotated[str | None, typer.Option(help="A single prompt, instead of --prompts.")] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="JSON lines with `id`, `prompt` and, if wanted, `references` (list of strings).")
+        Path | None, typer.Option(help="JSON lines file with `id`, `prompt` and optionally `references` (list of strings).")
     ] = None,
-    strategy: Annotated[str, typer.Option(help="How to draft: README lists the names.")] = _SPECULATION.strategy,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of each output.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens that hold this mass.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Leave out tokens less likely than this share of the most likely one.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens of prompt and output come less often.")] = 1.0,
-    presence_penalty: Annotated[float, typer.Option(help="Taken off the logit of a token that the output holds.")] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="Taken off once for every time the output holds it.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of every record. Same seed, same text, whatever the strategy and batch size.")] = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be given several times.")] = None,
+    strategy: Annotated[str, typer.Option(help="Drafting strategy (see README).")] = _SPECULATION.strategy,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens per output.")] = 256,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 is all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens with this total probability.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Drop tokens less likely than this fraction of the most likely one.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1, makes tokens of prompt and output less likely.")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="Subtracted from the logits of tokens in the output.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="Subtracted once per occurrence in the output.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of every record; the text does not depend on strategy or batch size.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="String that ends the text; repeatable.")] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Send each prompt as a user message in the model's chat template.")
     ] = False,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")] = _MODEL.dtype,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = _MODEL.device,
-    threads: Annotated[int | None, typer.Option(help="Torch threads on a CPU, of each rank; all cores when absent.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Requests in one step.")] = _ENGINE.max_running,
+    threads: Annotated[int | None, typer.Option(help="Torch threads on a CPU, per rank. Default: all cores.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Maximum requests per step.")] = _ENGINE.max_running,
     max_draft_tokens: Annotated[
-        int | None, typer.Option(help="Most drafted rows of a request in a step; as many as pay on the device when absent.")
+        int | None, typer.Option(help="Maximum draft tokens of a request per step. Default: as many as pay off on the device.")
     ] = None,
     option: Annotated[
-        list[str] | None, typer.Option(help="name=value of the strategy, such as copy_length=9; several times.")
+        list[str] | None, typer.Option(help="Strategy option name=value, such as copy_length=9; repeatable.")
     ] = None,
     draft_model: Annotated[
         str | None,
-        typer.Option(help="Folder of a small model with the same tokenizer: speculative, spectr, bild, mjsd need one."),
+        typer.Option(help="Folder of a small model with the same tokenizer, for speculative, spectr, bild and mjsd."),
     ] = _SPECULATION.draft_model,
     exact: Annotated[bool, typer.Option(help="Refuse strategies that change the output (bild, mjsd).")] = _SPECULATION.exact,
     world_size: Annotated[
         str,
         typer.Option(
-            help="Ranks that share each step, one GPU, or --threads cores, each; auto: as many as fit. Each has the whole model, "
-            "or a part where parallelism.mode of --config is tensor or pipeline."
+            help="Ranks that share each step, with one GPU or --threads cores each; auto: as many as fit. Each rank has the "
+            "whole model, or a part if parallelism.mode in --config is tensor or pipeline."
         ),
     ] = "1",
     config: Annotated[
         Path | None,
-        typer.Option(help="A yaml file as of `outrider serve`: model, engine, speculation, parallelism. Flags win over it."),
+        typer.Option(help="YAML file as for `outrider serve`: model, engine, speculation, parallelism; flags override it."),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N records.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line on stdout, the last one a summary.")] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N records.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line on stdout, a summary last.")] = False,
 ) -> None:
     """Generate for one prompt, or for every record of a file.
 
@@ -114,7 +114,7 @@ def _read(prompt: str | None, prompts: Path | None) -> list[PromptRecord]:
     if prompt is not None:
         return [PromptRecord("prompt", "prompt", prompt, ())]
     if prompts is None:
-        fail_input("nothing to generate for: give --prompt TEXT, or --prompts FILE.jsonl")
+        fail_input("no prompt: give --prompt TEXT, or --prompts FILE.jsonl")
     return read_prompts(prompts)
 
 

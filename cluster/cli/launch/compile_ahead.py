@@ -123,7 +123,7 @@ def _compile_for_image() -> None:
                 made.rename(IMAGE / kind / made.name)
             set_modes(IMAGE / kind, 0o755, 0o644)  # readable for any user that runs the image
     others = ", ".join(kind for kind in KINDS if kind not in kinds)
-    rest = f"; pods on {others} compile when they start, as this processor is not" if others else ""
+    rest = f"; pods on {others} compile at their start, because this processor is of another kind" if others else ""
     print(f"kept in {IMAGE} for {', '.join(kinds) or 'no kind of processor'}{rest}")
 
 
@@ -138,7 +138,7 @@ def main() -> None:
     began = time.monotonic()
     _compile(sys.argv[1:] == [_TYPES])
     if compiles_first():
-        print(f"nothing can be kept in {cache_folder()}: every start compiles anew", file=sys.stderr)
+        print(f"cannot cache in {cache_folder()}: every start compiles again", file=sys.stderr)
     else:
         print(f"compiled in {time.monotonic() - began:.0f} s, kept in {cache_folder()}")
 

@@ -112,7 +112,7 @@ class StopSignals:
             os._exit(128 + number)
         # Raise nothing here: Ray could not be stopped in order if its start were interrupted.
         self.requested = number
-        self._say.from_a_handler("stopping (Ctrl-C again ends everything at once)")
+        self._say.from_a_handler("stopping (press Ctrl-C again to stop immediately)")
 
 
 def kill_children() -> None:

@@ -28,7 +28,7 @@ MIN_FREE_MIB = 512  # for Ray's logs and sockets
 
 SECRET_VARIABLE = "OUTRIDER_CACHE_SECRET"
 SECRET_ADVICE = (
-    "and names of tenants in a Redis that others use are derived from it: "
+    "but tenant names in a shared Redis are derived from it: "
     f"export {SECRET_VARIABLE}=$(openssl rand -hex 32), the same wherever Outrider runs on that Redis, or set cache.enabled=false"
 )
 
@@ -92,7 +92,7 @@ def check_port(host: str, port: int, name: Literal["", "admin_"] = "") -> None:
             if isinstance(error, socket.gaierror) or "assign" in str(error):
                 what = f"server.{name}host {host!r}"
                 raise LaunchError(f"{what} is not an address of this machine: use 127.0.0.1 or 0.0.0.0") from None
-            advice = f"stop what listens there, or choose another with server.{name}port={port + 1}"
+            advice = f"stop the process that listens there, or choose another with server.{name}port={port + 1}"
             raise LaunchError(f"port {port} on {host} is in use: {advice}") from None
 
 
@@ -153,7 +153,7 @@ def _check_gguf(path: Path, key: str) -> None:
         with path.open("rb") as file:
             begins = file.read(4)
     except OSError as error:
-        raise LaunchError(f"{key} {path} cannot be read: {error.strerror}; give a .gguf file that is there") from None
+        raise LaunchError(f"{key} {path} cannot be read: {error.strerror}; give an existing .gguf file") from None
     if begins != b"GGUF":
         raise LaunchError(f"{key} {path} is not a GGUF file: it does not begin with GGUF; fetch it again")
 
@@ -196,7 +196,7 @@ def check_resource(config: Config) -> None:
     """Raise LaunchError if the API needs a resource that a Ray started here does not have."""
     if config.server.api_resource is not None and config.server.ray_address is None:
         raise LaunchError(
-            f"server.api_resource is {config.server.api_resource}, and the Ray that is started here has no such resource: leave "
+            f"server.api_resource is {config.server.api_resource}, but the Ray cluster started here has no such resource: leave "
             "it out, or join a cluster that has it with server.ray_address"
         )
 
@@ -274,7 +274,7 @@ def check_api_nodes(config: Config, nodes: Sequence[Mapping[str, float]]) -> Non
     if replicas > 1 and found < replicas:
         offering = "" if resource is None else f" that offer {resource}"
         raise LaunchError(
-            f"server.api_replicas is {replicas}, each on a node of its own, and there are {found} nodes{offering}: lower it, or "
+            f"server.api_replicas is {replicas}, each on a separate node, but there are {found} nodes{offering}: lower it, or "
             "add nodes and name the cluster with server.ray_address"
         )
 
@@ -288,11 +288,11 @@ def check_reservation(config: Config, kind: Literal["CPU", "GPU"], each: float, 
     baselines = config.baseline.replicas * group_size(baseline_parallelism(config)) if config.baseline.enabled else 0
     needed = (ranks * replicas + baselines) * each
     if kind == "GPU" and needed > available == 0:
-        raise LaunchError("the model is to be on a GPU, and Ray finds none: set model.device=cpu (`outrider doctor` says more)")
+        raise LaunchError("the model needs a GPU, but Ray finds none: set model.device=cpu (`outrider doctor` says more)")
     if (ranks > 1 or baselines or kind == "GPU") and needed > available:
         beside = f" and {baselines} of the baseline" if baselines else ""
         raise LaunchError(
-            f"{replicas} x {ranks} ranks{beside} need {needed:g} {kind}s, {each:g} each, and there are {available:g}: "
+            f"{replicas} x {ranks} ranks{beside} need {needed:g} {kind}s, {each:g} each, but there are {available:g}: "
             f"lower server.replicas, parallelism.world_size{', baseline.replicas, baseline.world_size' if baselines else ''} "
             f"or server.{kind.lower()}s_per_replica"
         )

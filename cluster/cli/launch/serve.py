@@ -171,7 +171,7 @@ def _with_fetched(
             if instead is None:
                 raise LaunchError(reason)
             say(reason)
-            say(f"{instead} is served instead, which is tiny")
+            say(f"serving the tiny model {instead} instead")
             return config.model_copy(update={"model": dataclasses.replace(config.model, path=find_model(instead))})
     return config
 
@@ -200,7 +200,7 @@ def _redis(config: Config, say: Callable[[str], None]) -> Iterator[Config]:
         raise LaunchError(str(error)) from None
     say(f"Redis started (embedded, {embedded.binary})")
     if embedded.binary.fault is not None:
-        say(f"{embedded.binary} {embedded.binary.fault}; this user's processes alone reach it; put a newer one on the PATH")
+        say(f"{embedded.binary} {embedded.binary.fault}; only processes of this user can reach it; put a newer one on the PATH")
     try:
         with environment({URL_VARIABLE: embedded.url} | _secret()):
             yield config
@@ -299,10 +299,10 @@ def _drain(timeout_s: float, say: Callable[[str], None]) -> None:
         response = serve.get_app_handle(APPLICATION).broadcast("drain", timeout_s)
         ended = sum(response.results(timeout_s=timeout_s + DRAIN_GRACE_S))
     except (ray.exceptions.RayError, RayServeException, TimeoutError) as error:
-        say(f"the API does not answer, running requests break off: {_one_line(error)}")
+        say(f"the API does not answer, running requests are aborted: {_one_line(error)}")
         return
     if ended:
-        say(f"{ended} requests were not done within server.stop_timeout_s={timeout_s:g} and were broken off")
+        say(f"{ended} requests did not finish within server.stop_timeout_s={timeout_s:g} and were aborted")
 
 
 def _deploy(config: Config, say: Callable[[str], None], signals: StopSignals) -> None:
@@ -326,7 +326,7 @@ def _wait_until_loaded(config: Config, progress: Path, say: Progress, signals: S
     """Wait until the service is ready; show the progress that local replicas write into the file."""
     began = time.monotonic()
     compiles = config.server.ray_address is None and compiles_first()
-    say(f"loading {config.model.path}{'; a first start compiles, which later ones need not' if compiles else ''}")
+    say(f"loading {config.model.path}{' (the first start also compiles)' if compiles else ''}")
     with httpx.Client(base_url=base_url(config), timeout=5.0) as client:
         while True:
             signals.check()

@@ -18,9 +18,10 @@ IMPORT_PATH = "cluster.app:build_app"
 
 def serve_config(
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings on top of the file, such as server.replicas=2.")
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override the file, such as server.replicas=2."),
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="A yaml file; the defaults when absent.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file. Default: built-in defaults.")] = None,
 ) -> None:
     """Print the configuration for a running cluster: input of `serve deploy` and of serveConfigV2 in a RayService."""
     from configs.schema import ConfigError
@@ -47,7 +48,7 @@ def serve_config_text(config: Path | None, overrides: Sequence[str]) -> str:
     loaded = load_config(config, overrides)
     check_address(loaded)
     if loaded.server.ray_address is not None:
-        raise ConfigError("server.ray_address is for outrider serve: who takes this document has a cluster; leave it out")
+        raise ConfigError("server.ray_address is only for outrider serve: leave it out")
     arguments = read_settings(config, overrides)
     http = {"host": loaded.server.host, "port": loaded.server.port}
     # The application also reads them, to decide if keys are required and where the operator's routes are.

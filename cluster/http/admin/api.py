@@ -159,7 +159,7 @@ class AdminService:
         if self.port is None:
             raise ApiError(
                 404,
-                "this server shares nothing: cache.enabled is false in its configuration, or there is no Redis",
+                "this server has no shared cache: cache.enabled is false in its configuration, or there is no Redis",
                 code="cache_disabled",
             )
         return self.port

@@ -54,7 +54,7 @@ class AuditService:
         """
         auditor = self._allowed(request)
         data = await read_body(request, _MAX_BODY_BYTES)
-        wanted = parsed(_Wanted, data or b"{}", '{"last": NUMBER}, or nothing for all that is kept')
+        wanted = parsed(_Wanted, data or b"{}", '{"last": NUMBER}, or an empty body for all kept choices')
         served = auditor.last(wanted.last)
         logger.info("auditing %d choices", len(served))
         return StreamingResponse(self._lines(auditor, served), media_type="application/x-ndjson")
@@ -93,5 +93,5 @@ class AuditService:
     def _allowed(self, request: Request) -> Auditor:
         self.tenancy.check_admin(request.headers.get("authorization"))
         if self.auditor is None:
-            raise ApiError(404, "this server keeps nothing to audit", code="audit_disabled")
+            raise ApiError(404, "this server keeps no choices to audit", code="audit_disabled")
         return self.auditor

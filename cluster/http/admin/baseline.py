@@ -26,7 +26,7 @@ class BaselineService:
         self.tenancy.check_admin(request.headers.get("authorization"))
         if self.shadow is None:
             message = (
-                "no baseline answers what is served: set baseline.enabled=true and baseline.shadow to a share of the requests"
+                "no baseline compares served requests: set baseline.enabled=true and baseline.shadow to a share of the requests"
             )
             raise ApiError(404, message, code="shadow_disabled")
         return dataclasses.asdict(await asyncio.to_thread(self.shadow.standing))

@@ -95,8 +95,8 @@ def _bound(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"server.admin_port: cannot listen on {host}:{port} ({error.strerror or error}); stop what listens there, or "
-            "choose another with server.admin_port or server.admin_host"
+            f"server.admin_port: cannot listen on {host}:{port} ({error.strerror or error}); stop the process that listens "
+            "there, or choose another with server.admin_port or server.admin_host"
         ) from error
     listener.setblocking(False)
     return listener

@@ -37,7 +37,9 @@ _ID = re.compile(
     r"(?P<signed>(?P<answer>[a-z]+-[0-9a-f]{32})\.(?P<created>[0-9]{1,12})\.(?P<digest>[0-9a-f]{16})\.(?P<model>[0-9a-f]{8})\.(?P<usage>[01])"
     r"(?P<told>(?:\.[0-9a-f]{1,8}(?:-[0-9a-f]{1,8}){4})+))(?:\.(?P<signature>[0-9a-f]{32}))?"
 )
-_UNSIGNED = "this server signs no events: set OUTRIDER_CACHE_SECRET to the same for all of its processes, or leave it out"
+_UNSIGNED = (
+    "this server does not sign events: set OUTRIDER_CACHE_SECRET to the same value for all of its processes, or leave it out"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ class Beginning:
         if headers.last_event_id is not None and not key:
             raise _wrong(_UNSIGNED)
         if headers.last_event_id is not None and not body.stream:
-            raise _wrong("it goes on with a stream, and the body has no stream: true: send the body of that stream")
+            raise _wrong("it resumes a stream, but the body has no stream: true: send the body of that stream")
         begun = cls(f"{prefix}{secrets.token_hex(16)}", int(time.time()))
         if not (body.stream and headers.wants_ids and key):
             return begun
@@ -106,12 +108,14 @@ class Beginning:
         """Return the beginning encoded in an event id, which must be of the same request as this new one."""
         found = _ID.fullmatch(event_id)
         if found is None or not found["answer"].startswith(prefix):
-            raise _wrong("it is no id of an event that this route sent: send the last one that came, as it came, or leave it out")
+            raise _wrong("it is not an event id of this route: send the last received id unchanged, or leave it out")
         if not hmac.compare_digest(found["signature"] or "", signature_of(found["signed"], self.key)):
-            message = "it has no signature by this server's key (made of OUTRIDER_CACHE_SECRET, which has to be the same for all "
-            raise _wrong(f"{message}processes of the API, and as it was when the stream began): ask anew, without it")
+            message = "its signature does not match this server's key (OUTRIDER_CACHE_SECRET must be the same for all "
+            raise _wrong(
+                f"{message}processes of the API, and unchanged since the stream began): send the request again without it"
+            )
         if found["digest"] != self.digest:
-            raise _wrong("it is of another request: send the same body with the same key as before, or leave it out")
+            raise _wrong("it belongs to another request: send the same body with the same key as before, or leave it out")
         told = tuple(ToldOfChoice(*(int(value, 16) for value in each.split("-"))) for each in found["told"][1:].split("."))
         return Beginning(
             found["answer"], int(found["created"]), self.digest, found["model"], told, found["usage"] == "1", self.key
@@ -134,11 +138,11 @@ class Beginning:
         """
         model = hashlib.blake2b(f"{info.model_revision} {info.tokenizer_revision}".encode(), digest_size=4).hexdigest()
         if self.told and self.model != model:
-            message = f"{HEADER}: another model is served now than the one that began this stream: ask anew, without it"
+            message = f"{HEADER}: the model was replaced after this stream began: send the request again without it"
             raise ApiError(400, message, param=HEADER, code="resumed_otherwise")
         why_not = _why_not(jobs[0], info)
         if self.told and (why_not or len(self.told) != len(jobs)):
-            raise _wrong(why_not or f"it tells of {len(self.told)} choices, and the request asks for {len(jobs)}")
+            raise _wrong(why_not or f"it has {len(self.told)} choices, but the request has {len(jobs)}")
         return EventIds(self, model, len(jobs), paced) if self.digest and not why_not else None
 
 
@@ -146,18 +150,18 @@ def _why_not(job: Job, info: ModelInfo) -> str | None:
     """Return why a stream is not reproducible and therefore cannot be resumed; None if it is."""
     name = job.strategy or info.strategy
     if job.report:
-        return "speculation.report tells of steps, which are others the next time: such a stream cannot be gone on with; ask anew"
+        return "a stream with speculation.report cannot be resumed, because its steps may differ: send the request again"
     if not info.is_lossless(job.strategy, job.max_draft_tokens):
-        return f"{name} is lossy: its text would be another one; ask anew"
+        return f"{name} is lossy, so the text may differ: send the request again"
     if name in info.strategies_apart and job.max_draft_tokens != 0 and not job.params.greedy:
-        return f"{name} draws by itself: its text would be another one; ask anew"
+        return f"{name} samples on its own, so the text may differ: send the request again"
     return None
 
 
 def no_resuming(last_event_id: str | None) -> None:
     """Raise ``ApiError`` (400) if ``Last-Event-ID`` is sent to a route without event ids."""
     if last_event_id is not None:
-        raise _wrong("this route's streams cannot be gone on with: leave it out, or stream /v1/chat/completions")
+        raise _wrong("streams of this route cannot be resumed: leave it out, or stream /v1/chat/completions")
 
 
 def signature_of(name: str, key: bytes) -> str:
@@ -251,8 +255,8 @@ class _ChoiceRest:
         is_short = bool(seen.once & _END) and seen.content < before.content
         is_long = bool(before.once & _END) and seen.content > before.content
         if differs or is_short or is_long:
-            message = "computed again, the answer comes out otherwise than it was told"
-            raise ApiError(500, f"{message}: ask anew, without {HEADER}", param=HEADER, code="resumed_otherwise")
+            message = "the answer differs from the one already sent when computed again"
+            raise ApiError(500, f"{message}: send the request again without {HEADER}", param=HEADER, code="resumed_otherwise")
         return told
 
 

@@ -105,7 +105,7 @@ class StreamGuard:
             ApiError: 400 if the request wants a report of its steps, which the guard hides.
         """
         if self._is_on and body.speculation is not None and getattr(body.speculation, "report", None):
-            message = "speculation.report is not to be had here: server.stream_guard hides what steps emit; leave it out"
+            message = "speculation.report is not available with server.stream_guard, which hides steps: leave it out"
             raise ApiError(400, message, param="speculation.report", code="unsupported_parameter")
         asked = None if body.stream_options is None else body.stream_options.include_obfuscation
         pads = self._pads if asked is None else asked

@@ -235,7 +235,7 @@ class CompletionRequest(CompletionFields):
     def _check_choices(self) -> CompletionRequest:
         prompts, n = len(self.prompt), self.n or 1
         if prompts * n > MAX_CHOICES:
-            raise unsupported("n", f"{n} choices for each of {prompts} prompts make {prompts * n}, at most {MAX_CHOICES} may be")
+            raise unsupported("n", f"{n} choices for each of {prompts} prompts make {prompts * n}, the maximum is {MAX_CHOICES}")
         if self.max_tokens == 0 and not self.echo:
             raise unsupported("max_tokens", "max_tokens must be at least 1, or 0 beside echo: true")
         return self

@@ -38,6 +38,6 @@ def graph_fault(device: torch.device) -> str | None:
             expected = attend().cpu()
             graph, output = accelerator().capture(device, accelerator().graph_pool(), attend)
             graph.replay()
-            return None if torch.equal(output.cpu(), expected) else "a replay does not compute what was captured"
+            return None if torch.equal(output.cpu(), expected) else "the replay of a CUDA graph differs from the captured run"
         except kernel_errors() as error:
             return one_line(error)

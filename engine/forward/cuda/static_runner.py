@@ -53,14 +53,14 @@ def lacks_graphs(config: PreTrainedConfig, shape: KVShape) -> str | None:
     if not available(shape):
         return f"the attention kernels compute in bfloat16, float16 and float32, and the model is in {shape.dtype}"
     if group > best_block_rows(shape):
-        return f"{group} query heads share a KV head, and on this GPU {best_block_rows(shape)} may"
+        return f"{group} query heads share a KV head; on this GPU at most {best_block_rows(shape)} can"
     return None
 
 
 def lacks_exactness(config: PreTrainedConfig, shape: KVShape) -> str | None:
     """Return why a model's outputs on a GPU are not exact; None if the exactness self-check has to decide."""
     if outline(config).routed:  # the self-check's few tokens cannot show this
-        return "its experts compute as many rows at once as are routed to each"
+        return "the batch size of its experts depends on the routing"
     return lacks_graphs(config, shape)
 
 

@@ -145,7 +145,9 @@ def _found(name: str, path: str, layers: Mapping[str, tuple[int, int] | None]) -
     scales, nbytes = {}, 0
     for module, pair in tensors.items():
         if module not in layers:
-            raise ModelLoadError(f"{where} has tensors for {module}, which the model does not have: it is of another model")
+            raise ModelLoadError(
+                f"{where} has tensors for {module}, which the model does not have: the adapter is for another model"
+            )
         shape = layers[module]
         if shape is None:
             raise ModelLoadError(f"{where} has tensors for {module}, which is not supported: embeddings cannot be adapted here")
@@ -210,7 +212,7 @@ def _rank_and_scale(where: str, config: Mapping[str, Any], module: str) -> tuple
     rank = next((value for name, value in (config.get("rank_pattern") or {}).items() if _ends(where, module, name)), rank)
     alpha = next((value for name, value in (config.get("alpha_pattern") or {}).items() if _ends(where, module, name)), alpha)
     if type(rank) is not int or rank < 1:
-        raise ModelLoadError(f"{where}: the rank of {module} is {rank!r} in {CONFIG}; it must be a number from 1 on")
+        raise ModelLoadError(f"{where}: the rank of {module} is {rank!r} in {CONFIG}; it must be at least 1")
     if not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise ModelLoadError(f"{where}: lora_alpha of {module} is {alpha!r} in {CONFIG}; it must be a number")
     return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
@@ -220,7 +222,7 @@ def _ends(where: str, module: str, pattern: str) -> bool:
     try:
         return re.fullmatch(rf"(.*\.)?({pattern})", module) is not None
     except re.error as error:
-        raise ModelLoadError(f"{where}: {pattern!r} in {CONFIG} is no regular expression: {error}") from error
+        raise ModelLoadError(f"{where}: {pattern!r} in {CONFIG} is not a valid regular expression: {error}") from error
 
 
 def _check_targets(where: str, targets: Any, layers: Mapping[str, tuple[int, int] | None], tensors: Mapping[str, Any]) -> None:

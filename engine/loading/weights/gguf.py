@@ -121,8 +121,7 @@ def _cut_as_named(path: str, tokenizer: Tokenizer, name: str) -> None:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([apart, tokenizer.pre_tokenizer])
     elif name not in _AS_GPT2 and name not in GGUF_PRE_TOKENIZER_SPLITS:
         raise ModelLoadError(
-            f"the tokenizer of {path!r} cuts texts in a way that is not known here ({name}): give the model's folder with "
-            "tokenizer.json"
+            f"the tokenizer of {path!r} uses an unknown pre-tokenizer ({name}): give the model's folder with tokenizer.json"
         )
 
 
@@ -204,7 +203,7 @@ def _tell_unpacked(path: str, header: GgufHeader, dtype: torch.dtype) -> None:
     others = sorted({kind for kind in header.kinds.values() if kind not in FORMATS and kind not in _UNQUANTIZED})
     if others:
         held = str(dtype).removeprefix("torch.")
-        logger.warning("%s: weights in %s are held in %s, for which there are no products", path, ", ".join(others), held)
+        logger.warning("%s: weights in %s are stored as %s, for which there are no kernels", path, ", ".join(others), held)
 
 
 def _absolute(path: str) -> str:
@@ -215,23 +214,23 @@ def _header(path: str) -> GgufHeader:
     """Return a file's header. Raises ``ModelLoadError`` if it is missing, incomplete or not supported."""
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ModelLoadError(f"model file {path!r} does not exist: give a .gguf file that is there, or a folder with config.json")
+        raise ModelLoadError(f"model file {path!r} does not exist: give an existing .gguf file, or a folder with config.json")
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise ModelLoadError(f"model {path!r} is a GGUF file, to read which {missing[0]} is missing: pip install {missing[0]}")
+        raise ModelLoadError(f"model {path!r} is a GGUF file, which requires {missing[0]}: pip install {missing[0]}")
     with _readable(path, "model"):
         header = read_header(file)
     parts, size = header.metadata.get("split.count", 1), file.stat().st_size
     if parts > 1:
         raise ModelLoadError(f"model {path!r} is one of {parts} parts: join them with llama.cpp's llama-gguf-split --merge")
     if size < header.file_bytes:
-        raise ModelLoadError(f"model {path!r} is cut off, {size} of {header.file_bytes} bytes are there: fetch it again")
+        raise ModelLoadError(f"model {path!r} is truncated ({size} of {header.file_bytes} bytes): download it again")
     if "tokenizer.ggml.tokens" not in header.metadata:
         raise ModelLoadError(f"model {path!r} has no tokenizer: give a file with one, or a folder with config.json")
     if _scales_positions(header):
         raise ModelLoadError(
-            f"model {path!r} scales its positions (rope scaling), which transformers leaves out of GGUF files, so that other "
-            "texts would come out: give the model's folder with config.json"
+            f"model {path!r} uses rope scaling, which transformers ignores in GGUF files, so that outputs would "
+            "differ: give the model's folder with config.json"
         )
     return header
 
@@ -252,8 +251,8 @@ def _refuse_unread(path: str, model: PreTrainedModel, header: GgufHeader, lackin
     held, taken = sum(header.tensors.values()) - tied, model.num_parameters()
     if held != taken:
         raise ModelLoadError(
-            f"model {path!r} holds {held} weights, of which transformers makes a {type(model).__name__} with {taken}: it leaves "
-            "some out, so that other texts would come out; give the model's folder with config.json"
+            f"model {path!r} holds {held} weights, but transformers loads a {type(model).__name__} with {taken}: some are "
+            "ignored, so that outputs would differ; give the model's folder with config.json"
         )
 
 
@@ -265,7 +264,7 @@ def _readable(path: str, what: str) -> Iterator[None]:
     except ModelLoadError:
         raise
     except Exception as error:  # unchecked lengths and names of the file can cause any error
-        message = f"{what} {path!r} could not be read, it is broken or of an unknown kind"
+        message = f"{what} {path!r} could not be read: it is corrupt or of an unknown format"
         raise ModelLoadError(f"{message}: {first_line(error)}") from error
 
 
@@ -283,7 +282,7 @@ def read_header(path: Path) -> GgufHeader:
             raise ValueError("it does not begin with GGUF")
         version, num_tensors, num_values = _take(file, "IQQ")
         if version not in _VERSIONS:
-            raise ValueError(f"its version is {version}, and {' and '.join(map(str, _VERSIONS))} are known")
+            raise ValueError(f"its version is {version}; supported: {' and '.join(map(str, _VERSIONS))}")
         metadata = {_string(file): _value(file, *_take(file, "I")) for _ in range(num_values)}
         tensors, kinds, end = {}, {}, 0
         for _ in range(num_tensors):
@@ -293,7 +292,9 @@ def read_header(path: Path) -> GgufHeader:
             block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
             tensors[name], kinds[name] = math.prod(dims), GGMLQuantizationType(kind).name
             if dims and dims[0] % block:
-                raise ValueError(f"{name} has rows of {dims[0]} numbers, and {kinds[name]} blocks of {block}")
+                raise ValueError(
+                    f"{name} has rows of {dims[0]} numbers, which is not a multiple of the {kinds[name]} block size {block}"
+                )
             end = max(end, offset + tensors[name] // block * block_bytes)
         alignment = metadata.get("general.alignment", _ALIGNMENT)
         start = -(-file.tell() // alignment) * alignment
@@ -328,5 +329,5 @@ def _value(file: IO[bytes], kind: int) -> Any:
 
 def _format(kind: int) -> str:
     if kind not in _FORMATS:
-        raise ValueError(f"a value in it is of type {kind}, which is not known")
+        raise ValueError(f"it has a value of unknown type {kind}")
     return _FORMATS[kind]

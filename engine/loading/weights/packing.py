@@ -30,7 +30,8 @@ def refuse_unpackable(weights: Weights, device: torch.device, dtype: torch.dtype
     if weights in ROUNDED and not has_kernels(device, known):
         given = f"model.device={device.type} and model.dtype={str(known).removeprefix('torch.')}"
         raise ModelLoadError(
-            f"model.weights={weights} is not for {given}: it needs a CPU, numba, and bfloat16, float16 or float32; leave it out"
+            f"model.weights={weights} does not support {given}: "
+            "it needs a CPU, numba, and bfloat16, float16 or float32; leave it out"
         )
 
 
@@ -46,10 +47,10 @@ def round_model(model: PreTrainedModel, weights: Weights) -> None:
             _put(places, PackedWeight.of(parts, kind, outputs, size, parameter.dtype))
     if done < _LEAST * model.num_parameters():
         raise ModelLoadError(
-            f"model.weights={weights} is not for this {type(model).__name__}: {done} of its {model.num_parameters()} weights are "
-            f"matrices of linear layers with rows of whole blocks of {block}; leave it out"
+            f"model.weights={weights} does not support this {type(model).__name__}: only {done} of its "
+            f"{model.num_parameters()} weights are matrices of linear layers with rows of whole blocks of {block}; leave it out"
         )
-    logger.warning("weights are quantized to %s: this is another model than the one in the files, with other outputs", weights)
+    logger.warning("weights are quantized to %s: outputs differ from those of the original weights", weights)
 
 
 def keep_blocks(model: PreTrainedModel, raw: dict[str, tuple[str, Codes, np.ndarray]]) -> None:
@@ -77,7 +78,7 @@ def _checked(name: str, kind: str, data: Codes, order: np.ndarray) -> Iterator[B
     for first in range(0, len(order), PART_ROWS):
         blocks = taken_apart(data[order[first : first + PART_ROWS]], kind)
         if not all(np.isfinite(each).all() for each in (blocks.scales, blocks.minima) if each is not None):
-            raise ModelLoadError(f"{name} is broken: scales in it are no numbers; fetch the file again")
+            raise ModelLoadError(f"{name} is corrupt: it contains scales that are not finite; download the file again")
         yield blocks
 
 

@@ -71,20 +71,19 @@ def refuse_unusable(path: str, settings: dict[str, Any], on_cpu: bool) -> None:
         if method not in PLANS:
             known = ", ".join(PLANS)
             raise ModelLoadError(
-                f"model {path!r} is quantized with {method}, which is not dequantized on a CPU ({known} are): give the model in "
-                "16 bits, or run it on a GPU"
+                f"model {path!r} is quantized with {method}, which is not supported on a CPU (supported: {known}): give the "
+                "model in 16 bits, or run it on a GPU"
             )
     elif method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         raise ModelLoadError(
-            f"model {path!r} is quantized with {method}, which transformers does not know, so that other texts would come out: "
-            "give the model in 16 bits, or quantized otherwise"
+            f"model {path!r} is quantized with {method}, which transformers does not support: give the model in 16 bits, or "
+            "quantized by another method"
         )
     else:
         for module, package in _PACKAGES.get(method, ()):
             if importlib.util.find_spec(module) is None:
                 raise ModelLoadError(
-                    f"model {path!r} is quantized with {method}, to compute with which {package} is missing: pip install "
-                    "'outrider[quantized]'"
+                    f"model {path!r} is quantized with {method}, which requires {package}: pip install 'outrider[quantized]'"
                 )
 
 
@@ -132,8 +131,8 @@ class QuantizedCheckpoint:
             raise ModelLoadError(f"model {path!r}, quantized with {self.method}, cannot be dequantized: {fault}") from fault
         if not any(isinstance(weight, _Packed) for weight in self._tensors.values()):
             raise ModelLoadError(
-                f"model {path!r} has no quantized weight in it, where config.json says {self.method}: take quantization_config "
-                "out of config.json, or give the files that belong to it"
+                f"model {path!r} has no quantized weights, but its config.json declares {self.method}: remove "
+                "quantization_config from config.json, or give the matching weight files"
             )
         self.stored_bytes = sum(math.prod(tensor.shape) * _width(tensor.dtype) for tensor in stored.values())
         self.bytes = sum(math.prod(weight.shape) for weight in self._tensors.values()) * self.dtype.itemsize
@@ -148,7 +147,7 @@ class QuantizedCheckpoint:
             tensors = {end: tensor for end, tensor in parts.items() if end not in used | _LEFT_OUT}
         for end, tensor in tensors.items():
             if tensor.dtype in _UNKNOWN or end in COMPANIONS:
-                raise LayoutError(f"nothing is known of {tensor.name}, of type {tensor.dtype}, beside {ends(parts)}")
+                raise LayoutError(f"unexpected tensor {tensor.name} of type {tensor.dtype} beside {ends(parts)}")
         read: dict[str, Stored | _Packed] = {tensor.name: tensor for tensor in tensors.values()}
         if found is not None:
             read[f"{module}.weight"] = _Packed(shape, numbers, self.dtype)
@@ -181,9 +180,9 @@ def refuse_missing(path: str, found: dict[str, Any], stated: bool) -> None:
     """
     missing = sorted(found["missing_keys"])
     if missing:
-        advice = "give whole files"
+        advice = "download all of its files"
         if any(name.rpartition(".")[2] in COMPANIONS for name in found["unexpected_keys"]):
-            told = "says otherwise how in its" if stated else "has no"
+            told = "has a different" if stated else "has no"
             advice = f"its weights are quantized, and config.json {told} quantization_config"
         raise ModelLoadError(f"model {path!r} lacks {len(missing)} of its weights, {missing[0]} among them: {advice}")
 

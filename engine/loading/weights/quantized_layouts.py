@@ -77,7 +77,7 @@ def _plan_awq(settings: dict[str, Any]) -> Plan:
     bits, group = _integer(settings, "bits", (4,)), _integer(settings, "group_size")
     form = str(settings.get("version") or settings.get("format") or "gemm").lower()
     if form != "gemm":
-        raise LayoutError(f"its version is {form}, and gemm alone is known")
+        raise LayoutError(f"its version is {form}; only gemm is supported")
 
     def plan(module: str, parts: dict[str, Stored]) -> Found:
         if "qweight" not in parts:
@@ -105,7 +105,7 @@ def _plan_gptq(settings: dict[str, Any]) -> Plan:
     bits, group = _integer(settings, "bits", _BITS), _integer(settings, "group_size")
     form = str(settings.get("checkpoint_format") or "gptq").lower()
     if form not in ("gptq", "gptq_v2"):
-        raise LayoutError(f"its checkpoint_format is {form}, and gptq and gptq_v2 are known")
+        raise LayoutError(f"its checkpoint_format is {form}; supported: gptq, gptq_v2")
     added = 1 if form == "gptq" else 0  # version 1 stores zeros minus one
 
     def plan(module: str, parts: dict[str, Stored]) -> Found:
@@ -118,7 +118,7 @@ def _plan_gptq(settings: dict[str, Any]) -> Plan:
         _expect(zeros, (groups, math.ceil(out * bits / 32)), {"I32"}, settings)
         _expect(scales, (groups, out), _SCALES, settings)
         if "g_idx" not in parts and settings.get("desc_act"):
-            raise LayoutError(f"{module}.g_idx is missing, which says the groups where desc_act is true")
+            raise LayoutError(f"{module}.g_idx is missing, which desc_act=true requires")
         order = _order(parts["g_idx"], width, groups, settings) if "g_idx" in parts else None
 
         def numbers() -> Numbers:
@@ -135,7 +135,7 @@ def _plan_gptq(settings: dict[str, Any]) -> Plan:
 def _plan_fp8(settings: dict[str, Any]) -> Plan:
     block, form = settings.get("weight_block_size"), settings.get("fmt") or "e4m3"
     if form not in ("e4m3", "float8_e4m3fn"):
-        raise LayoutError(f"its fmt is {form}, and e4m3 alone is known")
+        raise LayoutError(f"its fmt is {form}; only e4m3 is supported")
     blocks = [tuple(block)] if block else []
 
     def plan(module: str, parts: dict[str, Stored]) -> Found:
@@ -154,11 +154,11 @@ def _plan_compressed(settings: dict[str, Any]) -> Plan:
     forms = {str(scheme.get("format") or settings.get("format")) for scheme in schemes}
     unknown = forms - {"pack-quantized", "float-quantized", "int-quantized", "naive-quantized", "None"}
     if unknown:
-        raise LayoutError(f"its format is {sorted(unknown)[0]}, and pack-, float-, int- and naive-quantized are known")
+        raise LayoutError(f"its format is {sorted(unknown)[0]}; supported: pack-, float-, int- and naive-quantized")
     if (settings.get("sparsity_config") or {}).get("format", "dense") != "dense":
-        raise LayoutError(f"its weights are sparse as well ({settings['sparsity_config']['format']})")
+        raise LayoutError(f"its weights are also sparse, which is not supported ({settings['sparsity_config']['format']})")
     if (settings.get("transform_config") or {}).get("config_groups"):
-        raise LayoutError("its inputs are rotated while it runs (transform_config)")
+        raise LayoutError("its transform_config rotates inputs at run time, which is not supported")
     weights = [scheme["weights"] for scheme in schemes if scheme.get("weights")]
     for scheme in weights:
         _integer(scheme, "num_bits", _BITS)
@@ -279,7 +279,7 @@ def _expect(tensor: Stored, shape: tuple[int, ...], dtypes: set[str], settings: 
 
 def _groups(module: str, width: int, group: int, exact: bool = False) -> int:
     if exact and group != -1 and width % group:
-        raise LayoutError(f"its group_size is {group}, into which the {width} columns of {module} do not go")
+        raise LayoutError(f"its group_size is {group}, which does not divide the {width} columns of {module}")
     return 1 if group == -1 else math.ceil(width / group)
 
 

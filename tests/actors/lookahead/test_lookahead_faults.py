@@ -111,7 +111,7 @@ def test_a_rank_that_dies_or_stops_between_two_steps(
                 victim.signal(number)
 
         assert run(group, between) == plain()
-        check_group(group, [2], (0, 1), "no sign" if number is signal.SIGSTOP else "connection ended|no message")
+        check_group(group, [2], (0, 1), "nothing received" if number is signal.SIGSTOP else "connection ended|sending a message")
 
 
 @LOSSES

@@ -268,7 +268,7 @@ def test_who_shows_a_certificate_is_asked_for_the_secret_and_nobody_else(
     with socket.create_connection(secured.address, 5.0) as plain:
         plain.sendall(struct.pack("!i", 20) + b"x")
         assert plain.recv(100) == b""
-    eventually(lambda: "the other side does not speak TLS" in caplog.text)
+    eventually(lambda: "the peer does not use TLS" in caplog.text)
     for authority, challenged in (("ours", True), ("theirs", False)):
         client = context(pod("127.0.0.1", authority), ssl.PROTOCOL_TLS_CLIENT)
         with socket.create_connection(secured.address, 5.0) as raw, client.wrap_socket(raw) as encrypted:
@@ -277,7 +277,7 @@ def test_who_shows_a_certificate_is_asked_for_the_secret_and_nobody_else(
             else:
                 with pytest.raises(ssl.SSLError, match="alert unknown ca"):
                     encrypted.recv(100)
-    eventually(lambda: "AuthenticationError: the certificate of the other side is refused" in caplog.text)
+    eventually(lambda: "AuthenticationError: the certificate of the peer is refused" in caplog.text)
     with contextlib.closing(connect(secured.address, SECRET, 2.0)) as link:
         assert isinstance(link.receive(30.0), Beat)
 
@@ -296,7 +296,7 @@ def test_another_authority_or_address_than_was_dialled_is_refused(address: str, 
         connecting = pool.submit(connect, listener.getsockname()[:2], SECRET, 5.0)
         with listener.accept()[0] as raw, pytest.raises(ssl.SSLError, match="alert"):
             server.wrap_socket(raw, server_side=True)
-        with pytest.raises(AuthenticationError, match=f"the certificate of the other side is refused, by .*ca.crt: .*({why})"):
+        with pytest.raises(AuthenticationError, match=f"the certificate of the peer is refused, by .*ca.crt: .*({why})"):
             connecting.result(30.0)
 
 

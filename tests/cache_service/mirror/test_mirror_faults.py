@@ -94,7 +94,7 @@ def test_redis_away_and_back(
     outage(a, kind)
     put(a, T1, 2, [3])  # local drafts grow meanwhile
     assert [1, 2, 3] in a.texts("a")
-    assert said(caplog, logging.WARNING, "writing what was generated here") == 1
+    assert said(caplog, logging.WARNING, "writing shared texts to Redis") == 1
     mends(own_redis)
     recovery(a, b, [[5]])
     assert [1, 2, 3] in a.texts("a")
@@ -118,20 +118,20 @@ def test_redis_is_full(cluster: Cluster, own_redis: RedisProcess, caplog: pytest
     eventually(lambda: a.mirror.counts().breaker == "open")
     counts = a.mirror.counts()
     assert counts.failures["full"] >= 2 and counts.opened == 1  # reading goes on
-    eventually(lambda: said(caplog, logging.WARNING, "writing what was generated here: full") == 1)
+    eventually(lambda: said(caplog, logging.WARNING, "writing shared texts to Redis failed: full") == 1)
     for number, text in enumerate(LATE[1:]):
         put(a, text, 0, [41 + number] * 100)
     assert 0 < a.mirror.counts().outbox_bytes <= 10486
     own_redis.client.config_set("maxmemory", 0)
     recovery(a, b, [[5]])
     assert set(a.mirror.counts().failures) == {"full"} and b.mirror.counts().failures == {}
-    eventually(lambda: said(caplog, logging.INFO, "writing what was generated here: works again") == 1)
+    eventually(lambda: said(caplog, logging.INFO, "writing shared texts to Redis: works again") == 1)
 
 
 def test_redis_away_at_the_start(cluster: Cluster, own_redis: RedisProcess, caplog: pytest.LogCaptureFixture) -> None:
     own_redis.kill()
     a, b = cluster.replica(), cluster.replica()
-    assert said(caplog, logging.WARNING, "Redis is away or slow") == 2
+    assert said(caplog, logging.WARNING, "Redis is unreachable or slow") == 2
     outage(a, "connection")
     eventually(lambda: b.mirror.counts().breaker == "open")
     own_redis.start()
@@ -160,7 +160,7 @@ def test_nonsense_opens_the_breaker_and_raises_nothing(
         assert counts.failures.get(kind, 0) >= 2, counts.failures
         assert "internal" not in counts.failures
         assert one.texts("a") == [[1, 2, 3]] and counts.applied_tokens == counts.published_tokens == 0
-        assert said(caplog, logging.WARNING, "reading what others generated") == 1
+        assert said(caplog, logging.WARNING, "reading shared texts from Redis") == 1
         assert all("\n" not in record.getMessage() and len(record.getMessage()) < 400 for record in caplog.records)
         one.mirror.close(0.5)
 

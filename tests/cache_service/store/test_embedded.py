@@ -229,9 +229,9 @@ def test_one_without_known_holes_comes_before_a_newer_one_with_them(put_on_path:
 @pytest.mark.parametrize(("kind", "version", "fault"), [
     ("redis", "6.2.14", "is older than 6.2.23"),
     ("redis", "7.4.2-bookworm", "is older than 7.4.10"),
-    ("redis", "7.0.15", "is of a series without fixes"),
-    ("redis", "7.4", "names no release"),
-    ("redis", "", "names no release"),
+    ("redis", "7.0.15", "is not of a supported release series"),
+    ("redis", "7.4", "has no version"),
+    ("redis", "", "has no version"),
     ("valkey", "8.1.8", "is older than 8.1.9"),
     ("redis", "7.4.11-alpine", None),
     ("valkey", "9.1.1", None),

@@ -58,14 +58,14 @@ def test_an_account_says_when_to_come_back() -> None:
     for now_s in (0.0, 10.0):
         account.check(rates, now_s)
         account.requests.take(1, now_s)
-    with pytest.raises(ApiError, match=r"2 requests a minute: 2 are taken, and this one needs 1: try again in 39\.5s") as caught:
+    with pytest.raises(ApiError, match=r"2 requests a minute: 2 are used, and this one needs 1: try again in 39\.5s") as caught:
         account.check(rates, 20.5)
     assert (caught.value.status, caught.value.code) == (429, "rate_limit_exceeded")
     assert caught.value.headers == {"Retry-After": "40", "retry-after-ms": "39500"}
     account.check(rates, 60.0)
 
     account.reserve(70, 100, 60.0)
-    with pytest.raises(ApiError, match=r"100 tokens a minute: 70 are taken, and this one needs 31"):
+    with pytest.raises(ApiError, match=r"100 tokens a minute: 70 are used, and this one needs 31"):
         account.reserve(31, 100, 61.0)
     account.reserve(500, 100, 120.0)  # more than ever fits: it has a minute for itself
     with pytest.raises(ApiError, match="tokens a minute"):

@@ -86,7 +86,7 @@ def test_export_import_delete(outrider: Outrider, memory_server: MemoryServer, t
 def test_verify(outrider: Outrider, memory_server: MemoryServer) -> None:
     memory_server.add("acme", "chatcmpl-1", [5, 6, 7])
     sound = outrider("verify")
-    assert (sound.returncode, sound.stdout) == (0, "all records and snapshots are sound\n")
+    assert (sound.returncode, sound.stdout) == (0, "all records and snapshots are valid\n")
     memory_server.append_raw("umbrella", b"no record")
     broken = outrider("verify")
     assert "1 problem" in error_line(broken, 1)
@@ -207,7 +207,7 @@ def test_a_document_is_deleted_by_its_text(outrider: Outrider, memory_server: Me
     both = outrider("delete", "--tenant", "acme", "--request", "r", "--document", file, "-y")
     assert "give one of them" in error_line(both, 2)
     missing = outrider("delete", "--tenant", "acme", "--document", tmp_path / "none.txt", "-y")
-    assert "none.txt is not a file" in error_line(missing, 2)
+    assert "none.txt must be an existing file" in error_line(missing, 2)
 
 
 @pytest.mark.parametrize("verb", ["stats", "export", "import", "preload", "delete", "verify"])

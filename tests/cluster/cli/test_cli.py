@@ -55,7 +55,7 @@ def test_processes_without_a_model_import_no_library_of_models() -> None:
         (["server.port=many"], "server.port is 'many'"),
         (["--config", "nothing.yaml"], "no config file nothing.yaml"),
         (["serverport"], "did you mean the setting server.port=VALUE?"),
-        (["one", "server.port=1", "--model", "other"], "one model is served: one and other are several"),
+        (["one", "server.port=1", "--model", "other"], "only one model can be served, got one and other"),
     ],
 )
 def test_bad_settings_are_exit_code_2(arguments: list[str], said: str) -> None:

@@ -61,10 +61,10 @@ def test_json_without_matplotlib_and_what_servers_read(model: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--dtype", "float32"], "--dtype is of --model or --calibrate, and neither was given"),
-        (["--model", "demo_model", "--out", "x"], "--out is of --calibrate, which was not given"),
+        (["--dtype", "float32"], "--dtype requires --model or --calibrate"),
+        (["--model", "demo_model", "--out", "x"], "--out requires --calibrate"),
         (["--model", "demo_model", "--dtype", "int3"], "model.dtype"),
-        (["--threads", "2", "--json"], "--threads is of --calibrate"),
+        (["--threads", "2", "--json"], "--threads requires --calibrate"),
         (["--calibrate", "--dtype", "int3"], "model.dtype"),
         (["--calibrate", "--threads", "0"], "model.threads"),
         (["--calibrate", "--config", "nothing.yaml"], "no config file nothing.yaml"),

@@ -74,7 +74,7 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     assert said["ok"] and said["has_weights"] and (said["dtype"], said["max_model_len"]) == ("bfloat16", 256)
     assert said["weight_bytes"] == 2 * model.num_parameters()
     file.write_bytes(file.read_bytes()[:-100])
-    assert "is cut off" in told(file)["reason"]
+    assert "is truncated" in told(file)["reason"]
 
 
 def test_weights_that_are_quantized_at_load(tmp_path: Path) -> None:

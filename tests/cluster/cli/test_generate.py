@@ -106,7 +106,7 @@ def test_a_gguf_file_is_a_model_and_a_draft_model(model: Path, prompts: Path, tm
         assert [one["output_token_ids"] for one in found] == [one["output_token_ids"] for one in expected]
         assert summary["model"] == "tiny.Q0"
     run = outrider("generate", "--model", tmp_path / "absent.gguf", *arguments)
-    assert "does not exist: give a .gguf file" in error_line(run, 1)
+    assert "does not exist: give an existing .gguf file" in error_line(run, 1)
 
 
 def test_readable_output_and_limit(model: Path, prompts: Path) -> None:

@@ -53,7 +53,7 @@ def test_check_port() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(LaunchError, match=r"is in use: stop what listens there, or choose another"):
+        with pytest.raises(LaunchError, match=r"is in use: stop the process that listens there, or choose another"):
             check_port("127.0.0.1", taken.getsockname()[1])
     with pytest.raises(LaunchError, match="is not an address of this machine"):
         check_port("203.0.113.7", 18999)
@@ -81,7 +81,7 @@ def test_check_model(tmp_path: Path) -> None:
 
 def test_check_gguf(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
-    with pytest.raises(LaunchError, match=r"cannot be read: No such file or directory; give a \.gguf file that is there"):
+    with pytest.raises(LaunchError, match=r"cannot be read: No such file or directory; give an existing \.gguf file"):
         check_model(str(file))
     file.write_bytes(b"PK")
     with pytest.raises(LaunchError, match="is not a GGUF file: it does not begin with GGUF"):
@@ -123,7 +123,7 @@ def test_what_cannot_be_reserved_is_an_error_before_anything_starts() -> None:
     check_processors(configured(1, 2 * cores, 0.5))
     check_processors(configured(100, "auto"))
     check_processors(configured(100, 8, address="10.0.0.1:6379"))
-    with pytest.raises(LaunchError, match=f"1 x {cores + 1} ranks need {cores + 1} CPUs, 1 each, and there are {cores}: lower "):
+    with pytest.raises(LaunchError, match=f"1 x {cores + 1} ranks need {cores + 1} CPUs, 1 each, but there are {cores}: lower "):
         check_processors(configured(1, cores + 1))
     with pytest.raises(LaunchError, match="cpus_per_replica must be above 0"):
         check_processors(configured(1, 2, 0.0))

@@ -197,7 +197,7 @@ def test_the_tokenizer_of_a_gguf_file_is_as_good(tokenizer: Path, workload: Path
     ours, expected = TextTokenizer(save_gguf(tmp_path / "model.gguf", stock, tokenizer)), TextTokenizer(tokenizer)
     assert (ours.end_token_id, ours.vocab_size) == (expected.end_token_id, expected.vocab_size)
     assert ours.encode([TEXT]) == expected.encode([TEXT])
-    with pytest.raises(PromptFileError, match=r"absent.gguf' does not exist: give a .gguf file"):
+    with pytest.raises(PromptFileError, match=r"absent.gguf' does not exist: give an existing .gguf file"):
         TextTokenizer(tmp_path / "absent.gguf")
 
 

@@ -50,7 +50,7 @@ def test_host_and_port_are_serve_s_and_the_application_s() -> None:
     [
         (["--config", "nothing.yaml"], "no config file nothing.yaml"),
         (["server.replica=2"], "did you mean server.replicas"),
-        (["server.ray_address=auto"], "server.ray_address is for outrider serve"),
+        (["server.ray_address=auto"], "server.ray_address is only for outrider serve"),
         (["server.api_resource=CPU"], "the name of a custom resource of Ray"),
         (["server.api_resource=two words"], "the name of a custom resource of Ray"),
     ],
@@ -75,7 +75,7 @@ def test_what_holds_no_model_goes_where_the_resource_is(monkeypatch: pytest.Monk
 
 
 def test_a_ray_of_our_own_has_no_such_resource() -> None:
-    with pytest.raises(LaunchError, match=r"server\.api_resource is outrider_api, and the Ray that is started here has no such"):
+    with pytest.raises(LaunchError, match=r"server\.api_resource is outrider_api, but the Ray cluster started here has no such"):
         check_resource(load_config(LOCAL, ["server.api_resource=outrider_api"]))
     check_resource(load_config(LOCAL, ["server.api_resource=outrider_api", "server.ray_address=auto"]))
     check_resource(load_config(LOCAL))

@@ -225,5 +225,5 @@ def test_a_file_becomes_text(http: httpx.Client) -> None:
     assert page.raise_for_status().json() == {"text": "nine & ten"}
     refused = http.post("/v1/documents/text", content=b"\x89PNG\0")
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "body"
-    assert "no PDF, no HTML and no text in UTF-8" in refused.json()["error"]["message"]
+    assert "not PDF, HTML or UTF-8 text" in refused.json()["error"]["message"]
     assert http.post("/v1/documents/text").status_code == 400

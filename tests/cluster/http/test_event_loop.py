@@ -265,7 +265,7 @@ def test_a_long_body_is_answered_as_a_short_one(
 def test_too_many_log_probabilities_are_refused(http: httpx.Client, path: str, fields: dict[str, Any], field: str) -> None:
     body = (CHAT if path == CHATS else TEXT) | fields
     sent = {name: value for name, value in body.items() if value is not None}
-    check_error(http.post(path, json=sent), 400, "at most 1048576", "lower n", param=field)
+    check_error(http.post(path, json=sent), 400, "the maximum per answer is 1048576", "lower n", param=field)
 
 
 def test_a_whole_context_of_log_probabilities_is_answered(http: httpx.Client) -> None:

@@ -272,36 +272,36 @@ def test_what_cannot_be_gone_on_with(circles: Pair) -> None:
     wrong += [last.replace("cmpl-", "chatcmpl-"), f"{name}.{begun}.{usage}.{choice}f-1"]
     changed = f"{name}.999999999999.{digest}.{model}.{usage}.{choice}.{signature}"
     for value in (unsigned, f"{unsigned}.{'0' * 32}", signed(unsigned, key=b"another"), changed):
-        refused(http, body, value, "signature", "OUTRIDER_CACHE_SECRET", "ask anew")
+        refused(http, body, value, "signature", "OUTRIDER_CACHE_SECRET", "send the request again")
     assert signed(unsigned) == last
     for value in wrong:
-        refused(http, body, value, "no id of an event", "leave it out")
-    refused(http, CHAT, last, "no id of an event", path=CHATS)
-    refused(http, body, signed(unsigned, choice), "2 choices", "asks for 1")
+        refused(http, body, value, "not an event id", "leave it out")
+    refused(http, CHAT, last, "not an event id", path=CHATS)
+    refused(http, body, signed(unsigned, choice), "2 choices", "the request has 1")
     for other in ({"seed": 3}, {"prompt": "a"}, {"max_tokens": 5}, {"stream_options": {"include_usage": True}}):
         refused(http, body | other, last, "another request", "same body")
     refused(http, TEXT | {"stream": False}, last, "stream: true")
     answer = http.post(COMPLETIONS, json=body, headers={LAST: "a" * 9000})
     check_error(answer, 400, param=LAST, code="invalid_value")
     items = {"model": "circle", "input": "a", "stream": True}
-    refused(http, items, last, "cannot be gone on with", "/v1/chat/completions", path="/v1/responses")
+    refused(http, items, last, "cannot be resumed", "/v1/chat/completions", path="/v1/responses")
     assert "id: " not in http.post("/v1/responses", json=items, headers=EVENTS).text.replace('"id": ', "")
 
 
 @pytest.mark.parametrize(
     ("speculation", "word"),
-    [({"report": True}, "speculation.report"), ({"strategy": "spectr"}, "draws by itself"), ({"strategy": "bild"}, "lossy")],
+    [({"report": True}, "speculation.report"), ({"strategy": "spectr"}, "samples on its own"), ({"strategy": "bild"}, "lossy")],
 )
 def test_streams_that_would_come_out_otherwise_have_no_ids(circles: Pair, speculation: dict[str, Any], word: str) -> None:
     http, body = circles.second, TEXT | {"temperature": 1.0, "speculation": speculation}
     assert http.post(COMPLETIONS, json=body | {"stream": True}, headers=EVENTS).text.startswith("data: ")
     plain = TEXT | {"temperature": 1.0, "speculation": speculation | {"max_draft_tokens": 0, "report": None}}
     assert len(stream(http, COMPLETIONS, plain)) > 1
-    if word == "draws by itself":
+    if word == "samples on its own":
         assert len(stream(http, COMPLETIONS, body | {"temperature": 0})) > 1
     name = stream(http, COMPLETIONS, TEXT)[0][0].split(".")[:-1]
     name[2] = digest_of(body)
-    refused(http, body, signed(*name), word, "ask anew")
+    refused(http, body, signed(*name), word, "send the request again")
 
 
 def digest_of(body: dict[str, Any]) -> str:
@@ -313,7 +313,7 @@ def test_another_model_goes_on_with_nothing(circles: Pair) -> None:
     last = stream(circles.first, COMPLETIONS, TEXT)[1][0].split(".")[:-1]
     last[3] = f"{int(last[3], 16) ^ 1:08x}"
     answer = circles.second.post(COMPLETIONS, json=TEXT | {"stream": True}, headers={LAST: signed(*last)})
-    check_error(answer, 400, LAST, "another model", "ask anew", param=LAST, code="resumed_otherwise")
+    check_error(answer, 400, LAST, "the model was replaced", "send the request again", param=LAST, code="resumed_otherwise")
 
 
 def test_another_text_is_found_out(circles: Pair) -> None:
@@ -326,7 +326,7 @@ def test_another_text_is_found_out(circles: Pair) -> None:
         text = circles.second.post(COMPLETIONS, json=body | {"stream": True}, headers={LAST: last}).text
         (event,) = text.split("\n\n")[:-1]
         error = json.loads(event.removeprefix("data: "))["error"]
-        assert (error["code"], error["param"]) == ("resumed_otherwise", LAST) and "ask anew" in error["message"]
+        assert (error["code"], error["param"]) == ("resumed_otherwise", LAST) and "send the request again" in error["message"]
 
 
 def test_a_stream_is_its_tenants(circle_engine: LocalEngine) -> None:
@@ -361,7 +361,7 @@ def test_the_old_generation_makes_room(slow_engine: LocalEngine) -> None:
 def test_a_server_without_a_key_gives_no_ids(circle_engine: LocalEngine) -> None:
     with client_of(Service(circle_engine, TOKENIZER)) as http:
         assert http.post(COMPLETIONS, json=TEXT | {"stream": True}, headers=EVENTS).text.startswith("data: ")
-        refused(http, TEXT, "7", "signs no events", "OUTRIDER_CACHE_SECRET")
+        refused(http, TEXT, "7", "does not sign events", "OUTRIDER_CACHE_SECRET")
 
 
 def test_of_clients_of_one_stream_one_gets_it(slow_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:

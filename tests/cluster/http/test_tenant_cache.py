@@ -54,7 +54,7 @@ def test_nobody_is_told_where_redis_is(caplog: pytest.LogCaptureFixture) -> None
             answer = client.request(method, "/v1/cache", headers=ACME)
             check_error(answer, 503, "Redis", "try again", code="cache_unavailable")
             assert "127.0.0.1" not in answer.text and "secret" not in answer.text
-    told = [record for record in caplog.records if "could not be asked" in record.message]
+    told = [record for record in caplog.records if "the shared cache did not answer" in record.message]
     assert len(told) == 2 and not any(record.exc_info for record in told)
 
 

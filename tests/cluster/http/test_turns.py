@@ -151,7 +151,7 @@ def test_what_waits_is_bounded_by_key() -> None:
         tasks += [work.ask(f"a{place}", "acme", "a", 8 << 20) for place in range(1, 9)]
         await asyncio.sleep(0)
         for size in (0, LEAST_BYTES, 8 << 20):
-            with pytest.raises(ApiError, match="wait for answers") as refused:
+            with pytest.raises(ApiError, match="wait for responses") as refused:
                 await work.ask("more", "acme", "a", size)
             assert (refused.value.status, refused.value.code) == (429, "too_many_texts")
         assert len(work.refused) == 3

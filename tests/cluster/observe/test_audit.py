@@ -173,7 +173,7 @@ def test_a_strategy_that_draws_by_itself_is_compared_where_nothing_is_drawn(audi
     server = audited()
     server.complete(speculation={"strategy": "spectr"}, temperature=1.0)
     ((line,), summary) = server.replay()
-    assert summary["skipped"] == 1 and "spectr draws by itself" in line["detail"]
+    assert summary["skipped"] == 1 and "spectr samples on its own" in line["detail"]
     rejecting = SpeculationOptions(strategy="speculative", options={"sampling": "rejection"}, strategies=("spectr", "llma"))
     assert strategies_apart(rejecting) == {"speculative", "spectr"}
     assert strategies_apart(SpeculationOptions(strategy="auto", strategies=("speculative:sampling=rejection",))) == {
@@ -230,7 +230,7 @@ def test_prompts_through_the_public_api(audited: Callable[..., Audited], replica
     for arguments in ((), ("--strategy", "prompt_lookup"), ("--temperature", "1", "--seed", "3")):
         run = outrider("audit", "--url", server.url, "--prompts", str(file), "--max-tokens", "20", *arguments)
         assert run.returncode == 0 and "2 identical" in run.stdout, run
-    for strategy, said in (("bild", "bild is lossy"), ("lmla", "cannot be asked for here")):
+    for strategy, said in (("bild", "bild is lossy"), ("lmla", "is not available on this server")):
         run = outrider("audit", "--url", server.url, "--prompts", str(file), "--strategy", strategy)
         assert run.returncode == 1 and said in run.stderr, run
     before = replica._engine._drafter
@@ -294,7 +294,7 @@ def test_where_a_record_was_altered(replica: Replica, circle_model: Path, caplog
     assert altered.difference.served_logprob == pytest.approx(float(logprobs[unlikely]), abs=1e-4)
     assert altered.difference.plain_logprob == pytest.approx(float(logprobs[ids[5]]), abs=1e-4)
     assert altered.difference.gap == pytest.approx(float(logprobs[ids[5]] - logprobs[unlikely]), abs=1e-4)
-    assert "told/0 was served other tokens" in caplog.text
+    assert "the tokens served for told/0 differ" in caplog.text
 
     for shorter, longer in (((12, 9)), ((9, 12))):  # one of them ended before the other
         job = dataclasses.replace(served.job, params=dataclasses.replace(served.job.params, max_tokens=longer))

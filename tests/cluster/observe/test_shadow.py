@@ -70,7 +70,7 @@ def compared(circle_engine: LocalEngine, other: LocalEngine) -> Iterator[Callabl
 
 def test_what_both_answered_is_told_and_counted(compared: Callable[..., Compared], other: LocalEngine) -> None:
     server, before = compared(), len(other.jobs)
-    assert server.standing()["sentence"] == "0 requests were answered by both: too few to say who is ahead."
+    assert server.standing()["sentence"] == "0 requests were answered by both: too few to compare."
     for done, more in enumerate(({}, {"temperature": 1.0, "seed": 5}, {"stop": [":"]}, {"prompt": "s"}), start=1):
         server.complete(**more)
         standing = server.settled(compared=done)

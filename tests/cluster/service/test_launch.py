@@ -212,7 +212,7 @@ def test_where_the_default_model_cannot_be_fetched_the_demo_model_is_served(log:
     serving = Serving(log)
     try:
         serving.wait_for('max_tokens": 64}')
-        assert "could not be fetched" in serving.output() and "demo_model is served instead" in serving.output()
+        assert "could not be fetched" in serving.output() and "serving the tiny model demo_model instead" in serving.output()
         assert httpx.get(f"http://127.0.0.1:{serving.port}/v1/models").json()["data"][0]["id"] == "demo_model"
         serving.press_ctrl_c()
         assert serving.ends(60) == 0 and serving.left() == []

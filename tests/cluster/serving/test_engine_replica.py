@@ -87,9 +87,7 @@ def test_what_is_missing_is_said_in_one_line_at_the_start(
     monkeypatch.setattr(jit, "BROUGHT", tmp_path)
     assert lacks("cpu", "none") == "" and "flash-attn: not installed" in lacks("cuda", "none")
     monkeypatch.setattr(jit, "tiles_are_refused", lambda: True)
-    assert lacks("cpu", "none").startswith(
-        "processor: it has AMX, and its tiles are refused to this process (allow the system call"
-    )
+    assert lacks("cpu", "none").startswith("processor: it has AMX, but this process may not use its tiles (allow the system call")
 
 
 def test_a_job_that_is_refused_leaves_the_others_alone(replica: EngineReplica) -> None:

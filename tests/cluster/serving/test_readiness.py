@@ -40,16 +40,16 @@ def test_all_has_to_have_been_there_once(circle_engine: EnginePort) -> None:
         return baseline
 
     readiness = HealthService(replicas, 2, None, others)
-    assert missing(readiness) == "1 of 2 engine replicas are there, no baseline replica is there"
+    assert missing(readiness) == "1 of 2 engine replicas are answering, no baseline replica is answering"
     engines.append(described)
-    assert missing(readiness) == "no baseline replica is there"
+    assert missing(readiness) == "no baseline replica is answering"
     baseline.append(described)
     assert asyncio.run(readiness.replicas()) == 2
     engines.pop()
     baseline.clear()
     assert asyncio.run(readiness.replicas()) == 1  # the other one answers
     engines.clear()
-    assert missing(readiness) == "0 of 2 engine replicas are there"
+    assert missing(readiness) == "0 of 2 engine replicas are answering"
 
 
 def test_where_there_may_be_no_engine_one_has_to_have_been_there(circle_engine: EnginePort) -> None:
@@ -60,7 +60,7 @@ def test_where_there_may_be_no_engine_one_has_to_have_been_there(circle_engine: 
         return engines
 
     readiness = HealthService(replicas, 0, wake=lambda: woken.append(True))
-    assert missing(readiness) == "0 of 1 engine replicas are there" and woken == [True]
+    assert missing(readiness) == "0 of 1 engine replicas are answering" and woken == [True]
     with pytest.raises(ApiError, match="no engine replica is answering"):
         asyncio.run(readiness.health(ASKING))
     engines += asyncio.run(circle_engine.describe())

@@ -113,7 +113,7 @@ def test_json_and_back(seconds: list[float], context: int, sequence_s: float, en
         ({**FLAT.to_json(), "context": 1.5}, "context must hold whole numbers"),
         ({**FLAT.to_json(), "sequence_s": {}}, "sequence_s must hold numbers"),
         ({**FLAT.to_json(), "rows": [1, 2, 3]}, "rows_s must be 3 positive"),
-        ({**FLAT.to_json(), "row_s": 1}, "row_s is no field"),
+        ({**FLAT.to_json(), "row_s": 1}, "row_s is not a field"),
         ({**FLAT.to_json(), "rows": [1, 10**400]}, "rows must hold at most"),
         ({**FLAT.to_json(), "rows": [1, 10**9]}, "rows must hold at most"),
         ({**FLAT.to_json(), "rows_s": [0.1, 10**400]}, "rows_s must hold at most"),

@@ -193,8 +193,8 @@ def test_drafters_are_built_for_what_may_be_asked_for() -> None:
         (["lma"], "did you mean 'llma'"),
         (["llma:copy_len=3"], "did you mean 'copy_length'"),
         (["llma:copy_length"], "must be option=value"),
-        (["llma", "llma:copy_length=3"], "llma is there twice"),
-        (["auto:max_depth=3"], "its options go with it"),
+        (["llma", "llma:copy_length=3"], "llma is listed twice"),
+        (["auto:max_depth=3"], "set its options in speculation.options"),
         ([f"{PLAIN}:rows=1"], "has no option"),
     ],
 )

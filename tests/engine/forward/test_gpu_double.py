@@ -147,7 +147,7 @@ def test_kernels_that_round_otherwise_behind_a_split_are_found(
         output[0, off] *= 1 + 1e-3
 
     monkeypatch.setattr("experiments.device_double.gpu.attend_slots", attend)
-    with pytest.raises(ModelLoadError, match="computed otherwise in other company"):
+    with pytest.raises(ModelLoadError, match="changed with the other rows of the batch"):
         runner_on(gpu)
 
 

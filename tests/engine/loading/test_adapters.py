@@ -60,7 +60,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
         ({"r": 0}, "the rank of model.layers.0.self_attn.q_proj is 0"),
         ({"r": 8}, r"q_proj are \[4, 64\] and \[128, 4\]; the model and the rank 8 want \[8, 64\] and \[128, 8\]"),
         ({"rank_pattern": {"q_proj": 5}}, "the rank 5 want"),
-        ({"rank_pattern": {"q_(proj": 5}}, "is no regular expression"),
+        ({"rank_pattern": {"q_(proj": 5}}, "is not a valid regular expression"),
         ({"rank_pattern": 3}, "rank_pattern is 3"),
         ({"lora_alpha": "x"}, "lora_alpha of model.layers.0.self_attn.q_proj is 'x'"),
         ({"target_modules": ["q_proj", "v_proj", "wq"]}, "target_modules has 'wq' .* which the model does not have"),
@@ -85,7 +85,10 @@ def test_what_is_not_computed(
             "lora_embedding_A, which is not supported",
         ),
         ({"base_model.model.lm_head.lora_A.weight": torch.ones(4, 64)}, "lm_head, which is not supported: embeddings"),
-        ({"base_model.model.model.layers.7.mlp.up_proj.lora_A.weight": torch.ones(4, 64)}, "layers.7.*it is of another model"),
+        (
+            {"base_model.model.model.layers.7.mlp.up_proj.lora_A.weight": torch.ones(4, 64)},
+            "layers.7.*the adapter is for another model",
+        ),
         ({"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight": torch.ones(4, 64)}, "only one of lora_A and lora_B"),
         ({f"{Q}.lora_A.weight": torch.ones(4, 60)}, r"q_proj are \[4, 60\] and \[128, 4\]; .* want \[4, 64\] and \[128, 4\]"),
     ],
@@ -161,5 +164,5 @@ def test_their_memory_counts(stock: PreTrainedModel, tmp_path: Path, monkeypatch
 def test_without_compiled_code_they_are_refused(stock: PreTrainedModel, tmp_path: Path) -> None:
     folder = save_adapter(tmp_path / "a", stock, ("q_proj",))
     options = ModelOptions(stock.name_or_path, dtype="float64", device="cpu", adapters={"a": str(folder)})
-    with pytest.raises(ModelLoadError, match=r"model.adapters need compiled code, .* float64 .* model.dtype=float32"):
+    with pytest.raises(ModelLoadError, match=r"model.adapters need compiled kernels, .* float64 .* model.dtype=float32"):
         Engine.load(options, EngineOptions(max_running=2), SpeculationOptions("autoregressive"))

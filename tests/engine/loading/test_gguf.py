@@ -78,7 +78,7 @@ def test_texts_are_cut_as_the_file_says(folder: str, tmp_path: Path) -> None:
     assert found(text).input_ids == own(text).input_ids and found.decode(found(text).input_ids) == text
     pieces = [piece for piece, _ in found.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)]
     assert pieces == ["see", ":", "ĊĊ", "2", ".", "Ġin", "Ġ", "1", "9", "9", "9", "ĠĠĠ", "4", "2", "Ġ'", "7", "x"]
-    refused(unknown, "cuts texts in a way that is not known here .deepseek-coder.: give the model's folder with tokenizer.json")
+    refused(unknown, "uses an unknown pre-tokenizer .deepseek-coder.: give the model's folder with tokenizer.json")
 
 
 def test_file_and_folder_made_of_it_have_one_revision(file: Path, tmp_path: Path) -> None:
@@ -100,18 +100,18 @@ def refused(path: Path, said: str) -> None:
 def test_a_file_that_is_cut_off(file: Path, tmp_path: Path, keep: int) -> None:
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(file.read_bytes()[:keep])
-    refused(cut, "is cut off" if keep < 0 or keep == 20_000 else "could not be read, it is broken")
+    refused(cut, "is truncated" if keep < 0 or keep == 20_000 else "could not be read: it is corrupt")
     with pytest.raises(ModelLoadError):
         load_tokenizer(str(cut))
 
 
 def test_files_that_are_no_model(folder: str, tmp_path: Path) -> None:
-    refused(tmp_path / "absent.gguf", "does not exist: give a .gguf file that is there")
+    refused(tmp_path / "absent.gguf", "does not exist: give an existing .gguf file")
     other = tmp_path / "other.gguf"
     other.write_text("version https://git-lfs.github.com/spec/v1\n")
     refused(other, "it does not begin with GGUF")
     other.write_bytes(b"GGUF" + bytes([9, 0, 0, 0]) + bytes(16))
-    refused(other, "its version is 9, and 2 and 3 are known")
+    refused(other, "its version is 9; supported: 2 and 3")
 
 
 def test_models_that_would_come_out_wrong(folder: str, tmp_path: Path) -> None:
@@ -120,9 +120,9 @@ def test_models_that_would_come_out_wrong(folder: str, tmp_path: Path) -> None:
     refused(save_gguf(tmp_path / "b.gguf", model, folder, without="blk.1.ffn_up"), "lacks 1 of its weights, model.layers.1.mlp")
     refused(save_gguf(tmp_path / "c.gguf", model, folder, extra={"split.count": 3}), "is one of 3 parts")
     factors = {"rope_freqs.weight": np.ones(8, np.float32)}
-    refused(save_gguf(tmp_path / "d.gguf", model, folder, tensors=factors), "scales its positions")
+    refused(save_gguf(tmp_path / "d.gguf", model, folder, tensors=factors), "uses rope scaling")
     refused(save_gguf(tmp_path / "g.gguf", model, folder, with_tokenizer=False), "has no tokenizer: give a file with one")
     rule = {"llama.rope.scaling.type": "yarn"}
-    refused(save_gguf(tmp_path / "e.gguf", model, folder, extra=rule), "scales its positions")
+    refused(save_gguf(tmp_path / "e.gguf", model, folder, extra=rule), "uses rope scaling")
     bias = {"blk.0.attn_q.bias": np.ones(64, np.float32)}
-    refused(save_gguf(tmp_path / "f.gguf", model, folder, tensors=bias), "it leaves some out")
+    refused(save_gguf(tmp_path / "f.gguf", model, folder, tensors=bias), "some are ignored")

@@ -114,7 +114,7 @@ def test_snapshots_give_way_to_those_that_were_used_later() -> None:
             states.forget(0)
     assert states.usable(0, "a", texts[7], 249)[0] == 128 and states.usable(0, "a", texts[7], 300)[0] == 250
     assert states.usable(0, "b", texts[7], 300)[0] == states.usable(0, "a", texts[3], 300)[0] == 0
-    with pytest.raises(RuntimeError, match=r"the state of slot 0 is that of no text, and rows from 5 on"):
+    with pytest.raises(RuntimeError, match=r"slot 0 holds no state, but a step computes rows from 5 on"):
         states.want(0, "a", texts[0], 5, 6, 7)
     states.clear()
     assert states.usable(0, "a", texts[7], 300)[0] == 0

@@ -123,7 +123,7 @@ def test_a_gguf_file_is_dequantized_for_it(folders: tuple[Path, Path, Path], tmp
     found = load_model(options)
     assert same(found.model, expected)
     assert load_tokenizer(str(own)).get_vocab() == load_tokenizer(str(base)).get_vocab()
-    with pytest.raises(ModelLoadError, match=r"in blocks nothing can be added: set model.weights=dequantized"):
+    with pytest.raises(ModelLoadError, match=r"cannot be merged into its quantized blocks: set model.weights=dequantized"):
         load_model(dataclasses.replace(options, weights="auto"))
     run = outrider("doctor", "--model", own, "--dtype", dtype, "--device", "cpu")
     assert "set model.weights=dequantized" in error_line(run, 1)
@@ -239,5 +239,5 @@ def test_of_another_model_and_with_adapters_beside_it(folders: tuple[Path, Path,
     name_base(adapter, str(save_model(tmp_path / "wide", llama_config(hidden_size=96))))
     line = error_line(outrider("generate", "--model", adapter, "--prompt", "a"), 1)
     assert "the model and the rank 4 want [4, 96]" in line
-    with pytest.raises(ModelLoadError, match=r"model.adapters are not for .*lora', which is an adapter itself: give the model"):
+    with pytest.raises(ModelLoadError, match=r"model.adapters needs a base model, but .*lora' is an adapter: set model.path to"):
         load_model(ModelOptions(str(folders[1]), device="cpu", adapters={"other": str(folders[1])}))

@@ -124,13 +124,13 @@ def test_files_whose_weights_cannot_be_used(file: Path, folder: str, tmp_path: P
     broken[at : at + 2] = np.array([np.nan], np.float16).tobytes()
     path = tmp_path / "broken.gguf"
     path.write_bytes(broken)
-    refused(r"broken\.gguf.*model\.layers\.1\.mlp\.up_proj\.weight is broken: scales in it are no numbers", path)
+    refused(r"broken\.gguf.*model\.layers\.1\.mlp\.up_proj\.weight is corrupt: it contains scales that are not finite", path)
     unknown = bytearray(data)
     at = bytes(data).index(b"blk.1.ffn_up.weight") + len("blk.1.ffn_up.weight") + 4 + 16
     assert unknown[at] == KINDS.Q4_1
     unknown[at] = 250
     path.write_bytes(unknown)
-    refused("could not be read, it is broken or of an unknown kind: 250", path)
+    refused("could not be read: it is corrupt or of an unknown format: 250", path)
     unknown[at], unknown[at - 16] = KINDS.Q4_1, 48  # rows of as many numbers
     path.write_bytes(unknown)
     refused("has rows of 48 numbers, and Q4_1 blocks of 32", path)
@@ -155,7 +155,7 @@ def test_types_without_a_product_are_held_in_the_type(folder: str, tmp_path: Pat
         patched.setattr("tests.helpers.gguf_files.gguf.GGUFWriter.add_tensor", _as_it_is(KINDS.Q2_K))
         path = save_gguf(tmp_path / "a.gguf", model, str(wide), KINDS.Q2_K)
     loaded = load_model(options(path))
-    assert loaded.weights == "bfloat16" and "weights in Q2_K are held in bfloat16, for which" in caplog.text
+    assert loaded.weights == "bfloat16" and "weights in Q2_K are stored as bfloat16, for which" in caplog.text
 
 
 def _as_it_is(kind: Any) -> Any:
@@ -171,7 +171,7 @@ def test_what_cannot_be_quantized_is_refused(folder: str, tmp_path: Path) -> Non
     refused("model.weights=int8 is not for .* model.dtype=float64: it needs a CPU, numba", folder, "int8", dtype="float64")
     config = GPT2Config(vocab_size=320, n_embd=48, n_layer=2, n_head=4, n_positions=64, eos_token_id=0, bos_token_id=None)
     other = save_model(tmp_path / "other", config)
-    refused("model.weights=int4 is not for this GPT2LMHeadModel: 0 of its", other, "int4")
+    refused("model.weights=int4 does not support this GPT2LMHeadModel: only 0 of its", other, "int4")
     for given in ("parallelism.mode=tensor", "baseline.kind=pipeline"):
         with pytest.raises(ConfigError, match=f"{given.replace('=', ' is ')}, where model.weights=int4 is not supported"):
             load_config(None, ["model.weights=int4", given, "parallelism.world_size=2"])

@@ -198,21 +198,21 @@ def none_quantized(tensors: dict[str, torch.Tensor], settings: dict[str, Any]) -
 
 BROKEN: list[tuple[str, Change, str]] = [
     ("awq", drop("scales"), f"{UP}.scales is missing beside qweight, qzeros: give whole files"),
-    ("awq", drop("qweight"), f"nothing is known of {UP}.qzeros, of type I32, beside qzeros, scales"),
+    ("awq", drop("qweight"), f"unexpected tensor {UP}.qzeros of type I32 beside qzeros, scales"),
     ("awq", cut("scales"), f"{UP}.scales has the shape [1, 96], not [2, 96] (bits 4, group_size 32)"),
     ("awq", cast("scales", torch.int32), f"{UP}.scales is of type I32, not BF16 or F16 or F32 or F8_E8M0"),
     ("awq", put(group_size=16), "down_proj.qzeros has the shape [3, 8], not [6, 8] (bits 4, group_size 16)"),
-    ("awq", put(group_size=36), "its group_size is 36, into which the 96 columns of"),
+    ("awq", put(group_size=36), "its group_size is 36, which does not divide the 96 columns of"),
     ("awq", put(group_size=None), "its group_size is None, and a number is needed"),
     ("awq", put(group_size=0), "its group_size is 0: a number of columns, or -1 for all, is needed"),
     ("awq", put(bits=3), "its bits is 3, and 4 is known"),
-    ("awq", put(version="gemv"), "its version is gemv, and gemm alone is known"),
+    ("awq", put(version="gemv"), "its version is gemv; only gemm is supported"),
     ("gptq", put(bits=3), "its bits is 3, and 4 and 8 are known"),
     ("gptq", put(bits=8), "down_proj.qzeros has the shape [3, 8], not [2, 16] (bits 8, group_size 32)"),
-    ("gptq", put(checkpoint_format="marlin"), "its checkpoint_format is marlin, and gptq and gptq_v2 are known"),
+    ("gptq", put(checkpoint_format="marlin"), "its checkpoint_format is marlin; supported: gptq, gptq_v2"),
     ("gptq", cut("qzeros"), f"{UP}.qzeros has the shape [1, 12], not [2, 12]"),
     ("gptq", cast("qweight", torch.int64), f"{UP}.qweight is of type I64 and shape [8, 96], not a matrix of I32"),
-    ("gptq-act-order", drop("g_idx"), f"{UP}.g_idx is missing, which says the groups where desc_act is true"),
+    ("gptq-act-order", drop("g_idx"), f"{UP}.g_idx is missing, which desc_act=true requires"),
     ("gptq-act-order", far, f"{UP}.g_idx names group 9, and there are 2 (0 to 1)"),
     ("gptq-act-order", cut("g_idx"), f"{UP}.g_idx has the shape [63], not [64]"),
     ("w4a16", weights(num_bits=3), "its num_bits is 3, and 4 and 8 are known"),
@@ -222,17 +222,17 @@ BROKEN: list[tuple[str, Change, str]] = [
     ("w4a16-zeros", drop("weight_zero_point"), f"{UP}.weight_zero_point is missing"),
     ("w4a16-zeros", cut("weight_zero_point"), f"{UP}.weight_zero_point has the shape [11, 2], not [12, 2]"),
     ("w4a16", put(config_groups={}), "its quantization_config has no config_groups"),
-    ("w4a16", put(format="nvfp4-pack-quantized"), "its format is nvfp4-pack-quantized, and pack-, float-, int- and naive-"),
-    ("w4a16", put(sparsity_config={"format": "sparse-24-bitmask"}), "its weights are sparse as well (sparse-24-bitmask)"),
-    ("w4a16", put(transform_config={"config_groups": {"u": {}}}), "its inputs are rotated while it runs (transform_config)"),
+    ("w4a16", put(format="nvfp4-pack-quantized"), "its format is nvfp4-pack-quantized; supported: pack-, float-, int- "),
+    ("w4a16", put(sparsity_config={"format": "sparse-24-bitmask"}), "its weights are also sparse, which is not supported"),
+    ("w4a16", put(transform_config={"config_groups": {"u": {}}}), "its transform_config rotates inputs at run time"),
     ("fp8-channel", drop("weight_scale"), f"{UP}.weight_scale is missing beside weight"),
     ("fp8-channel", cut("weight_scale"), f"{UP}.weight_scale has the shape [95, 1], which no blocks (none) of a weight [96, 64]"),
     ("fp8-blocks", drop("weight_scale_inv"), f"{UP}.weight_scale_inv is missing beside weight"),
     ("fp8-blocks", put(weight_block_size=[64, 64]), "which no blocks (64 x 64) of a weight [64, 96] give"),
-    ("fp8-blocks", put(fmt="e5m2"), "its fmt is e5m2, and e4m3 alone is known"),
-    ("fp8-blocks", cast("weight", torch.float8_e5m2), f"nothing is known of {UP}.weight, of type F8_E5M2"),
-    ("fp8-blocks", plainly, f"nothing is known of {UP}.novel, of type I8, beside novel, weight, weight_scale_inv"),
-    ("fp8-blocks", none_quantized, "has no quantized weight in it, where config.json says fp8"),
+    ("fp8-blocks", put(fmt="e5m2"), "its fmt is e5m2; only e4m3 is supported"),
+    ("fp8-blocks", cast("weight", torch.float8_e5m2), f"unexpected tensor {UP}.weight of type F8_E5M2"),
+    ("fp8-blocks", plainly, f"unexpected tensor {UP}.novel of type I8 beside novel, weight, weight_scale_inv"),
+    ("fp8-blocks", none_quantized, "has no quantized weights, but its config.json declares fp8"),
 ]  # fmt: skip
 
 
@@ -275,18 +275,18 @@ def test_formats_that_cannot_be_dequantized_are_refused_by_name(
 ) -> None:
     quantized, _ = make(Path(folder), tmp_path, Packing(settings, FORMATS["awq"].pack, torch.float16))
     known = "awq, gptq, compressed-tensors, fp8"
-    refused(quantized, f"is quantized with {method}, which is not dequantized on a CPU .{known} are.: give the model in 16")
+    refused(quantized, f"is quantized with {method}, which is not supported on a CPU .supported: {known}.: give the model in 16")
 
 
 def test_on_a_gpu_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     packages = {"awq": "gptqmodel", "gptq": "optimum", "compressed-tensors": "compressed-tensors", "fp8": "kernels"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for method, package in packages.items():
-        said = f"is quantized with {method}, to compute with which {package} is missing: pip install 'outrider.quantized.'$"
+        said = f"is quantized with {method}, which requires {package}: pip install 'outrider.quantized.'$"
         with pytest.raises(ModelLoadError, match=said):
             refuse_unusable("m", {"quant_method": method}, on_cpu=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     for method in packages:
         refuse_unusable("m", {"quant_method": method}, on_cpu=False)
-    with pytest.raises(ModelLoadError, match="is quantized with modelopt, which transformers does not know, so that other texts"):
+    with pytest.raises(ModelLoadError, match="is quantized with modelopt, which transformers does not support: give"):
         refuse_unusable("m", {"quant_method": "modelopt"}, on_cpu=False)

@@ -91,7 +91,7 @@ def test_a_folder_in_place_of_the_file(kept: CalibrationFile, measured: Calibrat
     kept.path.unlink()
     kept.path.mkdir()
     assert kept.curve() == measured.curve
-    assert "cannot be used" in caplog.text and "could not be kept" in caplog.text
+    assert "cannot be used" in caplog.text and "could not be saved" in caplog.text
     assert not kept.keep(measured)
     assert [path.name for path in kept.path.parent.iterdir()] == [kept.path.name]
 

@@ -181,7 +181,7 @@ def test_packed_experts_of_gpt_oss_are_unpacked_and_exact(tmp_path: Path, monkey
     part = {name: tensor for name, tensor in packed.items() if name != "model.norm.weight"}
     ends = {"_blocks": ".weight_packed", "_scales": ".weight_scale"}
     other = {name[:-7] + ends[name[-7:]] if name[-7:] in ends else name: tensor for name, tensor in packed.items()}
-    for tensors, said in ((part, "give whole files"), (other, "config.json says otherwise how in its quantization_config")):
+    for tensors, said in ((part, "download all of its files"), (other, "config.json has a different quantization_config")):
         save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ModelLoadError, match=f"lacks .* of its weights, .*{said}"):
             load_model(ModelOptions(str(tmp_path), device="cpu"))

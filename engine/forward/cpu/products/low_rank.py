@@ -36,7 +36,7 @@ class Adapters:
         if not has_kernels(model.device, model.dtype):
             dtype = str(model.dtype).removeprefix("torch.")
             raise ModelLoadError(
-                f"model.adapters need compiled code, which there is none of for {dtype} on this machine: set model.dtype=float32"
+                f"model.adapters need compiled kernels, which do not exist for {dtype} on this machine: set model.dtype=float32"
             )
         self.numbers = {adapter.name: number for number, adapter in enumerate(adapters)}
         self._adapters, self._rows = adapters, _NO_ROWS

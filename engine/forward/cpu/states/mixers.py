@@ -51,7 +51,9 @@ def bind_mixers(model: PreTrainedModel) -> int:
         own = _own_forward(module)
         names = [name for name in _NAMES if name in own.__code__.co_names]
         if not all(callable(own.__globals__.get(name)) for name in names) or len(names) > 2 or module.training:
-            raise ModelLoadError(f"{type(module).__name__} of this version of transformers calls its functions in another way")
+            raise ModelLoadError(
+                f"{type(module).__name__} of this version of transformers calls its functions in an unsupported way"
+            )
         replaced = {name: _instead_of(own.__globals__[name], _METHODS[name], 2 * count - 2 + at) for at, name in enumerate(names)}
         run = types.FunctionType(own.__code__, {**own.__globals__, **replaced}, own.__name__, own.__defaults__, own.__closure__)
         run.__kwdefaults__ = own.__kwdefaults__

@@ -62,10 +62,10 @@ class Survey:
     def check(self) -> None:
         """Raise ``ModelLoadError`` without any attention call or state site, or if attention heads differ between layers."""
         if not self.calls or not self.shapes:
-            raise ModelLoadError("its layers do not hand arguments on to what attends and what keeps states")
+            raise ModelLoadError("its layers do not pass arguments on to their attention and state functions")
         heads = {(call.key.shape[1], call.key.shape[3], call.value.shape[3]) for call in self.calls}
         if len(heads) != 1:
-            raise ModelLoadError(f"its layers attend with keys and values of {len(heads)} kinds, and slots are of one")
+            raise ModelLoadError(f"its layers have keys and values of {len(heads)} shapes, but KV slots support only one")
 
     def convolve(
         self, site: int, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
@@ -73,7 +73,7 @@ class Survey:
     ) -> torch.Tensor:  # fmt: skip
         """Record a site, see ``StateStep``."""
         if activation not in (None, "silu", "swish"):
-            raise ModelLoadError(f"it has a convolution with the activation {activation!r}, which is not computed here")
+            raise ModelLoadError(f"it has a convolution with the activation {activation!r}, which is not supported")
         channels, taps = weight.shape
         self._add(site, StateShape(reach=taps - 1, channels=channels), channels)
         return hidden
@@ -98,7 +98,7 @@ class Survey:
 
     def _add(self, site: int, shape: StateShape, *sizes: int) -> None:
         if any(size % _WIDTH for size in sizes):
-            raise ModelLoadError(f"it has layers with a state of {sizes}, and states are computed in multiples of {_WIDTH}")
+            raise ModelLoadError(f"it has layers with a state of sizes {sizes}, which must be multiples of {_WIDTH}")
         self.shapes[site] = shape
 
 
@@ -224,7 +224,7 @@ class StateStep:
         dt_limit: tuple[float, float] = (0.0, float("inf")), **_: object,
     ) -> torch.Tensor:  # fmt: skip
         """Compute transformers' ``mamba2_chunk_scan``, the rule of Mamba-2: [1, rows, heads, head_dim] float32."""
-        assert dt_softplus, "dt is what a model makes of it: see ``Survey``"
+        assert dt_softplus, "dt_softplus=False is not supported: see ``Survey``"
         output = torch.empty(hidden.shape, dtype=torch.float32)
         states, bias = self._states, torch.zeros_like(A) if dt_bias is None else dt_bias
         self._rule(

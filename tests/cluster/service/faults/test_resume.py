@@ -162,7 +162,7 @@ def test_a_request_that_ends_its_replica_is_tried_once_more_alone_and_then_refus
     async def run() -> None:
         expected = await collect("before")
         answers = [asyncio.create_task(collect(f"fine{number}")) for number in range(4)]
-        with pytest.raises(ApiError, match="not tried again") as raised:
+        with pytest.raises(ApiError, match="not retried") as raised:
             await collect("fatal")
         assert (raised.value.status, raised.value.code) == (500, "engine_crashed")
         assert raised.value.headers == {"x-should-retry": "false"}

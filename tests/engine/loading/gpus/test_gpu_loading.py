@@ -140,7 +140,10 @@ def test_weights_that_do_not_fit_a_gpu_are_refused_before_they_are_read(folder: 
     stored = sum(part.stat().st_size for part in folder.glob("*.safetensors"))
     options, speculation = ModelOptions(str(folder), device="cuda"), SpeculationOptions("autoregressive")
     for gpus in (FakeGpus(free=stored - 1), FakeGpus(total=2 * stored, taken=int(0.8 * stored) + 1)):
-        with accelerator.use(gpus), pytest.raises(ModelLoadError, match=r"GiB of cuda:0 are free: end what takes it, raise"):  # type: ignore[arg-type]
+        with (
+            accelerator.use(gpus),
+            pytest.raises(ModelLoadError, match=r"GiB of cuda:0 are free: stop other processes that use it, raise"),
+        ):  # type: ignore[arg-type]
             Engine.load(options, EngineOptions(), speculation)
         assert not asked
     with accelerator.use(FakeGpus(free=stored)):  # type: ignore[arg-type]

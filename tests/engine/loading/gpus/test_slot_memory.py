@@ -132,7 +132,7 @@ def test_less_than_4096_tokens_are_refused() -> None:
     assert served(LLAMA_8B, gpus, EngineOptions(max_running=8))[0] == 4096
     with pytest.raises(ModelLoadError, match=r"of 4096 tokens .* set engine\.max_running=\d+ or model\.max_model_len=\d+"):
         served(LLAMA_8B, gpus, EngineOptions(max_running=16))
-    with pytest.raises(ModelLoadError, match=r"end what takes it, set parallelism\.mode=tensor"):
+    with pytest.raises(ModelLoadError, match=r"stop other processes that use it, set parallelism\.mode=tensor"):
         served(LLAMA_8B, FakeGpus(total=16 * GIB, free=GIB // 2, taken=14 * GIB), EngineOptions(max_running=16))
 
 
