@@ -123,7 +123,10 @@ def test_imports_go_down_only(path: Path) -> None:
 
 
 PRODUCT = [room for room in BELOW if room != "experiments"]
-README_LINES = 200
+README_LINES = 150
+# Docstrings of the product are plain English: a sentence in the imperative, or a noun phrase (ruff's D401 sees the first alone).
+FIRST_WORDS = {"What", "Of", "Who", "Whose", "As", "Has", "Says", "Where"}
+BANNED = re.compile(r"\b(told|nobody|of its own|in place of|is there)\b", re.IGNORECASE)
 
 
 def folders() -> list[Path]:
@@ -141,6 +144,29 @@ def test_a_folder_says_what_it_is_for(folder: Path) -> None:
 def test_every_module_says_what_it_is() -> None:
     silent = [path for path in sources() if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))]
     assert silent == []
+
+
+def faults_of(docstring: str) -> list[str]:
+    first = re.match(r"\W*([A-Za-z]+)", docstring)
+    return [word for word in FIRST_WORDS if first is not None and first[1] == word] + BANNED.findall(docstring)
+
+
+def test_docstrings_are_plain_english() -> None:
+    found = {}
+    for room in PRODUCT:
+        for path in (REPOSITORY / room).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                    faults = faults_of(ast.get_docstring(node) or "")
+                    if faults:
+                        found[f"{path.relative_to(REPOSITORY)}: {getattr(node, 'name', '')}"] = faults
+    assert found == {}
+
+
+def test_private_english_in_docstrings_is_found() -> None:
+    assert faults_of("What is told of a request.") == ["What", "told"]
+    assert faults_of("Return the tokens of a request. None in place of them.") == ["in place of"]
+    assert faults_of("Return what the model computes. Of several, the last.") == []
 
 
 def test_a_class_of_the_product_has_a_name_of_its_own() -> None:

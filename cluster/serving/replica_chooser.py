@@ -122,17 +122,17 @@ class ReplicaChooser:
         self._jobs, self._calls = Counter[str](), Counter[str]()  # running, by replica
         self._last: OrderedDict[str, str] = OrderedDict()  # replica by request_id
 
-    def choose(self, call: str, jobs: Sequence[Job], told: Mapping[str, int]) -> list[str]:
+    def choose(self, call: str, jobs: Sequence[Job], reported: Mapping[str, int]) -> list[str]:
         """Return the replicas, best first; the first one counts as the one that gets the call.
 
         Args:
             call: name of the call; choosing again for it replaces the earlier choice.
             jobs: at least one job, all of one answer.
-            told: calls in progress by replica, as reported by the replicas, whoever sent them; at least one replica.
+            reported: calls in progress by replica, as reported by the replicas, whoever sent them; at least one replica.
         """
         self.release(call)
-        self._forget_lost(told.keys())
-        loads = {name: self._jobs[name] + max(0, calls - self._calls[name]) for name, calls in told.items()}
+        self._forget_lost(reported.keys())
+        loads = {name: self._jobs[name] + max(0, calls - self._calls[name]) for name, calls in reported.items()}
         most = SLACK * (sum(loads.values()) + len(jobs)) / len(loads) + 1
         first = jobs[0]
         tenant = None if first.memory is None else self._tenants.setdefault(first.memory, _Tenant())
@@ -184,7 +184,7 @@ class ReplicaChooser:
             self._remember(tenant, replica, self._prefixes(before.jobs), before.jobs[0].session)
 
     def release(self, call: str, replica: str | None = None) -> None:
-        """Record the end of a call; if a replica is named, only if the call is there."""
+        """Record the end of a call; if a replica is named, only if it has the call."""
         ended = self._under_way.get(call)
         if ended is not None and replica in (None, ended.replica):
             del self._under_way[call]

@@ -95,7 +95,7 @@ def refuse_form(name: str, config: PreTrainedConfig, shape: KVShape, options: En
 
 
 def _refuse_strays(runner: ModelRunner) -> None:
-    """Raise ``ModelLoadError`` if the model's outputs differ from those of its own attention or code."""
+    """Raise ``ModelLoadError`` if the model's outputs differ from those of the unpatched attention or code."""
     # Layers with states can run only by our code once they are bound: tests compare those model families instead.
     if runner.cache.states is not None:
         return

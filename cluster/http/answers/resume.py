@@ -272,7 +272,7 @@ def _once(chunk: Answer, choice: Choice) -> int:
 
 
 def _keep_once(chunk: Answer, choice: Choice, told: int) -> None:
-    """Remove the fields with the flags ``told`` from a chunk."""
+    """Remove the fields that the flags name from a chunk."""
     if told & _ROLE:
         choice.delta = Delta()
     if told & _END:
