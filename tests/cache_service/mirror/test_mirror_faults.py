@@ -103,8 +103,8 @@ def test_redis_away_and_back(
     for doing in ("reading", "writing"):
         # The two replicas, and each of them once; the second writes only after the outage.
         times = 2 if doing == "reading" else 1
-        eventually(lambda words=f"{doing} wh", times=times: said(caplog, logging.INFO, words) == times)  # type: ignore[misc]
-        assert said(caplog, logging.WARNING, f"{doing} wh") == times
+        eventually(lambda words=f"{doing} shared texts", times=times: said(caplog, logging.INFO, words) == times)  # type: ignore[misc]
+        assert said(caplog, logging.WARNING, f"{doing} shared texts") == times
     third = cluster.replica()
     assert [33, 34] in third.texts("a") and [79] * 100 in third.texts("a")
 
@@ -285,7 +285,7 @@ def test_guard_counts_and_logs_once_and_survives_bugs(caplog: pytest.LogCaptureF
     time.sleep(0.02)
     assert guard.attempt(lambda: None) == 0 and guard.state == "closed" and guard.succeeded
     assert guard.failures == {"internal": 4} and guard.opened == 1
-    assert said(caplog, logging.WARNING, "reading: internal (KeyError") == 1
+    assert said(caplog, logging.WARNING, "reading failed: internal (KeyError") == 1
     assert said(caplog, logging.INFO, "reading: works again") == 1
 
 

@@ -251,7 +251,7 @@ def test_weights_that_are_not_there_at_all(folder: str, tmp_path: Path) -> None:
     for path in (quantized, plain):
         kept = {name: tensor for name, tensor in load_file(path / "model.safetensors").items() if UP not in name}
         save_file(kept, path / "model.safetensors", {"format": "pt"})
-        refused(path, f"lacks 1 of its weights, {UP}.weight among them: give whole files")
+        refused(path, f"lacks 1 of its weights, {UP}.weight among them: download all of its files")
     config = json.loads((quantized / "config.json").read_text())
     del config["quantization_config"]  # as older converters have it, which write a file of their own
     (quantized / "config.json").write_text(json.dumps(config))

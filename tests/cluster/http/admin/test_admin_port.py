@@ -42,7 +42,7 @@ def test_it_is_where_only_the_operator_gets(server: ServerOptions, address: tupl
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["server.admin_port=8000"], r"server\.admin_port is 8000, as server\.port"),
+        (["server.admin_port=8000"], r"server\.admin_port is 8000, like server\.port"),
         (
             ["server.host=0.0.0.0", "server.require_key=false", "server.port=65535"],
             r"server\.port is 65535, .* set server\.admin_port",
