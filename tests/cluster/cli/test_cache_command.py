@@ -74,7 +74,7 @@ def test_export_import_delete(outrider: Outrider, memory_server: MemoryServer, t
     assert memory_server.texts("umbrella") == {(5, 6, 7), (8, 9)}
 
     refused = outrider("delete", "--tenant", "acme", text="n\n")
-    assert "forget all texts of acme" in refused.stderr
+    assert "permanently delete all texts of acme" in refused.stderr
     assert (refused.returncode, "nothing was deleted" in refused.stderr) == (1, True)
     assert memory_server.texts("acme") == {(8, 9)}
     accepted = outrider("delete", "--tenant", "acme", text="y\n")

@@ -81,7 +81,7 @@ REFUSED: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
         ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "-1"),
         ({"n": 0}, "n", "greater than or equal to 1"),
         ({"n": 129}, "n", "less than or equal to 128"),
-        ({"priority": 1}, "priority", "engine.scheduling_policy", "fcfs"),
+        ({"priority": 1}, "priority", "requires engine.scheduling_policy=priority"),
         ({"priority": "high"}, "priority", "integer"),
         ({"priority": 2**31}, "priority", "less than"),
         ({"stream": "yes"}, "stream", "boolean"),
@@ -157,7 +157,7 @@ REFUSED: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
         ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed"),
         ({"structured_outputs": {"jsno": {}}}, "structured_outputs.jsno", "unknown"),
         ({"guided_regex": "a"} | form(json_schema={"schema": {"type": "object"}}), "guided_regex", "response_format"),
-        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "off"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "must be false"),
     ],
     (COMPLETIONS,): [
         ({"prompt": ""}, "prompt", "empty"),

@@ -54,7 +54,7 @@ def test_where_states_are_not_computed_they_are_refused_before_weights_are_read(
     options = ModelOptions(str(tmp_path))
     with pytest.raises(ModelLoadError, match=r"float64: its layers keep states of float32: set model.dtype to"):
         load_model(dataclasses.replace(options, dtype="float64"))
-    with pytest.raises(ModelLoadError, match=r"parallelism.mode tensor or pipeline is not for Lfm2ForCausalLM"):
+    with pytest.raises(ModelLoadError, match=r"parallelism.mode tensor or pipeline does not support Lfm2ForCausalLM"):
         whole_model(options)
     with pytest.raises(
         ModelLoadError, match=r"on cuda: its layers keep states, which are computed on CPUs only: set model.device"
@@ -70,7 +70,7 @@ def test_a_draft_model_with_states_is_refused(tmp_path: Path) -> None:
     save_model(target, llama_config())
     HYBRIDS["lfm2"].save_pretrained(draft)
     speculation = SpeculationOptions("speculative", draft_model=str(draft))
-    with pytest.raises(ModelLoadError, match=r"speculation.draft_model .* is not for Lfm2ForCausalLM, whose layers keep states"):
+    with pytest.raises(ModelLoadError, match=r"speculation.draft_model .* does not support Lfm2ForCausalLM, whose layers"):
         Engine.load(ModelOptions(str(target), dtype="float32"), EngineOptions(max_running=2), speculation)
 
 

@@ -133,7 +133,7 @@ def test_files_whose_weights_cannot_be_used(file: Path, folder: str, tmp_path: P
     refused("could not be read: it is corrupt or of an unknown format: 250", path)
     unknown[at], unknown[at - 16] = KINDS.Q4_1, 48  # rows of as many numbers
     path.write_bytes(unknown)
-    refused("has rows of 48 numbers, and Q4_1 blocks of 32", path)
+    refused("has rows of 48 numbers, which is not a multiple of the Q4_1 block size 32", path)
     unknown[at - 16] = 32
     path.write_bytes(unknown)
     refused("broken.gguf", path)
@@ -168,7 +168,7 @@ def _as_it_is(kind: Any) -> Any:
 
 
 def test_what_cannot_be_quantized_is_refused(folder: str, tmp_path: Path) -> None:
-    refused("model.weights=int8 is not for .* model.dtype=float64: it needs a CPU, numba", folder, "int8", dtype="float64")
+    refused("model.weights=int8 does not support .* model.dtype=float64: it needs a CPU, numba", folder, "int8", dtype="float64")
     config = GPT2Config(vocab_size=320, n_embd=48, n_layer=2, n_head=4, n_positions=64, eos_token_id=0, bos_token_id=None)
     other = save_model(tmp_path / "other", config)
     refused("model.weights=int4 does not support this GPT2LMHeadModel: only 0 of its", other, "int4")
