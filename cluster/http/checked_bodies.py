@@ -1,8 +1,7 @@
 """Parsing and validation of request bodies in threads, scheduled fairly by API key, so that no body blocks the event loop.
 
 Compiled parsers hold the GIL while they run. Numbers and objects are therefore passed through Python callbacks, where another
-thread can take over. The number of strings, lists and objects in a body is bounded to some milliseconds of parsing, and the
-number of names in one object to some milliseconds of error reports.
+thread can take over. The number of strings, lists and objects in a body is bounded to some milliseconds of parsing.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from cluster.http.text_threads import SHORT, TextThreads
 
 # Strings (names and values), and objects plus lists. No body within all other bounds has as many.
 MAX_STRINGS, MAX_NESTED = 1 << 17, 1 << 15
-MAX_NAMES = 1 << 12  # names in one object
 _PIECE_CHARS = 1 << 16  # characters scanned at once by _check_counts
 
 
@@ -72,8 +70,6 @@ class _CheckedBody(Request):
 
     def _check(self, body: bytes) -> Any:
         self.parsed = parse(body)
-        if len(body) > SHORT:
-            check_names(self.parsed)
         value, self.errors = self._field.validate(self.parsed, {}, loc=("body",))
         return value
 
@@ -117,20 +113,5 @@ def _check_counts(text: str) -> None:
             raise _too_many("objects and lists", MAX_NESTED)
 
 
-def check_names(value: Any) -> None:
-    """Raise ``ApiError`` (400) if an object has too many names."""
-    # Without this check, pydantic reports an error for each unknown name.
-    waiting: list[tuple[Any, str | None]] = [(value, None)]  # value, top-level field that contains it
-    while waiting:
-        value, field = waiting.pop()
-        if isinstance(value, dict):
-            if len(value) > MAX_NAMES:
-                raise _too_many("names in one object", MAX_NAMES, field)
-            waiting += [(each, field or name) for name, each in value.items() if isinstance(each, dict | list)]
-        elif isinstance(value, list):
-            waiting += [(each, field) for each in value if isinstance(each, dict | list)]
-
-
-def _too_many(kind: str, most: int, field: str | None = None) -> ApiError:
-    message = f"{field or 'the body'} holds more than {most} {kind}: send less in one request"
-    return ApiError(400, message, param=field, code="invalid_value")
+def _too_many(kind: str, most: int) -> ApiError:
+    return ApiError(400, f"the body holds more than {most} {kind}: send less in one request", code="invalid_value")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.http import checked_bodies
-from cluster.http.checked_bodies import MAX_NAMES, MAX_NESTED, MAX_STRINGS, check_names, parse
+from cluster.http.checked_bodies import MAX_NESTED, MAX_STRINGS, parse
 from cluster.http.errors import ApiError
 from cluster.http.text_threads import SHORT
 
@@ -58,15 +58,9 @@ def test_what_a_body_holds_is_counted_in_pieces_as_it_is_parsed(chars: int, monk
 
 
 @pytest.mark.parametrize(
-    ("value", "kind", "field"),
-    [
-        (["a"] * (MAX_STRINGS + 1), "names and texts", None),
-        ([[]] * (MAX_NESTED + 1), "objects and lists", None),
-        ({str(at): 0 for at in range(MAX_NAMES + 1)}, "names in one object", None),
-        ({"a": [{"b": {str(at): 0 for at in range(MAX_NAMES + 1)}}]}, "names in one object", "a"),
-    ],
+    ("value", "kind"), [(["a"] * (MAX_STRINGS + 1), "names and texts"), ([[]] * (MAX_NESTED + 1), "objects and lists")]
 )
-def test_a_body_with_too_much_is_refused(value: Any, kind: str, field: str | None) -> None:
+def test_a_body_with_too_much_is_refused(value: Any, kind: str) -> None:
     with pytest.raises(ApiError, match=kind) as caught:
-        check_names(parse(json.dumps(value).encode()))
-    assert (caught.value.status, caught.value.param) == (400, field)
+        parse(json.dumps(value).encode())
+    assert caught.value.status == 400
