@@ -71,7 +71,7 @@ def test_of_clocks_that_differ_for_good_the_earlier_counts(caplog: pytest.LogCap
         clocks = Clocks()
         clocks.settle(redis, wall)
         assert clocks.look(redis, wall) == clocks.true_s
-    assert sum("apart" in record.getMessage() for record in caplog.records) == 2
+    assert sum("differ by" in record.getMessage() for record in caplog.records) == 2
 
 
 def test_a_clock_that_is_slewed_or_a_look_that_is_late_is_no_jump(caplog: pytest.LogCaptureFixture) -> None:

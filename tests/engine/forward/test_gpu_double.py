@@ -165,7 +165,7 @@ def test_a_model_that_waits_for_the_device_runs_without_graphs_and_says_so(
 
 
 def test_a_mixture_of_experts_is_refused_unless_it_may_round(gpu: DoubleGpu) -> None:
-    with pytest.raises(ModelLoadError, match=r"MixtralForCausalLM .* routed.*engine\.exact=rounding"):
+    with pytest.raises(ModelLoadError, match=r"MixtralForCausalLM .* routing.*engine\.exact=rounding"):
         make_runner(model_on(gpu, family="mixtral"), CONTEXT, EngineOptions(max_running=2, kv_slots=2))
 
 
