@@ -82,7 +82,7 @@ def test_what_is_missing_is_said_in_one_line_at_the_start(
     made = EngineReplica(model, EngineOptions(max_running=4), SpeculationOptions("llma"), ParallelismOptions(), None, 60.0)
     made._replica.stop()
     (said,) = (record.getMessage() for record in caplog.records if "lacks" in record.getMessage())
-    assert said.startswith("this environment lacks compiled code: the image has it for of-another-processor, and this")
+    assert said.startswith("this environment lacks compiled code: the image has it for of-another-processor, but this")
     assert said.endswith("(build the image on such a processor)") and "\n" not in said
     monkeypatch.setattr(jit, "BROUGHT", tmp_path)
     assert lacks("cpu", "none") == "" and "flash-attn: not installed" in lacks("cuda", "none")
