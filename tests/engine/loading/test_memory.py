@@ -38,7 +38,7 @@ def load(path: Path, dtype: str = "float32", **options: int) -> Engine:
 def test_weights_that_do_not_fit_are_refused(folder: Path, dtype: str, told: Path) -> None:
     stored = sum(part.stat().st_size for part in folder.glob("*.safetensors"))
     have_free(told, int(1.5 * stored) if dtype == "float64" else stored // 2)
-    with pytest.raises(ModelLoadError, match=r"needs 0\.\d GiB for its weights, and 0\.\d GiB of memory are free: end what"):
+    with pytest.raises(ModelLoadError, match=r"needs 0\.\d GiB for its weights, and 0\.\d GiB of memory are free: stop other"):
         load(folder, dtype)
 
 
