@@ -62,8 +62,8 @@ INGRESS_ONGOING = 100_000  # the ingress holds all queued requests and must stil
 GRAIN = 0.001  # amount of `server.api_resource` that one actor reserves
 _POLL_S = 0.25
 HEALTH_PERIOD_S = 3.0
-SWITCH_S = 1e-4  # thread switch interval in seconds: threads that process text must not hold up the event loop
 HEALTH_TIMEOUT_S = 5.0  # Serve replaces a replica that misses three checks in a row
+SWITCH_S = 1e-4  # thread switch interval in seconds: threads that process text must not hold up the event loop
 
 
 @serve.ingress()

@@ -35,8 +35,8 @@ class StepPlanner:
     ) -> None:
         self._scheduler, self._drafter, self._info, self._outputs, self._rope = scheduler, drafter, info, outputs, rope
         self._propose_s: float | None = None  # seconds of drafting in the last step
-        self._bound: list[Request] = []  # requests with a grammar in the last step
-        self._slow_until_s: dict[str, float] = {}  # by account: end of its probation
+        self._constrained: list[Request] = []  # requests with a grammar in the last step
+        self._probation_until_s: dict[str, float] = {}  # by account: end of its probation
         self._last_slow = -1  # arrival number of the last slow request that had its turn
         self._rest_until_s = 0.0  # end of the pause
 
@@ -61,20 +61,20 @@ class StepPlanner:
             # With a root alone, every rule gives the target's own choice.
             rule = None if tree is None or len(tree) == 1 else tree.rule
             works.append(Work(request, request.num_computed, share.end, tree, self._outputs.end_tokens(request), rule))
-        self._bound = [work.request for work in works if work.request.grammar is not None]
+        self._constrained = [work.request for work in works if work.request.grammar is not None]
         return works
 
     def _left_out(self, requests: Sequence[Request], now_s: float) -> set[str]:
         """Return the ids of slow requests that skip this step."""
         took_s = 0.0  # duration of the slow masks of the last step
-        for request in self._bound:
+        for request in self._constrained:
             if request.grammar is not None and request.grammar.slow_s > 0.0:
                 took_s += request.grammar.slow_s
                 if request.grammar.slow_s > LONG_S:
-                    self._slow_until_s[request.account] = now_s + PROBATION_S
+                    self._probation_until_s[request.account] = now_s + PROBATION_S
         if took_s > 0.0:
             self._rest_until_s = now_s + MASK_RESTS * took_s
-        self._slow_until_s = {account: until_s for account, until_s in self._slow_until_s.items() if until_s > now_s}
+        self._probation_until_s = {account: until_s for account, until_s in self._probation_until_s.items() if until_s > now_s}
         slow = [request for request in requests if self._is_slow(request)]
         chosen = None
         if slow and (now_s >= self._rest_until_s or len(slow) == len(requests)):
@@ -84,7 +84,7 @@ class StepPlanner:
         return {request.request_id for request in slow if request is not chosen}
 
     def _is_slow(self, request: Request) -> bool:
-        return request.grammar is not None and (request.grammar.slow_s > 0.0 or request.account in self._slow_until_s)
+        return request.grammar is not None and (request.grammar.slow_s > 0.0 or request.account in self._probation_until_s)
 
     def _draft(self, shares: Sequence[Share], load: StepLoad, began_s: float) -> dict[str, DraftTree]:
         trees = self._drafter.propose([share.request for share in shares], [share.draft_rows for share in shares], load)

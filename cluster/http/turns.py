@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
@@ -38,9 +39,10 @@ _NOBODY = Sender()
 SENDER: ContextVar[Sender] = ContextVar("the sender of the request that is being answered", default=_NOBODY)
 
 
-def _give_way(nice: int) -> None:
-    """Lower the priority of the current thread (Linux has one per thread)."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + nice)
+def _lower_priority(nice: int) -> None:
+    """Lower the priority of this thread. Only on Linux do threads have their own."""
+    if nice and sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + nice)
 
 
 class Turns:
@@ -60,7 +62,7 @@ class Turns:
         self, name: str, places: int = PLACES, refuse: Callable[[ApiError], ApiError] = lambda error: error, nice: int = 0
     ) -> None:
         self._places, self._refuse = places, refuse
-        self._threads = ThreadPoolExecutor(places, name, functools.partial(_give_way, nice))
+        self._threads = ThreadPoolExecutor(places, name, functools.partial(_lower_priority, nice))
         self._working: set[tuple[str | None, str]] = set()
         self._waiting: dict[str | None, dict[str, deque[asyncio.Future[None]]]] = {}  # by tenant, then key, in order of turns
         self._waiting_bytes: Counter[tuple[str | None, str]] = Counter()

@@ -39,7 +39,7 @@ _END = "<!-- end -->"
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a table comes from."""
+    """Records of a table and the function that builds it."""
 
     records: tuple[str, ...]  # names of the files
     build: Callable[..., Table]  # of the results of each
@@ -93,7 +93,7 @@ def hybrids() -> Table:
 
 
 def _comment(kind: type, name: str) -> str:
-    """What the source of a class says of a field: behind it, or in the lines of comment above it."""
+    """Return the comment of a field in the source of a class: behind it, or in the lines above it."""
     above: list[str] = []
     for line in inspect.getsource(kind).splitlines():
         code, _, comment = line.strip().partition("  # ")

@@ -284,12 +284,12 @@ def test_after_long_masks_the_account_s_next_requests_wait_for_others_from_their
         return works
 
     monkeypatch.setattr(planner, "plan", noted)
-    monkeypatch.setattr(planner, "_slow_until_s", {})
+    monkeypatch.setattr(planner, "_probation_until_s", {})
     wanted = requests(cases(blanks), tokenizer)[:4]
     for request in wanted[:2]:
         request.account = "long"
     run(engine, [ticking(engine, wanted[0], LONG_S), wanted[3]])
-    assert "long" in planner._slow_until_s
+    assert "long" in planner._probation_until_s
     steps.clear()
     monkeypatch.setattr(planner, "_rest_until_s", time.perf_counter() + 0.05)
     run(engine, wanted[1:3])

@@ -217,7 +217,7 @@ def test_ranked_tokens_stand_for_logits() -> None:
         for k in (1, 2, 3):
             assert far.top_k(rows, k).tolist() == near.top_k(rows, k).tolist()
             assert far.top_k(rows, k).shape == (len(rows), k) and far.top_k(rows, k).dtype == np.int32
-    with pytest.raises(AssertionError, match="the drafter.s top_k is 3"):
+    with pytest.raises(AssertionError, match=r"the drafter.s top_k is 3"):
         far.top_k([0], 4)
     with pytest.raises(AssertionError, match="has_logits"):
         nothing.top_k([0], 1)

@@ -177,7 +177,7 @@ def test_doctor_tells_of_its_model(folders: tuple[Path, Path, Path]) -> None:
     [
         ("/nowhere/base", "base_model_name_or_path in its adapter_config.json: model path '/nowhere/base' does not exist"),
         (None, "its adapter_config.json has no base_model_name_or_path"),
-        ("nowhere.gguf", "is an adapter of 'nowhere.gguf' (base_model_name_or_path in adapter_config.json), which does not exist"),
+        ("nowhere.gguf", "adapter of 'nowhere.gguf' (base_model_name_or_path in adapter_config.json), which does not exist"),
         ("itself", "(base_model_name_or_path in adapter_config.json), which is an adapter itself"),
     ],
 )
