@@ -122,13 +122,15 @@ def test_conversations_with_a_model_that_keeps_states(family: str, api_server: S
     common = next(at for at, pair in enumerate(zip(*(each.prompt_ids for each in answers), strict=False)) if pair[0] != pair[1])
     assert common > 128 and len({tuple(each.ids) for each in (*answers, last)}) == 3
 
-    async def read(http: httpx.AsyncClient, prompt: str) -> tuple[str, int, int]:
+    async def read(http: httpx.AsyncClient, prompt: str, begun: asyncio.Event | None = None) -> tuple[str, int, int]:
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 48, "temperature": 0, "ignore_eos": True, "stream": True}
         text, usage = "", {}
         async with http.stream("POST", "/v1/completions", json=body | {"stream_options": {"include_usage": True}}) as response:
             assert response.status_code == 200, await response.aread()
             async for line in response.aiter_lines():
                 if line and line != "data: [DONE]":
+                    if begun is not None:
+                        begun.set()
                     event = json.loads(line.removeprefix("data: "))
                     usage = event["usage"] or usage
                     text += "".join(choice["text"] for choice in event["choices"])
@@ -137,7 +139,11 @@ def test_conversations_with_a_model_that_keeps_states(family: str, api_server: S
     async def talk(url: str) -> list[tuple[str, int, int]]:
         async with httpx.AsyncClient(base_url=url, headers=bearer("key of one"), timeout=120) as http:
             first = await read(http, beginnings[0])
-            return [first, *await asyncio.gather(read(http, further), read(http, beginnings[1]))]
+            # The second one begins behind the first: in the other order it may replace the snapshot that the first one continues.
+            begun = asyncio.Event()
+            on = asyncio.create_task(read(http, further, begun))
+            await asyncio.wait({on, asyncio.create_task(begun.wait())}, return_when=asyncio.FIRST_COMPLETED)
+            return [first, *await asyncio.gather(on, read(http, beginnings[1]))]
 
     with serving(api_server, f"states-{family.replace('_', '-')}", config, 8) as served:
         served.becomes(status="ok")
