@@ -10,13 +10,12 @@ STAMP := $(VENV)/.installed-$(shell pwd | cksum | cut -d' ' -f1)
 DEV_STAMP := $(STAMP)-dev
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS)
 NEEDED_MIB := 4096
-PROOFS := tests/lossless/models/test_device_double.py tests/engine/forward/test_interpreted_model.py tests/cluster/service/faults/test_device_failure.py
 TOOLS := .venv-tools
 TOOLS_PINS := cyclonedx-bom==7.5.0 pip-audit==2.10.1 uv==0.13.9
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev serve test test-all prove-gpu validate-k8s lint lock sbom scan clean
+.PHONY: help install install-dev serve test test-all prove validate-k8s lint lock sbom scan clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -65,8 +64,8 @@ test-all: lint ## lint, then every test that this machine can run
 	@echo "test-all: pytest"
 	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
-prove-gpu: install-dev ## every model family on the double of a GPU and the like, an hour; the record goes to experiments/results
-	@$(BIN)/python -m pytest $(PROOFS) -n 0 --proof experiments/results
+prove: install-dev ## the long proofs (marker proof), two hours; their record goes to experiments/results
+	@$(BIN)/python -m pytest -n 0 --proof experiments/results $(ARGS)
 
 validate-k8s: install-dev ## every check of the Kubernetes manifests, without a cluster
 	@$(BIN)/python -m pytest -v tests/k8s $(ARGS)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Generator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -66,24 +66,53 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> OneRay:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds ``--proof``."""
-    parser.addoption("--proof", type=Path, help="folder of the record: try every case of a long proof, in one process")
+    parser.addoption("--proof", type=Path, help="run the long proofs (marker proof) in one process; folder of their record")
 
 
-@pytest.fixture(scope="session")
-def proof(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    """What a long proof found, by case; a record of it is written to the folder of ``--proof`` at the end."""
-    found, started = dict[str, Any](), datetime.now(UTC)
-    yield found
-    folder = request.config.getoption("--proof")
-    if folder is not None:
+PROVED = pytest.StashKey[dict[str, dict[str, Any]]]()  # by test
+STARTED = pytest.StashKey[datetime]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[PROVED], config.stash[STARTED] = {}, datetime.now(UTC)
+
+
+@pytest.fixture
+def proof(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What the test adds to the record of a long proof. Tests that ask for it are part of the proofs and of every other run."""
+    return request.config.stash[PROVED].setdefault(request.node.nodeid, {})
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.when == "call":
+        found = item.config.stash[PROVED].setdefault(item.nodeid, {})
+        found |= {"outcome": report.outcome, "seconds": round(report.duration, 1)}
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the record of the long proofs."""
+    folder = session.config.getoption("--proof")
+    if folder is not None and session.config.stash[PROVED]:
         from experiments.bench.record import write_record
 
-        write_record("device-double", {"chosen": request.config.option.keyword}, found, None, started, folder=folder)
+        chosen = {"chosen": session.config.option.keyword}
+        write_record("long-proofs", chosen, session.config.stash[PROVED], None, session.config.stash[STARTED], folder=folder)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts what takes long first, so that workers end together; skips tests marked ``gpu`` where torch sees no CUDA device."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Chooses the long proofs or all else, and puts what takes long first; skips tests marked ``gpu`` without a CUDA device."""
+    proving = config.getoption("--proof") is not None
+    left_out = [
+        item
+        for item in items
+        if (item.get_closest_marker("proof") is None) == proving
+        and not (proving and "proof" in getattr(item, "fixturenames", ()))
+    ]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
     items.sort(key=lambda item: (work_unit(item.nodeid) != "ray", not item.nodeid.startswith("tests/lossless/")))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:

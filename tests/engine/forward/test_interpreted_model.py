@@ -1,6 +1,6 @@
 """Steps of a model by the attention kernels in Triton's interpreter, over 532 tokens, so that rows merge three splits.
 
-It takes minutes: ``make prove-gpu`` runs it. ``test_slot_attention.py`` has the kernels alone.
+It takes minutes: ``make prove`` runs it. ``test_slot_attention.py`` has the kernels alone.
 """
 
 from __future__ import annotations
@@ -8,10 +8,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -38,14 +36,12 @@ def test_steps_of_a_family_are_exact_over_three_splits() -> None:
 
 
 @needs_triton
+@pytest.mark.proof
 @pytest.mark.timeout(3000)
 @pytest.mark.skipif(INTERPRETED, reason="runs in the interpreter itself")
-def test_in_the_interpreter(request: pytest.FixtureRequest, proof: dict[str, Any]) -> None:
-    if request.config.getoption("--proof") is None:
-        pytest.skip("a long proof: make prove-gpu")
+def test_in_the_interpreter() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "family", __file__]
-    began, root = time.perf_counter(), Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[3]
     run = subprocess.run(command, env=environment | {"TRITON_INTERPRET": "1"}, cwd=root, capture_output=True, text=True)
     assert run.returncode == 0 and "1 passed" in run.stdout, run.stdout + run.stderr
-    proof["interpreter, qwen3, 532 tokens"] = {"exact": True, "seconds": round(time.perf_counter() - began, 1)}

@@ -30,18 +30,12 @@ from tests.helpers.waiting import eventually
 
 TOKENS = 400  # of an answer: seconds, so that the device fails in its middle
 FATAL = 100  # output tokens of a request with which a replica's device fails
-MESSAGES = {  # the first of them every time, all for a proof
+MESSAGES = {  # the first of them every time, all for a long proof
     "illegal_memory_access": "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be reported later",
     "uncorrectable_ecc": "CUDA error: uncorrectable ECC error encountered",
     "device_lost": "CUDA error: GPU is lost",
     "launch_failure": "CUDA error: unspecified launch failure",
 }
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """All faults for a proof, else one."""
-    if "kind" in metafunc.fixturenames:
-        metafunc.parametrize("kind", list(MESSAGES) if metafunc.config.getoption("--proof") else list(MESSAGES)[:1])
 
 
 class Fragile(EngineReplica):
@@ -91,6 +85,7 @@ def failures(of: Application) -> dict[str, float]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.proof][:at]) for at, kind in enumerate(MESSAGES)])
 def test_answers_go_on_elsewhere_when_a_device_fails(
     fragile: Application, tmp_path: Path, kind: str, proof: dict[str, Any]
 ) -> None:
@@ -119,7 +114,7 @@ def test_answers_go_on_elsewhere_when_a_device_fails(
             assert "".join(choice.text for choice in events) == both[number % 2].expected.text
             assert events[-1].finish_reason == "length"
     pauses = [later - earlier for times in came_s for earlier, later in itertools.pairwise(times)]
-    proof[f"device failure, {kind}"] = {
+    proof |= {
         "answers": len(answers) + len(streams), "longest pause of a stream, s": round(max(pauses), 2),
         "longest stream, s": round(max(times[-1] - times[0] for times in came_s), 2),
     }  # fmt: skip
