@@ -82,7 +82,9 @@ def test_slices_say_what_the_whole_says_and_a_killed_rank_ends_the_group(compile
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma2", "phi3_long"])  # texts of the second cross the border of its frequencies
+@pytest.mark.parametrize(
+    "family", [pytest.param("gemma2", marks=pytest.mark.proof), "phi3_long"]
+)  # texts of the second cross the border of its frequencies
 def test_a_pipeline_says_what_the_whole_says_and_ends_with_its_leader(family: str) -> None:
     with leading("pipeline", family) as (leader, answers):
         check_answers(answers)

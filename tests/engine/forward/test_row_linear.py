@@ -207,7 +207,9 @@ def test_torch_in_its_place_is_noticed(dtype: torch.dtype, size: int, monkeypatc
 
 @pytest.mark.slow
 @bfloat16_only
-@pytest.mark.parametrize("kind", ["avx512bf16", "avx512", "avx2", "sse2"])
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(kind, marks=pytest.mark.proof) for kind in ("avx512bf16", "avx512")), "avx2", "sse2"]
+)
 def test_processors_with_less(tmp_path: Path, kind: str) -> None:
     """With as much as this one has, the other tests are."""
     if kind not in kinds_of_processor() and (kind != "sse2" or "x86" not in os.uname().machine):

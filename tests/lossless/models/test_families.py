@@ -49,6 +49,7 @@ _NEAR = 0.3  # of the deviation of a row's logits: two that are so near in bfloa
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # as may nearly even ones of these
 _RNG = np.random.default_rng(5)
 _MOTIF = _RNG.integers(1, 40, 15).tolist()
+MARKS = {torch.float32: ([pytest.mark.proof], [pytest.mark.slow]), torch.bfloat16: ([pytest.mark.slow], [])}  # by ``each_time``
 PROMPTS = ([7], [1, 2, 3, 4] * 6 + [1, 2], _MOTIF * 2 + _MOTIF[:7], _RNG.integers(1, VOCAB, 60).tolist())
 
 
@@ -109,13 +110,16 @@ def check_generate(stock: PreTrainedModel, outputs: Sequence[Sequence[int]], dty
 
 
 @pytest.mark.parametrize(
-    "dtype", [pytest.param(torch.float32, id="float32", marks=pytest.mark.slow), pytest.param(torch.bfloat16, id="bfloat16")]
-)
-@pytest.mark.parametrize(
-    "family",
+    ("family", "dtype"),
     [
-        pytest.param(each, id=each["family"], marks=[] if each.get("each_time") else [pytest.mark.slow])
+        pytest.param(
+            each,
+            dtype,
+            id=f"{str(dtype).removeprefix('torch.')}-{each['family']}",
+            marks=MARKS[dtype][bool(each.get("each_time"))],
+        )
         for each in FAMILIES
+        for dtype in MARKS
         if "refused" not in each
     ],
 )

@@ -19,13 +19,17 @@ from tests.lossless.models.asked import DTYPES, GREEDY, LONG, MAX_TOKENS, REPEAT
 
 _QUICK = ("lfm2", "qwen3_5", "falcon_h1")  # one of each rule
 _ONE_CALL = ("lfm2", "qwen3_5", "granite4")  # their forwards are one call, those of the others modules'
-pytestmark = pytest.mark.parametrize(
+every_family = pytest.mark.parametrize(
     "family", [pytest.param(family, marks=() if family in _QUICK else pytest.mark.slow) for family in HYBRIDS]
+)
+quick_families = pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=() if family in _QUICK else pytest.mark.proof) for family in HYBRIDS]
 )
 ASKED = Asked([7], REPEATED, TWICE, LONG)
 PROMPTS, requests, plain = ASKED.prompts, ASKED.requests, ASKED.plain
 
 
+@every_family
 def test_plain_decoding_is_generate(family: str) -> None:
     outputs = plain(family, "float32")
     for prompt, output in zip(PROMPTS, outputs, strict=False):
@@ -38,6 +42,7 @@ def test_plain_decoding_is_generate(family: str) -> None:
     assert len({tuple(output) for output in outputs}) == len(outputs)  # prompts and parameters matter
 
 
+@quick_families
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_check_of_exactness_finds_nothing(family: str, dtype: torch.dtype) -> None:
     runner = tiny_model(family, name_of(dtype)).runner
@@ -45,6 +50,7 @@ def test_the_check_of_exactness_finds_nothing(family: str, dtype: torch.dtype) -
     assert exactness.check(runner) is None
 
 
+@every_family
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_strategy_gives_the_plain_output(family: str, dtype: torch.dtype) -> None:
     model, expected = tiny_model(family, name_of(dtype)), plain(family, name_of(dtype))
@@ -58,6 +64,7 @@ def test_every_strategy_gives_the_plain_output(family: str, dtype: torch.dtype) 
     assert min(found[strategy] for strategy in ("auto", "llma")) > 0, found  # else nothing was shown
 
 
+@quick_families
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_hostile_drafts_change_nothing(family: str, dtype: torch.dtype) -> None:
     expected = plain(family, name_of(dtype))
@@ -67,6 +74,7 @@ def test_hostile_drafts_change_nothing(family: str, dtype: torch.dtype) -> None:
         assert run(engine, *requests()) == expected, batch
 
 
+@quick_families
 def test_prompts_may_be_cut_anywhere(family: str) -> None:
     expected = plain(family, "float32")
     for step_tokens in (4, 5, 7, 13, 31, 64):
@@ -74,6 +82,7 @@ def test_prompts_may_be_cut_anywhere(family: str) -> None:
         assert run(engine, *requests(expected)) == expected, step_tokens
 
 
+@quick_families
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_preemption_changes_nothing(family: str, dtype: torch.dtype) -> None:
     expected = plain(family, name_of(dtype))
@@ -90,6 +99,7 @@ def test_preemption_changes_nothing(family: str, dtype: torch.dtype) -> None:
         assert wanted[1].stats.preemptions == 1
 
 
+@quick_families
 @pytest.mark.parametrize("commit", ["none", "the root again"])
 def test_what_was_accepted_and_not_committed_would_be_seen(family: str, commit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of all others here."""
@@ -113,6 +123,7 @@ def _all_steps(engine: Engine) -> None:
         engine.step()
 
 
+@quick_families
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_prefixes_are_reused_up_to_a_snapshot(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.kv.state_cache._FIRST", 16)
@@ -151,6 +162,7 @@ def test_prefixes_are_reused_up_to_a_snapshot(family: str, dtype: torch.dtype, m
     assert min(request.stats.cached_tokens for request in kept) > 64
 
 
+@quick_families
 def test_a_wrong_snapshot_would_be_seen(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the one before."""
     model = tiny_model(family, "float32")
@@ -173,6 +185,7 @@ def _restore_from_a_snapshot(states: StateCache, slot: int, place: int, length: 
     states._anchors[slot], states._paths[slot] = length, ()
 
 
+@quick_families
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ranks_share_steps(family: str, dtype: torch.dtype) -> None:
     expected = plain(family, name_of(dtype))
