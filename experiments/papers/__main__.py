@@ -11,8 +11,11 @@ from experiments.papers.commands import chosen
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the bench of the paper that the command line names first."""
-    bench, rest = chosen(sys.argv[1:] if argv is None else argv)
-    return 2 if bench is None else run(bench, rest, f"outrider bench paper {bench.name.removeprefix('bench-paper-')}")
+    argv = sys.argv[1:] if argv is None else argv
+    bench, rest = chosen(argv)
+    if bench is None:
+        return 0 if argv and argv[0] in ("-h", "--help") else 2
+    return run(bench, rest, f"outrider bench paper {bench.name.removeprefix('bench-paper-')}")
 
 
 if __name__ == "__main__":
