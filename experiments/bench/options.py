@@ -83,7 +83,7 @@ def check_distinct(args: argparse.Namespace, parser: argparse.ArgumentParser, *n
     """Exit with code 2 if one of these options lists a number twice."""
     for name in names:
         if len(set(getattr(args, name))) < len(getattr(args, name)):
-            parser.error(f"--{name} names a number twice")
+            parser.error(f"--{name} must name no number twice")
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:

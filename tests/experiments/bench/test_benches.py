@@ -145,7 +145,7 @@ def test_invalid_options_are_refused(
     twice.write_text(files[0].read_text())
     one, small = ("--concurrency", 1), ("--concurrency", 1, "--max-tokens", 5)
     assert "must be numbers with commas" in refusal(capsys, "load", "--prompts", "p", "--concurrency", "1,x")
-    assert "names a number twice" in refusal(capsys, "load", "--prompts", "p", "--concurrency", "4,4")
+    assert "must name no number twice" in refusal(capsys, "load", "--prompts", "p", "--concurrency", "4,4")
     assert "6 prompts fit, 32 are needed" in refusal(capsys, "load", *model, *files)
     assert "did you mean 'trie'" in refusal(capsys, "load", *model, *files, *one, "--strategy", "trei")
     assert "two records of --prompts have one id" in refusal(capsys, "load", *model, *files, twice, *small)
