@@ -1,4 +1,4 @@
-"""``outrider bench`` and ``outrider simulate``: experiments, each a separate process that drives the system from outside."""
+"""``outrider bench`` and ``outrider simulate``: each experiment is a separate process that drives the system from outside."""
 
 from __future__ import annotations
 
@@ -12,16 +12,22 @@ import typer
 from cluster.cli.terminal import fail
 from engine.child_process import python_module
 
-bench = typer.Typer(help="Compare strategies with transformers.", no_args_is_help=True)
+bench = typer.Typer(help="Run a benchmark or an experiment, and write a record of it.", no_args_is_help=True)
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}  # the experiment parses them
-_BENCHES = {
-    "strategies": "Every strategy on the same prompts, compared with generate, its prompt lookup and its assisted generation",
-    "load": "Strategies under load: 1 to 32 clients, and Poisson arrivals",
-    "draft-models": "Strategies with a draft model: speed, J/token, perplexity, compared with the numbers of a paper",
-    "paper": "Tables and figures of a paper (llma, trie, ngrammys, jacobi, mjsd), compared with its own numbers",
-    "scaling": "One worker compared with lookahead, tensor and pipeline parallelism and replicas, for one and for many requests",
-    "rag": "A day of enterprise requests about documents: replicas, sharing, routing, cold and warm, compared with vLLM",
-    "report": "Self-contained HTML report of the records: figures, tables, and papers' numbers compared with ours",
+BENCHES = {
+    "strategies": "Benchmark all strategies and transformers' generate on the same prompts.",
+    "load": "Benchmark strategies under load: concurrent clients and Poisson arrivals.",
+    "scaling": "Benchmark lookahead, tensor and pipeline parallelism and replicas against one worker.",
+    "paper": "Reproduce the tables and figures of a paper: llma, trie, ngrammys, jacobi or mjsd.",
+    "replay": "Replay known outputs without a model: strategies, sharing or trie.",
+    "rag": "Benchmark a day of enterprise requests about documents.",
+    "peers": "Benchmark against transformers, vLLM and llama.cpp.",
+    "service": "Test a server from outside: attacks, fuzz, parity, clients and others.",
+    "faults": "Inject faults: cache, nodes, ranks or replicas.",
+    "gpu": "Run all checks and measurements of a GPU.",
+    "outputs": "Count the outputs that equal plain decoding's, and measure the cost of exactness.",
+    "profile": "Profile the phases of an engine step.",
+    "report": "Write an HTML report of records.",
 }
 
 
@@ -32,12 +38,12 @@ def _start(name: str) -> Callable[[typer.Context], None]:
     return start
 
 
-for _name, _words in _BENCHES.items():
-    bench.command(_name, help=f"{_words}; --help says more.", context_settings=PASS_ON, add_help_option=False)(_start(_name))
+for _name, _words in BENCHES.items():
+    bench.command(_name, help=_words, context_settings=PASS_ON, add_help_option=False)(_start(_name))
 
 
 def simulate(context: typer.Context) -> None:
-    """Simulate how replicas, GPUs and strategies would serve some traffic, without measuring; --help lists the options."""
+    """Simulate latency, throughput and cost of deployments."""
     become_experiment("simulation", context.args)
 
 

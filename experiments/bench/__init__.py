@@ -1,1 +1,1 @@
-"""What measurements share, and ``outrider bench``. In: prompts. Out: a record and a figure."""
+"""Benches: shared runner, records and figures, and the commands of ``outrider bench``."""

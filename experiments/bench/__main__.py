@@ -1,36 +1,41 @@
-"""``outrider bench``: python -m experiments.bench NAME; NAME --help says more of each."""
+"""Command line of the experiments: ``outrider bench NAME``, also ``python -m experiments.bench NAME``."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-from experiments.bench.run import run, run_named
+from experiments.bench.run import HINT, run
 
-BENCHES = {
+COMMANDS = {  # name -> module with ``BENCH``, or with ``main(argv) -> int``
     "strategies": "experiments.bench.strategies",
     "load": "experiments.bench.load",
-    "draft-models": "experiments.papers.draft_models.bench",
-    "paper": "experiments.papers.commands",
     "scaling": "experiments.bench.scaling.command",
+    "paper": "experiments.papers.__main__",
+    "replay": "experiments.bench.memory.__main__",
     "rag": "experiments.rag.bench",
+    "peers": "experiments.peers.__main__",
+    "service": "experiments.service.__main__",
+    "faults": "experiments.faults.__main__",
+    "gpu": "experiments.gpu_suite.__main__",
+    "outputs": "experiments.bench.outputs",
+    "profile": "experiments.bench.profile",
     "report": "experiments.report.page",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a bench, or shows what benches recorded; its exit code, 2 for a name that is not known."""
+    """Run the named experiment and return its exit code; 2 for an unknown name."""
     name, *rest = (sys.argv[1:] if argv is None else list(argv)) or [""]
-    if name == "report":
-        from experiments.report.page import main as report
-
-        return report(rest)
-    if name == "paper":
-        from experiments.papers.commands import chosen
-
-        bench, rest = chosen(rest)
-        return 2 if bench is None else run(bench, rest, f"outrider bench paper {bench.name.removeprefix('bench-paper-')}")
-    return run_named(BENCHES, "outrider bench", [name, *rest])
+    if name not in COMMANDS:
+        print(f"usage: outrider bench {{{','.join(COMMANDS)}}} ...\n{HINT}", file=sys.stderr)
+        return 0 if name in ("-h", "--help") else 2
+    module = import_module(COMMANDS[name])
+    if hasattr(module, "main"):
+        code: int = module.main(rest)
+        return code
+    return run(module.BENCH, rest, f"outrider bench {name}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The one figure: panels of lines, bars or fields, as JSON values in the results of a run, drawn beside its record."""
+"""Figures of runs: panels of lines, bars or heat maps, stored as JSON values in the results and drawn beside the record."""
 
 from __future__ import annotations
 
@@ -12,18 +12,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 _COLUMNS = 3
-Value = float | Sequence[float]  # of several repeats: the median is drawn, with the lowest and the highest
+Value = float | Sequence[float]  # several repeats are drawn as the median with an error bar
 
 
 def panel(kind: str, title: str, x: str, y: str, series: Mapping[str, Mapping[Any, Value]]) -> dict[str, Any]:
-    """A panel as JSON values.
+    """Return a panel as JSON values.
 
-    Args:
-        kind: ``lines``; ``curves``, whose x are numbers; ``bars``, side by side; ``stack``, bars on one another; ``heat``.
-        title: above it.
-        x: what the inner keys of ``series`` are.
-        y: what its values are; of a heat map, what the outer keys are.
-        series: line -> x -> value; of a heat map, row -> column -> value.
+    ``kind`` is ``lines``, ``curves`` (numeric x), ``bars`` (side by side), ``stack`` (stacked bars) or ``heat``. ``series`` maps
+    line -> x -> value, or row -> column -> value for a heat map.
     """
     return {
         "kind": kind,
@@ -35,12 +31,7 @@ def panel(kind: str, title: str, x: str, y: str, series: Mapping[str, Mapping[An
 
 
 def draw(figures: Mapping[str, Mapping[str, Any]], out: Path) -> Path:
-    """All panels of a run on one page; the file's name says which kind of picture.
-
-    Args:
-        figures: name -> ``panel``, at least one of which has a series; those without one are left out.
-        out: the file.
-    """
+    """Draw all panels that have a series into one file, whose suffix selects the format."""
     figures = {name: each for name, each in figures.items() if each["series"]}
     columns = min(_COLUMNS, len(figures))
     rows = -(-len(figures) // columns)
@@ -108,7 +99,7 @@ def _middle(value: Value) -> float:
 
 
 def _spread(line: Mapping[str, Value]) -> tuple[list[float], list[list[float]] | None]:
-    """Medians, and how far the lowest and the highest are from them; None where there is one value of each."""
+    """Return medians and their distances to the extremes; None if each x has a single value."""
     medians = [_middle(value) for value in line.values()]
     if not any(isinstance(value, Sequence) for value in line.values()):
         return medians, None
@@ -118,7 +109,7 @@ def _spread(line: Mapping[str, Value]) -> tuple[list[float], list[list[float]] |
 
 
 def save_figure(figure: Figure, out: Path) -> Path:
-    """Writes a figure as the house draws them; an .svg has the same bytes each time."""
+    """Write a figure in the common style; the bytes of an .svg are reproducible."""
     for axes in figure.axes:
         axes.grid(alpha=0.25)
         axes.set_axisbelow(True)

@@ -1,4 +1,4 @@
-"""``outrider bench load``: strategies under closed and open loops, many requests at once on one engine in this process."""
+"""``outrider bench load``: strategies under closed and open loops of requests, on one engine in this process."""
 
 from __future__ import annotations
 
@@ -18,58 +18,50 @@ from experiments.bench.engines.models import MAX_TOKENS, Setting, calm, load_set
 from experiments.bench.engines.shared_model import SharedModel
 from experiments.bench.engines.traffic import Arrivals, ClosedLoop, EngineServer, drive, poisson
 from experiments.bench.figure import panel
-from experiments.bench.options import check_prompts, numbers
+from experiments.bench.options import check_distinct, check_prompts, numbers
 from experiments.bench.progress import Progress
 from experiments.bench.run import Bench, Results, Run
 from experiments.bench.strategies import EXACT_DTYPES, add_strategies
 from experiments.bench.workloads import interleaved
 
-TEXT = """Strategies under load: many requests at once, on one engine in this process.
+TEXT = """Measure strategies under load: many requests at once, on one engine in this process.
 
-Closed loop: so many clients, each with one request at a time. Open loop: requests come by a Poisson process, at a share of the
-requests a second that plain decoding (autoregressive) reached in the closed loop; times count from the arrival. All get the same
-prompts in a cell, files mixed, and take turns; each starts without history and without KV to reuse. Ratios are tokens a second
-over those of autoregressive in the same repeat, while all clients had a request. p50 and p99 are over the requests of a cell.
-How transformers, vLLM and llama.cpp do under load: python -m experiments.peers.
+Closed loop: each client has one request at a time. Open loop: requests arrive by a Poisson process, at a share of the requests
+per second that plain decoding (autoregressive) reached in the closed loop; times count from the arrival. All strategies get the
+same interleaved prompts and take turns; each starts without history and without KV to reuse. Ratios are tokens per second over
+those of autoregressive in the same repeat, while all clients had a request. p50 and p99 are over the requests of a load.
+For transformers, vLLM and llama.cpp under load: outrider bench peers.
 
 example:
   outrider bench load --prompts rag.jsonl code.jsonl chat.jsonl --strategy auto --concurrency 1,8,32 --load 0.5,0.9
 """
 BASELINE = "autoregressive"
-_LEAST_REQUESTS = 8  # of a cell
-_ROUNDS = 6  # requests of each client at least: the first and the last ones of a cell are not what the load is
+_LEAST_REQUESTS = 8  # per load
+_ROUNDS = 6  # requests per client, since the first and the last ones see a lower load
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Those of the command."""
+    """Add the options of the command."""
     add_strategies(parser, get_args(Dtype))
     whole, shares = numbers(int, 1), numbers(float, 0.01)
-    parser.add_argument("--concurrency", type=whole, default=(1, 2, 4, 8, 16, 32), help="clients of the closed loop: 1,2,4,...")
-    parser.add_argument("--load", type=shares, default=(), help="shares of the capacity of plain decoding, of the open loop")
-    parser.add_argument("--requests", type=int, help="of a cell, at least one for each client; six for each when absent")
+    parser.add_argument(
+        "--concurrency", type=whole, default=(1, 2, 4, 8, 16, 32), help="numbers of clients of the closed loop: 1,2,4,..."
+    )
+    parser.add_argument("--load", type=shares, default=(), help="open loops, as shares of the capacity of plain decoding")
+    parser.add_argument("--requests", type=int, help="requests per load; default: six per client")
 
 
 def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Ends the process with code 2 where options do not go together."""
+    """Exit with code 2 if options do not go together."""
     check_prompts(args, parser)
-    for name in ("concurrency", "load"):
-        if len(set(getattr(args, name))) < len(getattr(args, name)):
-            parser.error(f"--{name} names a number twice")
+    check_distinct(args, parser, "concurrency", "load")
 
 
 class LoadBench:
-    """The strategies of a run, and the cells that they go through in turns."""
+    """Strategies that take turns under each load."""
 
     def __init__(self, setting: Setting, args: argparse.Namespace, progress: Progress) -> None:
-        """
-        Args:
-            setting: the model and its workloads.
-            args: of the command.
-            progress: is told how far it is.
-
-        Raises:
-            PromptFileError: too few prompts, or two with one id.
-        """
+        """Prepare a server per strategy. Raises ``PromptFileError`` for too few prompts, or two with one id."""
         self._args, self._progress = args, progress
         self._prompts = list(interleaved([workload.prompts for workload in setting.workloads]))
         clients = max(args.concurrency)
@@ -84,12 +76,12 @@ class LoadBench:
         request = partial(make_request, max_tokens=args.max_tokens or MAX_TOKENS)
         self.servers = [EngineServer(choice.label, partial(shared.engine, choice), request) for choice in choices]
         self.lossless = [choice.label for choice in choices if choice.name in LOSSLESS]
-        self.differing = {server.name: 0 for server in self.servers}  # outputs that are not plain decoding's
-        for server in self.servers:  # code is compiled, tables are read
+        self.differing = {server.name: 0 for server in self.servers}  # number of outputs unlike plain decoding's
+        for server in self.servers:  # warm-up: compilation, tables
             drive(server, self._prompts[:2], ClosedLoop(1))
 
     def closed(self) -> dict[str, Any]:
-        """A cell for each concurrency."""
+        """Measure each concurrency."""
         cells = {}
         for clients in self._args.concurrency:
             count = max(clients, self._args.requests or max(_LEAST_REQUESTS, _ROUNDS * clients))
@@ -97,7 +89,7 @@ class LoadBench:
         return cells
 
     def open(self, capacity: float) -> dict[str, Any]:
-        """A cell for each load, relative to ``capacity`` requests a second."""
+        """Measure each share of ``capacity`` requests per second."""
         cells = {}
         for load in self._args.load:
             rate = load * capacity
@@ -107,7 +99,7 @@ class LoadBench:
         return cells
 
     def _cell(self, name: str, prompts: Sequence[Prompt], arrivals: Arrivals) -> dict[str, Any]:
-        """One load for all in turns; every other repeat in reverse, so that a drift of the machine hits all alike."""
+        """Measure one load in turns, every other repeat in reverse, so that a drift of the machine hits all alike."""
         runs: dict[str, list[dict[str, Any]]] = {server.name: [] for server in self.servers}
         expected: dict[str, list[int]] = {}
         for repeat in range(self._args.repeats):
@@ -122,7 +114,7 @@ class LoadBench:
 
 
 def measure(args: argparse.Namespace, run: Run) -> Results:
-    """All cells. Raises ``PromptFileError``: too few prompts."""
+    """Measure all loads. Raises ``PromptFileError`` for too few prompts."""
     calm(args.threads)
     bench = LoadBench(load_setting(args), args, run.progress)
     results: dict[str, Any] = {"baseline": BASELINE, "closed": bench.closed()}
@@ -139,7 +131,7 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
 
 
 def unfaithful(results: Results, args: argparse.Namespace) -> list[str]:
-    """The lossless strategies with outputs that are not plain decoding's; none where the type's rounding excuses it."""
+    """Return the lossless strategies with wrong outputs; none in dtypes whose rounding may change them."""
     if args.dtype not in EXACT_DTYPES:
         return []
     differing = results["differing"]

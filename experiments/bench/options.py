@@ -1,4 +1,4 @@
-"""The options that several benches have."""
+"""Command-line options that several benches share."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def _layers(kind: str, attending: Collection[int]) -> list[str]:
     return ["full_attention" if number in attending else kind for number in range(_LAYERS)]
 
 
-# Shapes of random models, Llamas where no type is named: with the 50,257 tokens of GPT-2 the first has 109 million parameters,
-# the second 283. The others have layers with a state in the proportions of their families' own.
+# Shapes of random models, Llama unless a type is named: with the 50,257 tokens of GPT-2 the first has 109 million parameters,
+# the second 283. The hybrids have recurrent layers in the proportions of their families' own models.
 SIZES: dict[str, dict[str, Any]] = {
     "110m": _SMALL,
     "280m": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 18, "num_attention_heads": 16},
@@ -40,60 +40,59 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def add_model(parser: argparse.ArgumentParser, dtype: str, dtypes: Sequence[str] = DTYPES, model: str = "demo_model") -> None:
-    """Adds ``--model`` and ``--dtype``.
-
-    Args:
-        parser: of the command.
-        dtype: where none is named.
-        dtypes: that can be.
-        model: where none is named.
-    """
-    parser.add_argument("--model", default=model, help=f"folder of the model, or its name on the hub; default: {model}")
+    """Add ``--model`` and ``--dtype`` with their defaults."""
+    parser.add_argument("--model", default=model, help=f"model folder or Hugging Face Hub name; default: {model}")
     parser.add_argument("--dtype", choices=dtypes, default=dtype)
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
-    """Adds what runs of an engine in this process have besides: how much of what, and where."""
-    parser.add_argument("--records", type=int, help="at most so many of each file")
-    parser.add_argument("--max-tokens", type=int, help="of an output; 128 when absent, of a known one all of it")
+    """Add the options of benches that run an engine in this process."""
+    parser.add_argument("--records", type=int, help="maximum number of records of each file")
+    parser.add_argument("--max-tokens", type=int, help="maximum output tokens; default: 128, or the whole known output")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1, help="torch threads")
+    parser.add_argument("--threads", type=int, default=1, help="number of torch threads")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ...")
-    parser.add_argument("--seed", type=int, default=0, help="of random weights and arrivals")
+    parser.add_argument("--seed", type=int, default=0, help="seed of random weights and arrivals")
 
 
 def add_prompts(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--prompts``."""
+    """Add ``--prompts``."""
     parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines with id, prompt, references, output")
 
 
 def add_random_model(parser: argparse.ArgumentParser, several: bool = False) -> None:
-    """Adds what runs have that follow known outputs, along which any model can be driven; ``several`` in turns."""
-    what = "models of random weights" if several else "a model of random weights"
+    """Add the options of runs that follow known outputs, which a model with random weights can do."""
     more: dict[str, Any] = {"nargs": "+"} if several else {}
-    parser.add_argument("--random-model", choices=SIZES, help=f"{what}; with --tokenizer", **more)
-    parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer of known outputs; the model's own when absent")
+    parser.add_argument("--random-model", choices=SIZES, help="use random weights of this shape; needs --tokenizer", **more)
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer folder for the known outputs; default: the model's")
 
 
 def check_random_model(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Ends the process with code 2 where a random model has no tokenizer or type."""
+    """Exit with code 2 if a random model has no tokenizer or dtype."""
     if args.random_model and (args.tokenizer is None or args.dtype == "auto"):
         parser.error("--random-model needs --tokenizer and a --dtype")
 
 
 def check_prompts(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Ends the process with code 2 where two files have one name."""
+    """Exit with code 2 if two workload files have the same name."""
     if len({path.stem for path in args.prompts}) < len(args.prompts):
         parser.error("two files of --prompts have one name: a workload is called after its file")
 
 
+def check_distinct(args: argparse.Namespace, parser: argparse.ArgumentParser, *names: str) -> None:
+    """Exit with code 2 if one of these options lists a number twice."""
+    for name in names:
+        if len(set(getattr(args, name))) < len(getattr(args, name)):
+            parser.error(f"--{name} must name no number twice")
+
+
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--set``, for who starts a server."""
+    """Add ``--set`` for benches that start a server."""
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further settings of the server")
 
 
 def numbers(kind: Callable[[str], float], least: float) -> Callable[[str], tuple[float, ...]]:
-    """What reads ``1,2,4``: numbers of a kind, each at least ``least``."""
+    """Return a parser of comma-separated numbers such as ``1,2,4``, each at least ``least``."""
 
     def read(text: str) -> tuple[float, ...]:
         try:

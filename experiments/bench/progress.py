@@ -1,4 +1,4 @@
-"""How far a run is, on stderr, also where that is no terminal."""
+"""Progress lines on stderr, also without a terminal."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ _TOLD_S = 5.0  # between two lines while the same thing runs
 
 
 class Progress:
-    """Lines with the minutes since the start: what runs now, and every few seconds for how long."""
+    """Printer of progress lines with the minutes since the start, repeated every few seconds."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._what, self._since, self._told = "", self._began, self._began
-        self.left: Callable[[], str] = str  # what a line ends with: how much is left, where it is known
+        self.left: Callable[[], str] = str  # suffix of each line, such as the remaining time
         self._thread = threading.Thread(target=self._repeat, daemon=True)
 
     def say(self, what: str) -> None:
-        """Something new runs, or has come out: a line at once."""
+        """Print a line at once."""
         with self._lock:
             self._what, self._since = what, time.perf_counter()
             self._print(what)
 
     def note(self, what: str) -> None:
-        """Something new runs, of very many: a line only when the last one is some seconds old."""
+        """Print a line only if the last one is some seconds old."""
         with self._lock:
             self._what, self._since = what, time.perf_counter()
             if self._since - self._told > _TOLD_S:

@@ -1,4 +1,4 @@
-"""Records of runs: what was run, on what, and what came out, as one JSON file a run."""
+"""Records of runs: command, configuration, machine, versions and results, one JSON file per run."""
 
 from __future__ import annotations
 
@@ -21,18 +21,8 @@ from engine.measures.energy import EnergySpan
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments" / "results"
-NOT_METERED = "n/a"  # what a record says of energy where no counter told it
-_PACKAGES = (
-    "torch",
-    "transformers",
-    "outrider",
-    "triton",
-    "numba",
-    "numpy",
-    "tokenizers",
-    "nvidia-ml-py",
-    "flash-attn",
-)
+NOT_METERED = "n/a"  # value of energy fields without a counter
+_PACKAGES = ("torch", "transformers", "outrider", "triton", "numba", "numpy", "tokenizers", "nvidia-ml-py", "flash-attn")
 
 
 def write_record(
@@ -45,20 +35,10 @@ def write_record(
     folder: Path = RESULTS,
     energy: EnergySpan | None = None,
 ) -> Path:
-    """Writes the record of a finished run. It names no host, no user and no absolute path.
+    """Write the record of a finished run and return its path, ``folder/DATE-NAME.json`` or ``DATE-NAME-2.json`` and so on.
 
-    Args:
-        name: of the experiment, a part of the file name.
-        config: settings of the run; absolute paths in it are made relative to the repository, or cut to their last part.
-        results: what was measured, as JSON values. They are kept as they are, so they should hold numbers and ids, no prompts.
-        seed: None where nothing was drawn.
-        started: with a time zone.
-        device: torch's name of it.
-        folder: where the file goes; created when absent.
-        energy: of the run, after its end; None where it was not metered.
-
-    Returns:
-        ``folder/DATE-NAME.json``, or ``-2``, ``-3``, ... behind the name when there is one already.
+    A record names no host, no user and no absolute path: paths in ``config`` become relative to the repository, or their last
+    part. ``results`` are kept unchanged, so they should hold numbers and ids, but no prompts.
     """
     finished = datetime.now(UTC)
     record = {
@@ -90,18 +70,13 @@ def write_record(
 
 
 class Kept:
-    """What a run has found so far, as JSON lines in a file that grows: a run which is cut off goes on with them."""
+    """Intermediate results in a growing file of JSON lines, with which an interrupted run continues."""
 
     def __init__(self, path: Path, setting: Mapping[str, Any], key: Callable[[Any], Hashable]) -> None:
-        """Reads what is there. A last line that was cut off as it was written goes.
-
-        Args:
-            path: of the file.
-            setting: of the run.
-            key: of a value that is kept: what it is of.
+        """Read the values of an earlier run; a truncated last line is dropped.
 
         Raises:
-            ValueError: it is of another setting or revision.
+            ValueError: the file has another setting or revision.
         """
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         whole = text[: text.rfind("\n") + 1]
@@ -118,18 +93,18 @@ class Kept:
             print(json.dumps(setting), file=self._file, flush=True)
 
     def has(self, key: Hashable) -> bool:
-        """Whether there is a value of it."""
+        """Return whether a value with this key exists."""
         return key in self._keys
 
     def add(self, value: Any) -> None:
-        """Keeps a JSON value."""
+        """Append a JSON value."""
         self.found.append(value)
         self._keys.add(self._key(value))
         print(json.dumps(value), file=self._file, flush=True)
 
 
 def spread(values: Sequence[float], digits: int = 3, scale: float = 1.0) -> dict[str, float]:
-    """Median, least and largest of some figures, times ``scale``; empty of none."""
+    """Return median, minimum and maximum of some values times ``scale``; empty without values."""
     if not values:
         return {}
     found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
@@ -137,7 +112,7 @@ def spread(values: Sequence[float], digits: int = 3, scale: float = 1.0) -> dict
 
 
 def portable(value: Any) -> Any:
-    """The value with every absolute path in it made relative to the repository, or cut to its last part."""
+    """Make every absolute path in a value relative to the repository, or cut it to its last part."""
     if isinstance(value, Mapping):
         return {str(key): portable(item) for key, item in value.items()}
     if isinstance(value, Path):
@@ -153,12 +128,12 @@ def portable(value: Any) -> Any:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """The command as one could type it in the root of the repository; the interpreter is called ``python``."""
+    """Return the command as typed in the root of the repository, with ``python`` as the interpreter."""
     return " ".join(["python", *(portable(argument) for argument in arguments[1:])])
 
 
 def git_state(root: Path) -> dict[str, Any] | None:
-    """Revision of a checkout, and whether files differ from it, records of earlier runs aside; None outside of one."""
+    """Return revision and cleanliness of a checkout, ignoring earlier records; None outside of one."""
     try:
         revision = _git(root, "rev-parse", "HEAD")
         changes = _git(root, "status", "--porcelain", "--", ".", ":(exclude)experiments/results")
@@ -168,7 +143,7 @@ def git_state(root: Path) -> dict[str, Any] | None:
 
 
 def describe_device(device: str) -> dict[str, Any]:
-    """What computed: the processor always, and the GPU where ``device`` is one."""
+    """Describe the processor, and the GPU if ``device`` is one."""
     described: dict[str, Any] = {
         "type": device,
         "cpu": cpu_name(),
@@ -181,7 +156,7 @@ def describe_device(device: str) -> dict[str, Any]:
 
 
 def describe_energy(span: EnergySpan) -> dict[str, Any]:
-    """What a meter said of a span: joules with and without idle power, and the idle power; ``n/a`` for what it could not tell."""
+    """Describe an energy span: joules with and without idle power, and the idle power; ``n/a`` if unknown."""
     return {
         "source": span.source,
         "joules": _figure(span.joules),
@@ -209,7 +184,7 @@ def _encode(value: object) -> object:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of what is measured with."""
+    """Return the versions of Python and of the packages that matter."""
     return {"python": platform.python_version()} | {package: _version(package) for package in _PACKAGES}
 
 

@@ -1,9 +1,4 @@
-"""The one runner: a bench says what it is called, asks for and measures; record, figure and tables come from here.
-
-A bench is a ``Bench``. ``run`` reads its options, lets it measure while ``Progress`` says how far it is, and writes
-``DATE-NAME.json``; the panels that its results hold under ``figures`` are drawn beside it (``figure.draw``), and its tables are
-those that a report shows (``report.tables``), or whatever its results look like as tables.
-"""
+"""Runner of benches: parses the options, measures, writes the record with its figure, and prints the tables."""
 
 from __future__ import annotations
 
@@ -24,14 +19,15 @@ from engine.measures.energy import EnergyMeter, EnergySpan, measure_idle, open_m
 from experiments.bench.progress import Progress
 from experiments.bench.record import RESULTS, write_record
 
-IDLE_S = 5.0  # for which the idle power of the devices is measured, where there is a meter
+IDLE_S = 5.0  # duration of the idle power measurement, if there is a meter
+HINT = "Run NAME --help for the options of a command."
 Results = dict[str, Any]
 Options = Callable[[argparse.ArgumentParser], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a bench is given beside its options."""
+    """Services of the runner for one measurement."""
 
     progress: Progress
     meter: EnergyMeter  # of ``--device``, or of the processor
@@ -39,27 +35,21 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A measurement."""
+    """A measurement with its command-line options."""
 
     name: str  # of its record
-    text: str  # what ``--help`` says
-    measure: Callable[[argparse.Namespace, Run], Results]  # raises ``ValueError``, ``ModelLoadError``, ``OSError``: exit code 2
+    text: str  # description in ``--help``
+    measure: Callable[[argparse.Namespace, Run], Results]  # ``ValueError``, ``ModelLoadError``, ``OSError`` exit with code 2
     options: Options = lambda parser: None
-    least: Mapping[str, float] = field(default_factory=dict)  # by option, the lowest value that can be
+    least: Mapping[str, float] = field(default_factory=dict)  # option -> lowest valid value
     check: Callable[[argparse.Namespace, argparse.ArgumentParser], None] = lambda args, parser: None
-    wrong: Callable[[Results, argparse.Namespace], Sequence[str]] = lambda results, args: ()  # what must not be: exit code 1
-    refuses: tuple[type[Exception], ...] = ()  # further errors that end with code 2
-    recorded: bool = True  # also without ``--out``
+    wrong: Callable[[Results, argparse.Namespace], Sequence[str]] = lambda results, args: ()  # faults that exit with code 1
+    refuses: tuple[type[Exception], ...] = ()  # further errors that exit with code 2
+    recorded: bool = True  # whether a record is written without ``--out``
 
 
 def run(bench: Bench, argv: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Runs a bench; the exit code: 1 where something came out that must not, 2 for what cannot be used.
-
-    Args:
-        bench: what to run.
-        argv: the command line; the process's own when None.
-        prog: the command as ``--help`` shows it.
-    """
+    """Run a bench and return the exit code: 1 for wrong results, 2 for invalid input."""
     args, started = arguments(bench, argv, prog), datetime.now(UTC)
     refuses: tuple[type[Exception], ...] = (ValueError, ModelLoadError, OSError, *bench.refuses)
     try:
@@ -80,7 +70,7 @@ def run(bench: Bench, argv: Sequence[str] | None = None, prog: str | None = None
 
 
 def keep(name: str, args: argparse.Namespace, results: Results, started: datetime, energy: EnergySpan) -> None:
-    """Writes the record of a run, and draws its figure beside it."""
+    """Write the record of a run, and draw its figure beside it."""
     path = write_record(name, vars(args), results, getattr(args, "seed", None), started, device_of(args), args.out, energy)
     picture = ""
     if results.get("figures") and find_spec("matplotlib") is None:
@@ -93,25 +83,19 @@ def keep(name: str, args: argparse.Namespace, results: Results, started: datetim
 
 
 def run_named(benches: Mapping[str, str], prog: str, argv: Sequence[str] | None = None) -> int:
-    """Runs the bench that a command line names first; the exit code, 2 for a name that is not known.
-
-    Args:
-        benches: by name, the module that holds it as ``BENCH``.
-        prog: the command before the name.
-        argv: the command line; the process's own when None.
-    """
+    """Run the bench that the command line names first; ``benches`` maps names to modules with a ``BENCH``."""
     name, *rest = (sys.argv[1:] if argv is None else list(argv)) or [""]
     if name not in benches:
-        print(f"usage: {prog} {{{','.join(benches)}}} ...; NAME --help says more", file=sys.stderr)
+        print(f"usage: {prog} {{{','.join(benches)}}} ...\n{HINT}", file=sys.stderr)
         return 0 if name in ("-h", "--help") else 2
     return run(import_module(benches[name]).BENCH, rest, f"{prog} {name}")
 
 
 def arguments(bench: Bench, argv: Sequence[str] | None = None, prog: str | None = None) -> argparse.Namespace:
-    """The command line of a bench; ends the process with code 2 where an option cannot be."""
+    """Parse the command line of a bench; exit with code 2 if an option is invalid."""
     parser = argparse.ArgumentParser(prog=prog, description=bench.text, formatter_class=argparse.RawDescriptionHelpFormatter)
     bench.options(parser)
-    out, when = (RESULTS, "") if bench.recorded else (None, "; nothing is written when absent")
+    out, when = (RESULTS, "") if bench.recorded else (None, "; default: nothing is written")
     parser.add_argument("--out", type=Path, default=out, help=f"folder of the record and the figure{when}")
     parser.add_argument("--json", action="store_true", help="print the results as one JSON object")
     args = parser.parse_args(argv)
@@ -125,7 +109,7 @@ def arguments(bench: Bench, argv: Sequence[str] | None = None, prog: str | None 
 
 
 def show(name: str, results: Results) -> None:
-    """The tables of a run on stdout: what a report shows first of such a record, or all there is."""
+    """Print the tables of a run: the headline tables of its report, or all results."""
     from experiments.report.tables import headlines
     from experiments.report.terminal import print_blocks
     from experiments.report.values import blocks_of
@@ -136,7 +120,7 @@ def show(name: str, results: Results) -> None:
 
 
 def device_of(args: argparse.Namespace) -> str:
-    """What a run computes on, by torch's name."""
+    """Return torch's name of the device that a run computes on."""
     import torch
 
     device = str(getattr(args, "device", "cpu"))
@@ -145,7 +129,7 @@ def device_of(args: argparse.Namespace) -> str:
 
 @contextmanager
 def metered(device: str) -> Iterator[tuple[EnergyMeter, EnergySpan]]:
-    """The meter of a device, whose idle power is measured first, and the span of the block, told when it has ended."""
+    """Measure the idle power of a device, then yield its meter and the energy span of the block."""
     meter = open_meter([device])
     measure_idle(meter, IDLE_S)
     with meter.span() as span:
@@ -153,7 +137,7 @@ def metered(device: str) -> Iterator[tuple[EnergyMeter, EnergySpan]]:
 
 
 def refused(error: Exception) -> int:
-    """Says why a run cannot be made; the exit code. Errors of libraries say little without their names."""
+    """Print why a run is impossible and return exit code 2; errors of libraries are printed with their type."""
     own = isinstance(error, ValueError | ModelLoadError | OSError | RuntimeError)
     print(f"error: {error}" if own else f"error: {type(error).__name__}: {error}", file=sys.stderr)
     return 2

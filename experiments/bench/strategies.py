@@ -1,4 +1,4 @@
-"""``outrider bench strategies``: every strategy on the same prompts with a real model, beside transformers, in one run."""
+"""``outrider bench strategies``: strategies and transformers on the same prompts with a real model."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ from experiments.bench.figure import panel
 from experiments.bench.options import add_engine, add_model, add_prompts, add_random_model, check_prompts, check_random_model
 from experiments.bench.run import Bench, Results, Run
 
-TEXT = """Every strategy on the same prompts with a real model, beside transformers, in one run.
+TEXT = """Compare strategies with transformers on the same prompts with a real model.
 
-Beside them run transformers' greedy generate, its prompt lookup and its assisted generation (--assistant, or else by early
-exit from the model's own first layers). All take turns on each prompt, one prompt at a time, and give token ids; a strategy
-starts each workload and each repeat without history. Ratios are seconds of greedy generate over a contestant's own, prefill
-included, as the mean over the workloads, with the lowest and the highest of the repeats; "decode" leaves out the prefill,
-which no drafting shortens.
+Transformers runs greedy generate, its prompt lookup and its assisted generation: with --assistant, or by early exit from the
+first half of the model's own layers. All take turns on each prompt, one prompt at a time, and return token ids; a strategy starts
+each workload and each repeat without history. Ratios are the seconds of greedy generate over the contestant's, prefill included,
+as the mean over workloads with the extremes of the repeats; "decode" excludes the prefill, which drafting does not shorten.
 
-With --random-model, models of random weights follow the known outputs of the files instead, in turns: each strategy beside
-plain decoding with the same model, after the first token, and its speed-up beside the first model's.
+With --random-model, models with random weights follow the known outputs of the files in turns: each strategy is compared with
+plain decoding with the same model, and its speed-up with that of the first model.
 
-example, four families at one size:
+example, four model families of one size:
   outrider bench strategies --random-model 110m lfm2-110m qwen3.5-140m granite4-120m --tokenizer DIR --prompts FILE.jsonl
       --strategy auto --strategy llma
 """
@@ -38,29 +37,27 @@ EXACT_DTYPES = ("float32", "float64")
 
 
 def add_strategies(parser: argparse.ArgumentParser, dtypes: Sequence[str]) -> None:
-    """The options of benches that let strategies compete on one model."""
+    """Add the options of benches in which strategies compete on one model."""
     add_prompts(parser)
-    parser.add_argument("--strategy", action="append", help="NAME or NAME:option=value,...; several times; all when absent")
-    parser.add_argument("--budget", type=int, default=SpeculationOptions().most_draft_tokens, help="most drafted rows of a step")
+    parser.add_argument("--strategy", action="append", help="NAME or NAME:option=value,...; repeatable; default: all")
+    parser.add_argument(
+        "--budget", type=int, default=SpeculationOptions().most_draft_tokens, help="maximum draft tokens per step"
+    )
     add_model(parser, "bfloat16", dtypes)
     add_engine(parser)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Those of the command."""
+    """Add the options of the command."""
     add_strategies(parser, get_args(Dtype))
-    parser.add_argument("--assistant", help="model for transformers' assisted generation, with the same tokenizer")
+    parser.add_argument("--assistant", help="model for assisted generation, with the same tokenizer")
     add_random_model(parser, several=True)
-    parser.add_argument("--early-exit", type=int, help="without --assistant, layers of the model that draft; half when absent")
 
 
 def measure(args: argparse.Namespace, run: Run) -> Results:
-    """All contestants over all workloads.
+    """Return rows per workload and contestant and over all workloads, with the reasons of skipped contestants.
 
-    Returns:
-        ``workloads`` by name, each with its counts and a row a contestant, ``overall`` with a row a contestant, ``skipped`` by
-        name with the reason, and ``lossless``, the strategies whose outputs must be those of ``generate``. With
-        ``--random-model`` see ``measure_models``.
+    ``lossless`` names the strategies whose outputs must equal ``generate``. With ``--random-model`` see ``measure_models``.
     """
     calm(args.threads)
     choices = chosen_strategies(args.strategy)
@@ -85,7 +82,7 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
 
 
 def _row(workload: Workload, tally: Tally, baseline: Tally, repeats: int) -> dict[str, Any]:
-    """What a contestant did on one workload."""
+    """Return the row of a contestant on one workload."""
     row = summary(tally, len(workload.prompts))
     row["decode_ratio"] = [round(ratio, 3) for ratio in decode_ratios(tally, baseline)]
     row["drafted_per_step"] = None if tally.drafted is None else round(tally.drafted / tally.steps, 2)
@@ -96,7 +93,7 @@ def _row(workload: Workload, tally: Tally, baseline: Tally, repeats: int) -> dic
 
 
 def _overall(name: str, baseline: str, tallies: Sequence[Mapping[str, Tally]], workloads: Mapping[str, Any]) -> dict[str, Any]:
-    """A contestant over all workloads; ratios are means over them, repeat by repeat."""
+    """Return the row of a contestant over all workloads; ratios are means over them for each repeat."""
     own = [counted[name] for counted in tallies]
     rows = [workload["contestants"][name] for workload in workloads.values()]
     steps, tokens = sum(tally.steps for tally in own), sum(tally.tokens for tally in own)
@@ -129,9 +126,9 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def figures(overall: Mapping[str, Any]) -> dict[str, Any]:
-    """Speed with its spread, and accepted tokens by source."""
+    """Return the panels: speed with its spread, and accepted tokens by source."""
     sources = sorted({source for row in overall.values() for source in row["accepted_per_step"]})
-    stack: dict[str, dict[str, float]] = {"target": dict.fromkeys(overall, 1.0)}  # its own token
+    stack: dict[str, dict[str, float]] = {"target": dict.fromkeys(overall, 1.0)}  # the token of the target itself
     stack |= {source: {name: row["accepted_per_step"].get(source, 0.0) for name, row in overall.items()} for source in sources}
     speed = {"speed": {name: row["ratio"] for name, row in overall.items()}}
     return {
@@ -141,7 +138,7 @@ def figures(overall: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unfaithful(results: Results, args: argparse.Namespace) -> list[str]:
-    """The lossless strategies whose outputs are not what they must be; none where the type's rounding excuses it."""
+    """Return the lossless strategies with wrong outputs; none in dtypes whose rounding may change them."""
     if "gains" in results:
         return differing(results)
     if args.dtype not in EXACT_DTYPES:
@@ -152,7 +149,7 @@ def unfaithful(results: Results, args: argparse.Namespace) -> list[str]:
 
 
 def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Ends the process with code 2 where two files have one name, or random models no tokenizer."""
+    """Exit with code 2 for two files of one name, or random models without a tokenizer."""
     check_prompts(args, parser)
     check_random_model(args, parser)
 
@@ -162,7 +159,7 @@ BENCH = Bench(
     TEXT,
     measure,
     options,
-    dict.fromkeys(("records", "max_tokens", "repeats", "threads", "early_exit"), 1) | {"budget": 0},
+    dict.fromkeys(("records", "max_tokens", "repeats", "threads"), 1) | {"budget": 0},
     check,
     unfaithful,
 )

@@ -1,4 +1,4 @@
-"""Workload files: prompts with their references, as JSON lines, and how an engine is run over them."""
+"""Workload files (JSON lines of prompts with references), and a loop that runs an engine over them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cluster.cli.generate.prompt_file import PromptFileError, PromptRecord, read
 from decoding.request import Request
 from engine.text.chat import render_chat
 
-if TYPE_CHECKING:  # a simulation, which uses the rest, loads no library of models
+if TYPE_CHECKING:  # the simulation uses this module without loading transformers
     from transformers import PreTrainedTokenizerBase
 
     from engine.engine import Engine
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def read_workloads(folder: Path) -> list[list[PromptRecord]]:
-    """The workloads of a folder, one list a file, files in the order of their names.
+    """Read the workloads of a folder, one list per file in the order of their names.
 
     Raises:
         PromptFileError: the folder holds no ``*.jsonl``, or one cannot be read.
@@ -32,7 +32,7 @@ def read_workloads(folder: Path) -> list[list[PromptRecord]]:
 
 
 def interleaved(lists: Sequence[Sequence[T]]) -> Iterator[T]:
-    """The first item of each list, then the second of each, and so on: ``[[1, 2, 3], [4]]`` gives 1 4 2 3."""
+    """Yield the first item of each list, then the second of each: ``[[1, 2, 3], [4]]`` gives 1 4 2 3."""
     for index in range(max(map(len, lists), default=0)):
         for items in lists:
             if index < len(items):
@@ -40,14 +40,14 @@ def interleaved(lists: Sequence[Sequence[T]]) -> Iterator[T]:
 
 
 def prompt_ids(record: PromptRecord, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The prompt as one user message in the chat template of the model."""
+    """Tokenize the prompt as one user message in the chat template of the model."""
     return render_chat(tokenizer, [{"role": "user", "content": record.prompt}])
 
 
 def fitting_records(
     records: Iterable[PromptRecord], tokenizer: PreTrainedTokenizerBase, most_tokens: int
 ) -> Iterator[tuple[PromptRecord, list[int]]]:
-    """The records whose prompts have at most so many tokens, with the ids of those."""
+    """Yield the records whose prompts have at most ``most_tokens`` tokens, with their token ids."""
     pairs = ((record, prompt_ids(record, tokenizer)) for record in records)
     return ((record, ids) for record, ids in pairs if len(ids) <= most_tokens)
 
@@ -55,13 +55,7 @@ def fitting_records(
 def first_that_fit(
     folder: Path, tokenizer: PreTrainedTokenizerBase, count: int, most_tokens: int
 ) -> list[tuple[PromptRecord, list[int]]]:
-    """The first records of each workload whose prompts are not too long, with their token ids; the first of all workloads first.
-
-    Args:
-        folder: see ``read_workloads``.
-        tokenizer: of the model.
-        count: of each workload.
-        most_tokens: of a prompt.
+    """Return the first ``count`` records of each workload with at most ``most_tokens`` tokens, interleaved, with their token ids.
 
     Raises:
         PromptFileError: the folder cannot be read, or nothing in it fits.
@@ -79,13 +73,9 @@ def run_engine(
     on_finish: Callable[[Request], None] = lambda request: None,
     on_first: Callable[[Request], None] = lambda request: None,
 ) -> None:
-    """Runs requests to their end; each holds its output and counters then.
+    """Run requests to their end on an engine without other work; each then holds its output and counters.
 
-    Args:
-        engine: without other work, and with room for all requests to wait (``engine.max_waiting``).
-        requests: with ids of their own.
-        on_finish: called with each request as it ends.
-        on_first: called with each request as it has its first token.
+    ``engine.max_waiting`` must allow all of them to wait. The callbacks get each request at its first token and at its end.
     """
     by_id = {request.request_id: request for request in requests}
     waiting = set(by_id)  # for their first token

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from experiments.bench.run import run_named
 
@@ -13,5 +14,11 @@ FAULTS = {
     "replicas": "experiments.faults.replicas",
 }
 
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the named fault trial."""
+    return run_named(FAULTS, "outrider bench faults", argv)
+
+
 if __name__ == "__main__":
-    sys.exit(run_named(FAULTS, "python -m experiments.faults"))
+    sys.exit(main())

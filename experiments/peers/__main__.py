@@ -23,12 +23,12 @@ from typing import Any
 
 from cluster.cli.generate.prompt_file import PromptFileError
 from engine.text.tokenizer import load_tokenizer
+from experiments.bench.engines.models import model_folder
 from experiments.bench.figure import panel
 from experiments.bench.progress import Progress
 from experiments.bench.record import ROOT, Kept, git_state, portable
 from experiments.bench.run import Bench, Results, Run, run
 from experiments.bench.workloads import first_that_fit
-from experiments.exact_outputs import model_folder
 from experiments.peers import environments, over_http
 from experiments.peers.contestants import CONTESTANTS, LLAMA_LOOKUP, NGRAM, SUFFIX, Contestant, Field, Setting, end_tokens
 from experiments.peers.environments import Environments, MissingPeerError, add_environments

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from cache_service.namespace import hash_key
+from experiments.bench.engines.models import model_folder
 from experiments.bench.record import ROOT, Kept
 from experiments.bench.workloads import first_that_fit
-from experiments.exact_outputs import model_folder
 from experiments.peers.contestants import started, vllm_command, vllm_environment
 from experiments.peers.environments import Environments, MissingPeerError
 from experiments.peers.rounds import Roof, Say, Turn, place

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from experiments.bench.run import run_named
 
@@ -18,5 +19,11 @@ TRIALS = {
     "parity": "experiments.service.parity.run",
 }
 
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the named trial."""
+    return run_named(TRIALS, "outrider bench service", argv)
+
+
 if __name__ == "__main__":
-    sys.exit(run_named(TRIALS, "python -m experiments.service"))
+    sys.exit(main())

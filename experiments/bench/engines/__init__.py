@@ -1,1 +1,1 @@
-"""What generates from the same prompts, in turns. In: prompts. Out: what each did, and how long it took."""
+"""Contestants that generate from the same prompts in turns, and their measurements."""

@@ -1,4 +1,4 @@
-"""Contestants in turns over the same prompts: what each did, and where outputs part."""
+"""Contestants in turns over the same prompts: times, tokens, energy, and differing outputs of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from experiments.bench.record import NOT_METERED
 
 
 class Lap(NamedTuple):
-    """One run: of a prompt alone, or of those that ran at once."""
+    """One run of a prompt, or of a batch of prompts."""
 
     wall_s: float
     prefill_s: float
@@ -25,28 +25,28 @@ class Lap(NamedTuple):
 
 @dataclass(slots=True)
 class Tally:
-    """What one contestant did in all repeats."""
+    """Sums over the runs of one contestant. The lists have one value per repeat."""
 
-    wall_s: list[float]  # per repeat, as all times
+    wall_s: list[float]
     prefill_s: list[float]  # to the first token
     forward_s: list[float]  # forwards after it
-    propose_s: list[float] | None  # drafting after it; None where it cannot be told apart
+    propose_s: list[float] | None  # drafting after it; None if unknown
     tokens: int = 0
     steps: int = 0
-    drafted: int | None = 0  # as propose_s
+    drafted: int | None = 0  # None if unknown
     accepted_by_source: Counter[str] = field(default_factory=Counter)
-    differing: dict[str, list[int]] = field(default_factory=dict)  # record id -> first output that is not the expected one
-    joules: float | None = 0.0  # of all repeats, idle power included; None where it was not metered
+    differing: dict[str, list[int]] = field(default_factory=dict)  # record id -> first output unlike the expected one
+    joules: float | None = 0.0  # of all repeats, idle power included; None if not metered
     net_joules: float | None = 0.0  # without idle power
-    laps: list[Lap] = field(default_factory=list)  # its runs, in their order
+    laps: list[Lap] = field(default_factory=list)  # in order
 
     @classmethod
     def empty(cls, repeats: int) -> Tally:
-        """Before the first run."""
+        """Return a tally of no runs."""
         return cls([0.0] * repeats, [0.0] * repeats, [0.0] * repeats, [0.0] * repeats)
 
     def add(self, repeat: int, run: Run, wall_s: float) -> None:
-        """Counts a run."""
+        """Add a run of a repeat."""
         self.wall_s[repeat] += wall_s
         self.prefill_s[repeat] += run.prefill_s
         self.forward_s[repeat] += run.forward_s
@@ -62,10 +62,10 @@ class Tally:
         self.accepted_by_source.update(run.accepted_by_source)
 
     def book(self, span: EnergySpan) -> None:
-        """Counts the energy of a run. Sums of short spans are as good as a long one: the counter's steps go both ways."""
+        """Add the energy of a run. Rounding of the counter cancels out over many short spans."""
         idle_j = None if span.idle_w is None else span.idle_w * span.seconds
         self.joules = None if self.joules is None or span.joules is None else self.joules + span.joules
-        # Not the span's own, which is never below zero: of many short ones, those that are too low make up for the others.
+        # ``span.net_joules`` is never negative, which would bias a sum of short spans.
         if self.net_joules is None or span.joules is None or idle_j is None:
             self.net_joules = None
         else:
@@ -73,7 +73,7 @@ class Tally:
 
 
 def joules_per_token(tallies: Sequence[Tally]) -> dict[str, float | str]:
-    """Of one contestant's emitted tokens, with and without idle power; ``n/a`` where a run of it was not metered."""
+    """Return joules per emitted token of one contestant, with and without idle power; ``n/a`` if a run was not metered."""
     tokens = max(1, sum(tally.tokens for tally in tallies))
 
     def figure(joules: Sequence[float | None]) -> float | str:
@@ -93,27 +93,16 @@ def compete(
     expected: Mapping[str, list[int]] | None = None,
     meter: EnergyMeter | None = None,
 ) -> tuple[Mapping[str, list[int]], dict[str, Tally]]:
-    """Runs everything; the first group is run once more before, untimed, to warm up.
+    """Run all contestants in turns on each batch of prompts; return the expected outputs and a tally per contestant.
 
-    The contestants take turns on each group, so that a drift of the machine hits all alike. Each repeat begins with contestants
-    that know no earlier prompt: what a drafter learned from an output must not help it with the same output again.
-
-    Args:
-        contestants: the first one is the baseline.
-        prompts: in the order in which they come.
-        repeats: how often all is run.
-        batch_size: prompts of a group.
-        progress: is told how far it is.
-        expected: output of each prompt by id; when absent, that of the baseline on each prompt alone.
-        meter: of the device that all compute on; without one, energy is not told.
-
-    Returns:
-        The expected outputs, and a tally per contestant.
+    Turns make a drift of the machine hit all alike; the first batch is run once more before, untimed, to warm up. Each repeat
+    begins with contestants without history, since a drafter that has seen an output must not draft the same output from it.
+    ``expected`` maps prompt ids to outputs; by default those of the first contestant, on each prompt alone.
     """
     meter = NoMeter() if meter is None else meter
     groups = [prompts[start : start + batch_size] for start in range(0, len(prompts), batch_size)]
     if expected is None:
-        progress.say(f"{contestants[0].name} on {len(prompts)} prompts alone: what the others are compared with")
+        progress.say(f"{contestants[0].name} on {len(prompts)} prompts alone: the expected outputs")
         expected = {prompt.id: contestants[0].run([prompt]).outputs[0] for prompt in prompts}
     tallies = {contestant.name: Tally.empty(repeats) for contestant in contestants}
     for contestant in contestants:
@@ -137,7 +126,7 @@ def compete(
 
 
 def summary(tally: Tally, num_prompts: int) -> dict[str, Any]:
-    """The figures of one contestant on its own."""
+    """Return speed, tokens per step and number of expected outputs of one contestant."""
     return {
         "wall_s": [round(seconds, 3) for seconds in tally.wall_s],
         "tokens_per_s": round(tally.tokens / sum(tally.wall_s), 1),
@@ -147,25 +136,16 @@ def summary(tally: Tally, num_prompts: int) -> dict[str, Any]:
 
 
 def decode_ratios(tally: Tally, baseline: Tally) -> list[float]:
-    """The baseline's seconds after the first token over a contestant's own, repeat by repeat."""
-    return [
-        (base - base_prefill) / (own - own_prefill)
-        for base, base_prefill, own, own_prefill in zip(
-            baseline.wall_s, baseline.prefill_s, tally.wall_s, tally.prefill_s, strict=True
-        )
-    ]
+    """Return the baseline's seconds after the first token over the contestant's, for each repeat."""
+    base = zip(baseline.wall_s, baseline.prefill_s, strict=True)
+    own = zip(tally.wall_s, tally.prefill_s, strict=True)
+    return [(b_wall - b_first) / (wall - first) for (b_wall, b_first), (wall, first) in zip(base, own, strict=True)]
 
 
 def where_time_goes(tally: Tally, prefills: int) -> dict[str, float | None]:
-    """Milliseconds of one decoding step and of one prefill, when prompts ran one at a time.
+    """Return milliseconds of ``propose``, ``forward`` and ``rest`` per decoding step, and of ``prefill`` per prompt.
 
-    Args:
-        tally: of a contestant.
-        prefills: prompts that it ran, those of all repeats.
-
-    Returns:
-        ``propose``, ``forward`` and ``rest`` of a step, and ``prefill``, to the first token. ``propose`` is None, and part of the
-        rest, where it cannot be told apart. Where every prompt ended with its first token, the step has zeros.
+    The prompts, ``prefills`` over all repeats, must have run one at a time. An unknown ``propose`` is None and part of the rest.
     """
     steps = max(tally.steps - prefills, 1)
     propose_s = None if tally.propose_s is None else sum(tally.propose_s)

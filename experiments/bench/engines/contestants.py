@@ -1,4 +1,4 @@
-"""What generates from the same prompts, side by side: the port, and our engine behind it."""
+"""Contestants: the port of anything that generates from prompts, and this project's engine behind it."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from experiments.bench.workloads import run_engine
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A record that fits."""
+    """Tokenized record of a workload."""
 
     id: str
     ids: list[int]
     references: list[list[int]]
     known: list[int] | None = None  # the output to follow, in guided runs
-    answer: str | None = None  # the file's output, with which those of the model are compared
+    answer: str | None = None  # the output in the file, as text
 
     @classmethod
     def of(cls, text: KnownText) -> Prompt:
-        """A text whose output is followed."""
+        """Return the prompt of a text whose output is followed."""
         return cls(text.id, text.prompt_ids.tolist(), [ids.tolist() for ids in text.references], text.output_ids.tolist())
 
     def text(self) -> KnownText:
-        """The same for a replay without the model."""
+        """Return the same for a replay without a model."""
         references = tuple(np.asarray(ids, np.int32) for ids in self.references)
         return KnownText(self.id, np.asarray(self.ids, np.int32), references, np.asarray(self.known or (), np.int32))
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a contestant made of some prompts. Times are seconds; of several prompts, each counts the steps it shares."""
+    """Outputs and counters of some prompts. Times are sums over prompts; each counts the steps it shares."""
 
-    outputs: list[list[int]]  # of each prompt, the end token included
-    steps: int  # target forwards that emitted tokens, counted for each prompt that they served
+    outputs: list[list[int]]  # one per prompt, the end token included
+    steps: int  # target forwards that emitted tokens, counted once per prompt
     prefill_s: float  # to the first token
     forward_s: float  # target forwards after the first token
-    propose_s: float | None = None  # drafting after the first token; None where it cannot be told apart
-    drafted: int | None = None  # as propose_s
+    propose_s: float | None = None  # drafting after the first token; None if unknown
+    drafted: int | None = None  # None if unknown
     accepted_by_source: dict[str, int] = field(default_factory=dict)
-    wall_s: float | None = None  # of all of it, where whoever waited for it would count the way there as well
+    wall_s: float | None = None  # measured by the contestant, if its caller's clock would include overhead
 
 
 class Contestant(Protocol):
@@ -57,22 +57,16 @@ class Contestant(Protocol):
     name: str
 
     def run(self, prompts: Sequence[Prompt]) -> Run:
-        """Generates from a group of prompts."""
+        """Generate from a batch of prompts."""
         ...
 
     def renew(self) -> None:
-        """Forgets what earlier prompts taught."""
+        """Forget all earlier prompts."""
         ...
 
 
 def make_request(prompt: Prompt, max_tokens: int, guide: GuidedExecutor | None = None) -> Request:
-    """A greedy request for a prompt.
-
-    Args:
-        prompt: what to continue.
-        max_tokens: of the output; of a known one, its length counts.
-        guide: the executor that is to follow the known output, where there is one.
-    """
+    """Return a greedy request; a prompt with a known output needs the ``guide`` that follows it, and has its length."""
     if prompt.known is not None:
         assert guide is not None, prompt.id
         guide.known[prompt.id] = prompt.known
@@ -81,31 +75,26 @@ def make_request(prompt: Prompt, max_tokens: int, guide: GuidedExecutor | None =
 
 
 class EngineContestant:
-    """Our engine with one strategy."""
+    """This project's engine with one strategy."""
 
     def __init__(self, make_engine: Callable[[], Engine], max_tokens: int, guide: GuidedExecutor | None = None) -> None:
-        """
-        Args:
-            make_engine: makes an engine that has seen no request.
-            max_tokens: of each output.
-            guide: the executor of these engines, in guided runs.
-        """
+        """Use engines of ``make_engine``, each without history; ``guide`` is their executor in guided runs."""
         self._make_engine, self._max_tokens, self._guide = make_engine, max_tokens, guide
         self.engine = make_engine()
         self.name = self.engine.info.strategy
 
     def renew(self) -> None:
-        """A new engine with a new drafter."""
+        """Make a new engine with a new drafter."""
         self.engine = self._make_engine()
 
     def run(self, prompts: Sequence[Prompt]) -> Run:
-        """See ``Contestant``."""
+        """Generate from a batch of prompts."""
         return run_requests(self.engine, [make_request(prompt, self._max_tokens, self._guide) for prompt in prompts])
 
 
 def run_requests(engine: Engine, requests: Sequence[Request]) -> Run:
-    """Runs new requests, all at once, to their end on an engine without other work."""
-    first_s: list[float] = []  # seconds in forwards when the first token of each came
+    """Run new requests as one batch to their end on an engine without other work."""
+    first_s: list[float] = []  # seconds in forwards before the first token of each request
     run_engine(engine, requests, on_first=lambda request: first_s.append(request.stats.forward_s))
     stats = [request.stats for request in requests]
     by_source: Counter[str] = Counter()

@@ -1,7 +1,6 @@
-"""Target-guided runs: the forward is real, the token that is committed is the known one (LLMA, arXiv 2304.04487, section 3.2).
+"""Guided runs: the forwards are real, the committed tokens are the known ones (LLMA, arXiv 2304.04487, section 3.2).
 
-So the speed of a model on real text can be measured without that model's weights: a random model of its shape, driven along what
-another one wrote.
+This measures the speed of a model on real text without its weights: a random model of its shape follows another model's output.
 """
 
 from __future__ import annotations
@@ -19,21 +18,14 @@ from engine.executor import LocalExecutor, Outcome, Verifier
 from engine.forward.attention import TREE_ATTENTION
 from engine.forward.batch import Work
 from engine.forward.runner import ModelRunner
+from experiments.bench.engines.known import KnownOutputs
 from experiments.bench.options import SIZES
 
-_CERTAIN = 3e4  # logit of a known token: above all others, and a number in float16
+_CERTAIN = 3e4  # logit of a known token: the highest, and finite in float16
 
 
 def random_model(size: str, vocab_size: int, context: int, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-    """A model with random weights, tied embeddings and no end token, for the engine.
-
-    Args:
-        size: a key of ``SIZES``.
-        vocab_size: of the tokenizer that cut the texts.
-        context: tokens of prompt and output together.
-        dtype: of weights and activations.
-        seed: same seed, same weights.
-    """
+    """Return a model of ``SIZES`` with seeded random weights, tied embeddings and no end token, for the engine."""
     config = AutoConfig.for_model(**{
         "model_type": "llama", "vocab_size": vocab_size, "max_position_embeddings": context, "tie_word_embeddings": True,
         "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **SIZES[size],
@@ -43,7 +35,7 @@ def random_model(size: str, vocab_size: int, context: int, dtype: torch.dtype, s
 
 
 def stock_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights, in the same memory, as transformers runs them."""
+    """Return the same weights, in the same memory, with transformers' own attention."""
     config = type(model.config).from_dict(model.config.to_dict())
     with torch.device(model.device):  # buffers, too: nothing is copied
         twin = AutoModelForCausalLM.from_config(config, dtype=model.dtype, attn_implementation="sdpa")
@@ -53,20 +45,20 @@ def stock_twin(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class GuidedVerifier(Verifier):
-    """Lets the known token win below each row on the known path; below all others the model says what it says."""
+    """Verifier that makes the known token win below each row on the known path; other rows keep the model's output."""
 
-    def __init__(self, known: Mapping[str, Sequence[int]]) -> None:
+    def __init__(self, known: KnownOutputs) -> None:
         super().__init__()
         self._known = known
-        self.ranked = True  # whether drafters may ask what the target ranked; else its logits are left alone, and not told
+        self.ranked = True  # whether drafters may rank the target's tokens; else its logits are neither changed nor passed on
 
     @torch.inference_mode()
     def verify(self, work: Work, target: TargetRows, root: torch.Tensor | None = None) -> Outcome:
-        """See ``Verifier``. What the target said is changed in place, so that drafters learn from it what was committed."""
+        """Verify a tree; ``target`` is changed in place, so that drafters learn from the committed tokens."""
         assert work.tree is not None
         greedy, rows, tokens = target.ids, [], []
         reached = [0]
-        for token in self._known[work.request.request_id][work.request.num_output :]:
+        for token in self._known.rest(work.request):
             greedy[reached] = token
             rows += reached
             tokens += [token] * len(reached)
@@ -81,20 +73,16 @@ class GuidedVerifier(Verifier):
 
 
 class GuidedExecutor(LocalExecutor):
-    """Computes every row and commits the known tokens. Requests are greedy.
+    """Executor that computes every row and commits the known tokens of greedy requests.
 
-    The logits are raised only where a drafter ranks tokens, so that other steps cost what a real model's do.
+    It raises logits only if a drafter ranks tokens, so that other steps cost as much as a real model's.
     """
 
-    def __init__(self, runner: ModelRunner, known: dict[str, Sequence[int]]) -> None:
-        """
-        Args:
-            runner: of the model.
-            known: request id -> output to commit; set before the request is added.
-        """
+    def __init__(self, runner: ModelRunner, known: Mapping[str, Sequence[int]]) -> None:
+        """Follow ``known`` (request id -> output); a ``KnownOutputs`` is shared and not copied."""
         super().__init__(runner)
-        self.known = known
-        self._verifier = self._guided = GuidedVerifier(known)
+        self.known = known if isinstance(known, KnownOutputs) else KnownOutputs(known)
+        self._verifier = self._guided = GuidedVerifier(self.known)
 
     def execute(self, works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
         """See ``Executor``."""
@@ -104,20 +92,15 @@ class GuidedExecutor(LocalExecutor):
 
 @contextmanager
 def guided_generate(model: PreTrainedModel, num_prompt: int, known: Sequence[int]) -> Iterator[None]:
-    """Makes ``generate`` emit known tokens, one prompt at a time: in each row the logit of its position's known token is raised.
+    """Make ``generate`` emit a known output after ``num_prompt`` tokens, one prompt at a time.
 
-    A forward hook, and no logits processor: transformers' prompt lookup runs its candidates through the processors and would cut
-    them where they leave the known output, which only the target knows.
-
-    Args:
-        model: to run with a cache that tells its length.
-        num_prompt: tokens of the prompt.
-        known: the output.
+    This is a forward hook and not a logits processor: transformers' prompt lookup passes its candidates through the processors
+    and would cut them where they leave the known output, which only the target knows.
     """
 
     def raise_known(module: object, args: object, kwargs: dict[str, Any], output: Any) -> None:
         logits, seen = output.logits, kwargs["past_key_values"].get_seq_length()
-        first = seen - logits.shape[1] + 1 - num_prompt  # place in the output of the token that the first row foretells
+        first = seen - logits.shape[1] + 1 - num_prompt  # output index of the token that the first row predicts
         for row in range(logits.shape[1]):
             if 0 <= first + row < len(known):
                 logits[0, row, known[first + row]] = _CERTAIN

@@ -1,4 +1,4 @@
-"""From journeys to numbers: throughput, latencies, and what was drafted."""
+"""Throughput, latencies and draft counts of a load."""
 
 from __future__ import annotations
 
@@ -12,27 +12,19 @@ from experiments.bench.engines.traffic import Journey, ServerCounts
 
 
 def full_load_s(journeys: Sequence[Journey]) -> float:
-    """How long a closed loop had all its clients: until the first of them that had nothing left to ask had its answer.
+    """Return the duration in which a closed loop had all its clients, until the first one had nothing left to ask.
 
-    What follows is the same for all servers in tokens, and at ever lower concurrency: it would make a run at 32 look like one at
-    16.
+    The rest has an ever lower concurrency, the same for all servers, and would make a run at 32 clients look like one at 16.
     """
     last_sent_s = max(journey.sent_s for journey in journeys)
     return min(journey.last_s for journey in journeys if journey.last_s > last_sent_s)
 
 
 def measured(journeys: Sequence[Journey], counts: ServerCounts, closed: bool) -> dict[str, Any]:
-    """What one server did with one load.
+    """Return the numbers of one server under one load of finished requests.
 
-    Args:
-        journeys: all ended, each with a token at least.
-        counts: what the server counted.
-        closed: whether clients waited for their answers. Throughput is then that of the time with all clients (see
-            ``full_load_s``), else of the whole run.
-
-    Returns:
-        Tokens and requests a second; percentiles of TTFT, TPOT and end to end in ms (from the arrival); drafted rows by step and
-        by request and step; tokens by request and step; and what was counted.
+    Throughput of a ``closed`` loop is that of the time with all clients (``full_load_s``), else of the whole run. Latencies are
+    percentiles in ms from the arrival. Draft counts are None if the server does not tell them.
     """
     assert journeys and all(journey.finished and journey.moments for journey in journeys), "a request did not end"
     wall_s = max(journey.last_s for journey in journeys)
@@ -62,7 +54,7 @@ def measured(journeys: Sequence[Journey], counts: ServerCounts, closed: bool) ->
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float | None]:
-    """p50, p99 and mean in ms; None without a value."""
+    """Return p50, p99 and mean in ms; None without a value."""
     if not seconds:
         return {"p50": None, "p99": None, "mean": None}
     p50, p99 = np.percentile(seconds, (50, 99)).tolist()
@@ -70,16 +62,10 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float | None]:
 
 
 def rows_of_a_cell(repeats: Mapping[str, Sequence[dict[str, Any]]], baseline: str) -> dict[str, dict[str, Any]]:
-    """A row a server: its repeats, and its ratios to the baseline's run in the same repeat.
+    """Return a row per server from its repeats (``measured``): medians, and ratios to the baseline of the same repeat.
 
-    Args:
-        repeats: what each server did, repeat by repeat (see ``measured``); some have fewer.
-        baseline: the one that the others are compared with, with as many repeats as any.
-
-    Returns:
-        By server: ``repeats``; ``ratio`` of tokens a second for each repeat and ``ratio_median``; ``e2e_ratio`` of the mean
-        seconds from arrival to end, and ``decode_ratio`` of those after the first token, where more is faster too; and medians
-        over the repeats of the other numbers.
+    ``ratio`` compares tokens per second, ``e2e_ratio`` the mean time from arrival to end, and ``decode_ratio`` the time after the
+    first token; more is faster. A server may have fewer repeats than the baseline.
     """
     rows = {}
     for name, own in repeats.items():

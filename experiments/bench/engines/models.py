@@ -1,11 +1,13 @@
-"""What ``outrider bench strategies`` runs on: prompts by workload, the model twice, and who competes."""
+"""Models and prompts of a run, and the contestants of ``outrider bench strategies``."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -18,34 +20,42 @@ from configs.schema import find_model
 from configs.slices import EngineOptions, ModelOptions
 from engine.errors import ModelLoadError
 from engine.loading.model import LoadedModel, load_model, load_weights
+from engine.loading.model_files import find_files
 from engine.text.tokenizer import load_tokenizer
 from experiments.bench.engines.contestants import Contestant, Prompt
 from experiments.bench.engines.guided import random_model, stock_twin
 from experiments.bench.engines.shared_model import SharedModel
 from experiments.bench.engines.stock_generate import StockAssisted, StockGenerate, StockPromptLookup
+from experiments.bench.options import SIZES
 from experiments.bench.workloads import prompt_ids
 
-MAX_TOKENS = 128  # of an output, where nothing is said
-LIBRARY_FAULTS = (
-    AttributeError,
-    IndexError,
-    KeyError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)  # of a library's generate
+MAX_TOKENS = 128  # default of an output
+LIBRARY_FAULTS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)  # raised within ``generate``
 
 
 def calm(threads: int) -> None:
-    """So many threads, and no bars and warnings of transformers between ours."""
+    """Set the number of torch threads, and silence transformers' progress bars and warnings."""
     torch.set_num_threads(threads)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 
 
+@contextmanager
+def model_folder(args: argparse.Namespace) -> Iterator[str]:
+    """Yield the folder of ``args.model``; a random model of ``SIZES`` is written to a temporary folder."""
+    if args.model not in SIZES:
+        yield find_files(find_model(args.model))
+        return
+    with TemporaryDirectory() as folder:
+        tokenizer = load_tokenizer(find_model(args.tokenizer))
+        random_model(args.model, len(tokenizer), args.context, torch.bfloat16, seed=0).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        yield folder
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A file of prompts that fit."""
+    """Prompts of a file."""
 
     name: str
     prompts: list[Prompt]
@@ -53,16 +63,12 @@ class Workload:
 
 
 def known_workload(path: Path, tokenizer: TextTokenizer, max_tokens: int | None, limit: int | None) -> Workload:
-    """A workload whose outputs are known: prompts as they are, without a chat template, as in a replay.
-
-    Raises:
-        PromptFileError: it cannot be read, or a record has no output.
-    """
+    """Read a workload whose outputs are followed, without a chat template, as in a replay. Raises ``PromptFileError``."""
     return Workload(path.stem, [Prompt.of(text) for text in read_known_texts(path, tokenizer, max_tokens, limit)], 0)
 
 
 def chat_workload(path: Path, tokenizer: PreTrainedTokenizerFast, limit: int | None) -> Workload:
-    """A workload whose prompts are user messages in the model's chat template. Raises ``PromptFileError``."""
+    """Read a workload of user messages in the model's chat template. Raises ``PromptFileError``."""
     prompts = [
         Prompt(
             record.id,
@@ -76,7 +82,7 @@ def chat_workload(path: Path, tokenizer: PreTrainedTokenizerFast, limit: int | N
 
 
 def fitting(workload: Workload, max_tokens: int, context: int) -> Workload:
-    """Without the records that are too long for a context.
+    """Drop the records that are too long for a context.
 
     Raises:
         PromptFileError: none fits, or two have one id.
@@ -95,7 +101,7 @@ def fitting(workload: Workload, max_tokens: int, context: int) -> Workload:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A model as our engine and as transformers run it, and its workloads."""
+    """A model as this engine and as transformers run it, and its workloads."""
 
     loaded: LoadedModel
     stock: PreTrainedModel
@@ -103,15 +109,10 @@ class Setting:
 
 
 def load_setting(args: argparse.Namespace, guided: bool = False) -> Setting:
-    """Reads the prompts and loads or makes the model.
-
-    Args:
-        args: of the command.
-        guided: known outputs are followed, which a random model can be driven along, too.
+    """Read the prompts, and load or make the model; ``guided`` runs follow known outputs, with ``--random-model`` too.
 
     Raises:
-        PromptFileError: a file that cannot be used.
-        ModelLoadError: a model that cannot be used.
+        PromptFileError, ModelLoadError: an unusable file or model.
     """
     if guided and args.random_model is not None:
         return _random_setting(args)
@@ -138,14 +139,13 @@ def _random_setting(args: argparse.Namespace) -> Setting:
     device = "cuda" if args.device == "auto" and torch.cuda.is_available() else args.device
     model = model.to("cpu" if device == "auto" else device)
     loaded = LoadedModel(model, load_tokenizer(str(args.tokenizer)), f"random-{args.random_model}", context, ())
-    stock = stock_twin(model)
-    return Setting(loaded, stock, [fitting(workload, 0, context) for workload in workloads])
+    return Setting(loaded, stock_twin(model), [fitting(workload, 0, context) for workload in workloads])
 
 
 def contestants(
     setting: Setting, choices: Sequence[StrategyChoice], args: argparse.Namespace
 ) -> tuple[list[Contestant], dict[str, str]]:
-    """Greedy generate first, then transformers' own drafting, then ours; and by name why one does not run.
+    """Return greedy ``generate``, transformers' drafting and this engine's strategies, and why some cannot run.
 
     Raises:
         ModelLoadError: the assistant cannot be loaded.
@@ -169,10 +169,10 @@ def contestants(
 
 
 def _assistant(setting: Setting, args: argparse.Namespace) -> PreTrainedModel | int:
-    """A model, or the layers after which the target leaves: half of them where nothing is said."""
+    """Load the assistant model, or return the number of layers for early exit: half of the model's."""
     if args.assistant is None:
         layers: int = setting.stock.config.get_text_config().num_hidden_layers
-        return args.early_exit or max(1, layers // 2)
+        return max(1, layers // 2)
     try:
         return load_weights(find_model(args.assistant), setting.stock.dtype, "sdpa", setting.stock.device).eval()
     except ModelLoadError as error:

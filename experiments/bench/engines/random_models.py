@@ -18,22 +18,21 @@ from experiments.bench.engines.shared_model import SharedModel
 from experiments.bench.figure import panel
 from experiments.bench.run import Results, Run
 
-_ROWS = (1, 8, 16)  # of one request, whose steps are timed
+_ROWS = (1, 8, 16)  # rows of one request in a timed step
 _CONTEXT = 256  # tokens before those rows
 
 
 def measure_models(args: argparse.Namespace, choices: Sequence[StrategyChoice], run: Run) -> Results:
-    """Plain decoding and strategies with each of ``--random-model``, all in turns; known outputs are followed.
+    """Run plain decoding and strategies with each of ``--random-model`` in turns along known outputs.
 
     Returns:
-        ``models`` by name with their parameters and step times; ``workloads`` by name, each with a row a model and strategy;
-        ``gains`` by model and strategy: ``speedup`` over plain decoding with the same model, repeat by repeat, as the mean over
-        the workloads, ``of_first``, the share of the first model's speed-up, and ``gain_of_first``, that of what it is above 1;
-        ``differing``, outputs that are not the known ones, which must be none.
+        ``models`` with parameters and step times; ``workloads`` with a row per model and strategy; ``gains`` of each pair:
+        ``speedup`` over plain decoding with the same model per repeat, as the mean over workloads, ``of_first``, its ratio to the
+        first model's, and ``gain_of_first``, the same ratio of the speed-ups' excess over 1.
 
     Raises:
-        PromptFileError, ModelLoadError: a file or a model that cannot be used.
-        ValueError: there is no strategy besides plain decoding.
+        PromptFileError, ModelLoadError: an unusable file or model.
+        ValueError: no strategy besides plain decoding.
     """
     wanted = [StrategyChoice(PLAIN, PLAIN, {}), *(choice for choice in choices if choice.name != PLAIN)]
     if len(wanted) == 1:
@@ -70,7 +69,7 @@ def measure_models(args: argparse.Namespace, choices: Sequence[StrategyChoice], 
 
 
 def differing(results: Mapping[str, Any]) -> list[str]:
-    """The contestants that gave other outputs than the known ones."""
+    """Return the contestants with outputs other than the known ones."""
     return [
         f"{label} on {name} is not the known output"
         for name, workload in results["workloads"].items()
@@ -84,7 +83,7 @@ def _label(model: str, choice: StrategyChoice) -> str:
 
 
 def _step_ms(shared: SharedModel, setting: Setting) -> dict[str, float]:
-    """The shortest step of so many rows of one request, by the number of rows."""
+    """Return the shortest step of one request by its number of rows."""
     most = shared.runner.cache.capacity - max(_ROWS)
     cases = [Case(1, rows, min(_CONTEXT, most, setting.loaded.max_model_len - 2)) for rows in _ROWS if rows <= most]
     return {str(case.rows): round(1e3 * seconds, 3) for case, seconds in time_steps(shared.runner, cases).seconds.items()}

@@ -1,4 +1,4 @@
-"""One model in this process, and engines that take turns on it."""
+"""One model in this process, shared by engines that take turns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from experiments.bench.engines.guided import GuidedExecutor
 
 
 class SharedModel:
-    """The weights and KV slots of a model. Its engines must not have requests at the same time."""
+    """Weights and KV slots of a model. Its engines must not have requests at the same time."""
 
     def __init__(
         self,
@@ -31,23 +31,20 @@ class SharedModel:
         runner: ModelRunner | None = None,
         kept: Path | None = None,
     ) -> None:
-        """
-        Args:
-            loaded: with tree attention.
-            options: of each engine.
-            budget: most drafted rows of a request in a step.
-            guided: requests follow known outputs (see ``experiments.bench.engines.guided``).
-            draft_model: for the strategies that draft with one, all engines one after the other.
-            runner: of the model, with slots that are large enough; a new one when absent.
-            kept: folder of the latency curve and tables; the user's cache when absent.
+        """Prepare engines with ``options`` and at most ``budget`` draft rows per request and step.
+
+        ``guided`` engines follow known outputs; ``draft_model`` serves all of them; ``runner`` replaces a new one; ``kept`` is
+        the folder of the latency curve and tables, the user's cache by default.
         """
         self.loaded, self._options, self._budget, self._draft_model = loaded, options, budget, draft_model
         self.runner = ModelRunner(loaded.model, options.max_running, loaded.max_model_len + budget) if runner is None else runner
-        self.guide = GuidedExecutor(self.runner, {}) if guided else None  # takes the known outputs, for all engines
-        self.target = LocalTarget(self.runner, loaded.info(PLAIN, True), loaded.tokenizer, kept)  # one: measured once
+        self.guide = GuidedExecutor(self.runner, {}) if guided else None  # holds the known outputs of all engines
+        self.target = LocalTarget(
+            self.runner, loaded.info(PLAIN, True), loaded.tokenizer, kept
+        )  # shared, so that it is measured once
 
     def engine(self, choice: StrategyChoice) -> Engine:
-        """A new engine with a new drafter and executor, which know no earlier request. It gives token ids and no text.
+        """Return an engine without history, which emits token ids and no text.
 
         Raises:
             ValueError: an unknown strategy or option, or a value outside its range.
@@ -60,5 +57,5 @@ class SharedModel:
         return Engine(executor, drafter, self._options, self._budget, info, target=self.target)
 
     def contestant(self, choice: StrategyChoice, max_tokens: int) -> EngineContestant:
-        """A strategy as it runs prompts, ``max_tokens`` of each output that is not known."""
+        """Return a strategy as a contestant with at most ``max_tokens`` of each output that is not known."""
         return EngineContestant(lambda: self.engine(choice), max_tokens, self.guide)

@@ -1,8 +1,7 @@
-"""transformers' own continuous batching (``generate_batch`` and the manager behind it), on a CPU too.
+"""Continuous batching of transformers, on a CPU too.
 
-On a CPU it runs with ``attn_implementation="sdpa"``, without CUDA graphs, and needs ``num_blocks`` and ``max_batch_tokens``: left
-to itself it would size its cache after the memory that is free. Its manager takes requests while others run, so that it is driven
-by the same arrivals as our engine; ``generate_batch`` is a loop around it that hands over all prompts at once.
+On a CPU it runs with ``attn_implementation="sdpa"``, without CUDA graphs, and needs ``num_blocks`` and ``max_batch_tokens``,
+since it would size its cache by the free memory otherwise. Its manager takes requests while others run, as this engine does.
 """
 
 from __future__ import annotations
@@ -16,30 +15,18 @@ from experiments.bench.engines.contestants import Prompt
 from experiments.bench.engines.traffic import Progress, ServerCounts
 
 _PAGE = 256  # tokens of a cache page, transformers' default
-_STOP_S = 30.0  # after so long its thread should have ended
+_STOP_S = 30.0  # timeout of its thread to end
 
 
 class StockBatching:
-    """An unmodified model behind transformers' continuous batching, greedy, without KV that prompts share: a server of a load."""
+    """Server of a load: an unmodified model behind transformers' continuous batching, greedy, without prefix sharing."""
 
     name = "generate_batch"
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        max_tokens: int,
-        end_tokens: tuple[int, ...],
-        max_running: int,
-        context: int,
+        self, model: PreTrainedModel, max_tokens: int, end_tokens: tuple[int, ...], max_running: int, context: int
     ) -> None:
-        """
-        Args:
-            model: as transformers runs it, with its "sdpa" attention; nothing else may use it between ``begin`` and ``end``.
-            max_tokens: of each output.
-            end_tokens: of the model.
-            max_running: requests in one step.
-            context: tokens of prompt and output together.
-        """
+        """Serve a model with "sdpa" attention, at most ``max_running`` requests per step, each of ``context`` tokens at most."""
         self._model = model
         self._generation = GenerationConfig(
             max_new_tokens=max_tokens,
@@ -57,21 +44,21 @@ class StockBatching:
         self._manager: ContinuousBatchingManager | None = None
 
     def begin(self) -> None:
-        """See ``Server``: a new manager, with an empty cache."""
+        """Start a new manager with an empty cache."""
         assert self._manager is None, "begun before"
         batching = ContinuousBatchingConfig(**self._batching)
         manager: ContinuousBatchingManager = self._model.init_continuous_batching(self._generation, batching)
-        manager.warmup()  # takes its memory now; the first request would wait for it
+        manager.warmup()  # allocate its memory before the first request
         manager.start()
         self._manager = manager
 
     def submit(self, prompt: Prompt) -> None:
-        """See ``Server``."""
+        """Send a request."""
         assert self._manager is not None, "not begun"
         self._manager.add_request(prompt.ids, request_id=prompt.id, record_timestamps=True)
 
     def poll(self, wait_s: float) -> list[Progress]:
-        """See ``Server``. A request is told of when it has ended, with the time of each of its tokens.
+        """Return the tokens of a request that has ended, with the time of each.
 
         Raises:
             RuntimeError: transformers failed.
@@ -89,7 +76,7 @@ class StockBatching:
         return [Progress(result.request_id, at, (token,), 0, place == last) for place, (token, at) in enumerate(moments)]
 
     def end(self) -> ServerCounts:
-        """See ``Server``."""
+        """Stop the manager."""
         if self._manager is not None:
             self._manager.stop(block=True, timeout=_STOP_S, hard_stop=True)
             self._manager.destroy()

@@ -1,4 +1,4 @@
-"""transformers' ``generate`` as a contestant: greedy, with its prompt lookup, and with its assisted generation."""
+"""Contestants of transformers: greedy ``generate``, its prompt lookup, and its assisted generation."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ LOOKUP_TOKENS = 10
 
 
 class _Forwards:
-    """Seconds of the forwards of a model, whole ones and those that leave after a few layers."""
+    """Times of a model's forwards, apart for whole ones and early exits."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.whole: list[tuple[float, float]] = []  # when it ended, and how long it took
+        self.whole: list[tuple[float, float]] = []  # end, duration
         self.early: list[tuple[float, float]] = []
         self._model, self._layers, self._started = model, model.config.num_hidden_layers, 0.0
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Listens to the model."""
+        """Time the forwards of the block."""
         hooks = (self._model.register_forward_pre_hook(self._begin), self._model.register_forward_hook(self._end))
         try:
             yield
@@ -44,15 +44,14 @@ class _Forwards:
 
 
 def _seconds(forwards: Sequence[tuple[float, float]], after: float) -> float:
-    """Seconds of the forwards that ended after a moment."""
     return sum(duration for end, duration in forwards if end > after)
 
 
 class StockGenerate:
-    """``generate`` of an unmodified model; a group of prompts is padded on the left."""
+    """``generate`` of an unmodified model; batches are padded on the left."""
 
     name = "generate"
-    source: str | None = None  # what its accepted drafts are called
+    source: str | None = None  # name of its accepted drafts
 
     def __init__(self, model: PreTrainedModel, max_tokens: int, end_tokens: tuple[int, ...]) -> None:
         self._model, self._end_tokens = model, end_tokens
@@ -63,10 +62,10 @@ class StockGenerate:
         }  # fmt: skip
 
     def renew(self) -> None:
-        """``generate`` keeps nothing."""
+        """Do nothing: ``generate`` keeps no history."""
 
     def run(self, prompts: Sequence[Prompt]) -> Run:
-        """See ``Contestant``. A forward gives one token to each prompt."""
+        """Generate from a batch of prompts; a forward gives one token to each."""
         forwards, started = _Forwards(self._model), time.perf_counter()
         with forwards.timed():
             outputs = self._generate(prompts)
@@ -92,18 +91,18 @@ class StockGenerate:
         return [self._ended(row[width:]) for row in generated.tolist()]
 
     def _ended(self, ids: list[int]) -> list[int]:
-        """Without the padding behind the first end token."""
+        """Cut the padding behind the first end token."""
         ends = [index for index, token in enumerate(ids) if token in self._end_tokens]
         return ids[: ends[0] + 1] if ends else ids
 
 
 class _StockDrafting(StockGenerate):
-    """``generate`` with drafts, which takes one prompt at a time; its forwards are counted."""
+    """``generate`` with drafts, one prompt at a time."""
 
     _assistant: PreTrainedModel | None = None
 
     def run(self, prompts: Sequence[Prompt]) -> Run:
-        """See ``Contestant``."""
+        """Generate from each prompt in turn."""
         assert self.source is not None
         runs = [self._run(prompt) for prompt in prompts]
         outputs, steps = [run.outputs[0] for run in runs], sum(run.steps for run in runs)
@@ -136,11 +135,10 @@ class StockPromptLookup(_StockDrafting):
 
 
 class StockAssisted(_StockDrafting):
-    """``generate`` with transformers' assisted generation: by a smaller model, or by the first layers of the model itself.
+    """``generate`` with transformers' assisted generation, by a model with the same tokenizer or by early exit.
 
-    With an early exit, transformers runs the first layers, the last norm and the output head. A model that was not trained for
-    it drafts badly; the output is the same. With drafting by a model ``prefill_s`` ends after the target's first forward, which
-    comes after the first draft.
+    An early exit runs the first layers, the last norm and the output head, and drafts badly unless the model was trained for it.
+    With an assistant model ``prefill_s`` ends after the target's first forward, which follows the first draft.
     """
 
     source = "assistant"
@@ -148,13 +146,7 @@ class StockAssisted(_StockDrafting):
     def __init__(
         self, model: PreTrainedModel, max_tokens: int, end_tokens: tuple[int, ...], assistant: PreTrainedModel | int
     ) -> None:
-        """
-        Args:
-            model: the target.
-            max_tokens: of each output.
-            end_tokens: of the target.
-            assistant: a model with the same tokenizer, or the number of layers after which the target leaves.
-        """
+        """Draft with ``assistant``, a model or a number of layers of the target."""
         super().__init__(model, max_tokens, end_tokens)
         if isinstance(assistant, int):
             self.name = f"generate + early exit {assistant}"

@@ -1,4 +1,4 @@
-"""Requests that come while others run: closed and open loops, and what became of each request."""
+"""Requests that arrive while others run, in closed and open loops, and the journey of each request."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import numpy as np
 
 from decoding.request import Request
 
-if TYPE_CHECKING:  # a simulation, which uses the rest, loads no library of models
+if TYPE_CHECKING:  # the simulation uses this module without loading transformers
     from engine.engine import Engine
     from experiments.bench.engines.contestants import Prompt
 
-_WAIT_S = 1.0  # longest wait for a token, while nothing else is due
+_WAIT_S = 1.0  # longest wait for a token while nothing else is due
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Tokens that a request was given at one moment."""
+    """Tokens of one request that arrived at one moment."""
 
     key: str  # id of its prompt
-    at_s: float  # by time.perf_counter
+    at_s: float  # by ``time.perf_counter``
     tokens: tuple[int, ...]
     drafted: int = 0  # rows that were drafted for them
     finished: bool = False
@@ -33,46 +33,41 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class ServerCounts:
-    """What a server counted since it began; None where it cannot tell."""
+    """Counters of a server since it began; None if unknown."""
 
     steps: int | None = None  # target forwards, each for all requests of its step
     tells_drafts: bool = False  # whether ``Progress.drafted`` is known
-    cached_tokens: int | None = None  # prompt tokens whose KV was there already
+    cached_tokens: int | None = None  # prompt tokens whose KV was reused
     accepted_by_source: dict[str, int] = field(default_factory=dict)
 
 
 class Server(Protocol):
-    """What answers requests, many at a time."""
+    """Server of many requests at a time."""
 
     name: str
 
     def begin(self) -> None:
-        """Starts without requests, history and reusable KV."""
+        """Start without requests, history and reusable KV."""
         ...
 
     def submit(self, prompt: Prompt) -> None:
-        """Takes a request in; the id of its prompt is its key, in use by no other live one."""
+        """Add a request, keyed by the id of its prompt, which no live request has."""
         ...
 
     def poll(self, wait_s: float) -> list[Progress]:
-        """Works, or waits for at most so long, and tells what came."""
+        """Work, or wait for at most ``wait_s``; return the new tokens."""
         ...
 
     def end(self) -> ServerCounts:
-        """Gives back what ``begin`` took; requests that live are dropped."""
+        """Release the resources of ``begin`` and drop live requests."""
         ...
 
 
 class EngineServer:
-    """Our engine with one strategy, stepped by who asks for progress."""
+    """This project's engine with one strategy; ``poll`` makes its steps."""
 
     def __init__(self, name: str, make_engine: Callable[[], Engine], make_request: Callable[[Prompt], Request]) -> None:
-        """
-        Args:
-            name: of the strategy, with its options.
-            make_engine: makes an engine without requests; one that has seen none, where history and KV are to begin anew.
-            make_request: makes the request for a prompt, with its id.
-        """
+        """Use engines without requests, and new ones if history and KV should begin anew; requests keep their prompts' ids."""
         self.name = name
         self._make_engine, self._make_request = make_engine, make_request
         self._engine: Engine | None = None
@@ -81,18 +76,18 @@ class EngineServer:
         self._steps = 0
 
     def begin(self) -> None:
-        """See ``Server``."""
+        """Make an engine."""
         self._engine, self._requests, self._drafted, self._steps = self._make_engine(), {}, {}, 0
 
     def submit(self, prompt: Prompt) -> None:
-        """See ``Server``."""
+        """Add a request."""
         assert self._engine is not None, "not begun"
         request = self._make_request(prompt)
         self._engine.add(request)
         self._requests[prompt.id], self._drafted[prompt.id] = request, 0
 
     def poll(self, wait_s: float) -> list[Progress]:
-        """See ``Server``: one step; without requests it sleeps."""
+        """Make one step; sleep if there are no requests."""
         assert self._engine is not None, "not begun"
         if not self._engine.has_work:
             time.sleep(wait_s)
@@ -110,7 +105,7 @@ class EngineServer:
         return told
 
     def end(self) -> ServerCounts:
-        """See ``Server``."""
+        """Drop the engine and return its counters."""
         accepted: Counter[str] = Counter()
         for request in self._requests.values():
             accepted.update(request.stats.accepted_by_source)
@@ -121,17 +116,17 @@ class EngineServer:
 
 @dataclass(slots=True)
 class Journey:
-    """One request. Times are seconds since the loop began."""
+    """Times of one request in seconds since the loop began."""
 
     key: str
-    arrival_s: float  # when it was due: what it waits until it is sent counts too
+    arrival_s: float  # when it was due, so that waiting to be sent counts
     sent_s: float
-    moments: list[tuple[float, int, int]] = field(default_factory=list)  # when tokens came, how many, rows drafted for them
+    moments: list[tuple[float, int, int]] = field(default_factory=list)  # arrival of tokens, their number, rows drafted
     output: list[int] = field(default_factory=list)
     finished: bool = False
 
     def note(self, progress: Progress, began: float) -> None:
-        """Takes in what came, in a loop that began at a time of ``time.perf_counter``."""
+        """Add tokens, in a loop that began at a time of ``time.perf_counter``."""
         if progress.tokens:
             self.moments.append((progress.at_s - began, len(progress.tokens), progress.drafted))
             self.output.extend(progress.tokens)
@@ -139,95 +134,80 @@ class Journey:
 
     @property
     def first_s(self) -> float:
-        """When the first token came."""
+        """Return when the first token came."""
         return self.moments[0][0]
 
     @property
     def last_s(self) -> float:
-        """When the last token came."""
+        """Return when the last token came."""
         return self.moments[-1][0]
 
     @property
     def ttft_s(self) -> float:
-        """Time to the first token, from the arrival."""
+        """Return the time from the arrival to the first token."""
         return self.first_s - self.arrival_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first; None of a single token."""
+        """Return the time per output token after the first; None for a single token."""
         return (self.last_s - self.first_s) / (len(self.output) - 1) if len(self.output) > 1 else None
 
     @property
     def e2e_s(self) -> float:
-        """Time to the last token, from the arrival."""
+        """Return the time from the arrival to the last token."""
         return self.last_s - self.arrival_s
 
 
 class Arrivals(Protocol):
-    """When requests come."""
+    """Schedule of arrivals; times are seconds since the loop began."""
 
     def due(self, sent: int, in_flight: int, now_s: float) -> Sequence[float]:
-        """The arrival times of the requests to send now.
-
-        Args:
-            sent: requests so far.
-            in_flight: of these, those that have not ended.
-            now_s: since the loop began.
-        """
+        """Return the arrival times of the requests to send now, after ``sent`` requests of which ``in_flight`` still run."""
         ...
 
     def wait_s(self, sent: int, now_s: float) -> float:
-        """How long to wait for a token at most."""
+        """Return the longest time to wait for a token."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """So many clients, each with one request at a time and the next one at once."""
+    """A number of clients that each send the next request when the last one has ended."""
 
     concurrency: int
 
     def due(self, sent: int, in_flight: int, now_s: float) -> Sequence[float]:
-        """See ``Arrivals``."""
+        """Return an arrival for each idle client."""
         return [now_s] * (self.concurrency - in_flight)
 
     def wait_s(self, sent: int, now_s: float) -> float:
-        """See ``Arrivals``."""
+        """Return the longest time to wait for a token."""
         return _WAIT_S
 
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
-    """Requests come when they come, however many are still under way."""
+    """Arrivals at fixed times, regardless of running requests."""
 
     times_s: tuple[float, ...]  # ascending
 
     def due(self, sent: int, in_flight: int, now_s: float) -> Sequence[float]:
-        """See ``Arrivals``."""
+        """Return the arrivals until now."""
         return self.times_s[sent : bisect_right(self.times_s, now_s)]
 
     def wait_s(self, sent: int, now_s: float) -> float:
-        """See ``Arrivals``."""
+        """Return the time to the next arrival."""
         return max(0.0, self.times_s[sent] - now_s) if sent < len(self.times_s) else _WAIT_S
 
 
 def poisson(rate: float, count: int, seed: int) -> OpenLoop:
-    """A Poisson process of ``rate`` requests a second: same seed, same times, stretched by the rate."""
+    """Return a Poisson process of ``rate`` requests per second; one seed gives the same times for every rate, stretched by it."""
     gaps = np.random.default_rng(seed).exponential(1.0, count) / rate
     return OpenLoop(tuple(np.cumsum(gaps).tolist()))
 
 
 def drive(server: Server, prompts: Sequence[Prompt], arrivals: Arrivals) -> tuple[list[Journey], ServerCounts]:
-    """Sends all prompts as they become due, and follows each to its end.
-
-    Args:
-        server: not begun.
-        prompts: in the order in which they come, with ids of their own.
-        arrivals: when they come.
-
-    Returns:
-        The journeys in the order of the prompts, and what the server counted.
-    """
+    """Send all prompts (distinct ids) when they are due; return their journeys in order, and the server's counters."""
     server.begin()
     journeys: dict[str, Journey] = {}
     in_flight, began = 0, time.perf_counter()

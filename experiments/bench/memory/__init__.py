@@ -1,1 +1,1 @@
-"""What replicas remember and share, measured without a model. In: known outputs. Out: tokens per step, times and bytes."""
+"""Replays of known outputs without a model: strategies, replicas that share a cache, and the speed of the trie."""

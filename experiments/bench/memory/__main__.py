@@ -1,17 +1,23 @@
-"""What replicas remember and share: python -m experiments.bench.memory NAME; NAME --help says more of each."""
+"""``outrider bench replay``: known outputs without a model."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from experiments.bench.run import run_named
 
 BENCHES = {
-    "figures": "experiments.bench.memory.figures",
-    "replay": "experiments.bench.memory.replay_strategies",
+    "strategies": "experiments.bench.memory.replay_strategies",
     "sharing": "experiments.bench.memory.sharing",
-    "trie-speed": "experiments.bench.memory.trie_speed",
+    "trie": "experiments.bench.memory.trie_speed",
 }
 
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the named replay."""
+    return run_named(BENCHES, "outrider bench replay", argv)
+
+
 if __name__ == "__main__":
-    sys.exit(run_named(BENCHES, "python -m experiments.bench.memory"))
+    sys.exit(main())

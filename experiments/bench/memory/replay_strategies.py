@@ -1,10 +1,10 @@
-"""A replay of known outputs with a record: tokens per step of strategies on workloads, without a model.
+"""Measure tokens per step of strategies on known outputs, without a model.
 
-python -m experiments.bench.memory replay FILE.jsonl... --tokenizer DIR [--strategy S ...] [--corpus DIR]
+outrider bench replay strategies FILE.jsonl... --tokenizer DIR [--strategy S ...] [--corpus DIR]
 
-The same measurement as ``outrider replay``, which prints it. With a corpus every strategy that remembers outputs may draft from
-it as from public texts. REST (arXiv 2311.08252) is ``trie`` then: ends of up to 16 tokens, 10 tokens behind up to 1,024
-occurrences (published: 5,000), of which the 64 most frequent are drafted, with
+This is the measurement of ``outrider replay`` with a record. Strategies that remember outputs may draft from a corpus as from
+public texts. REST (arXiv 2311.08252) is then ``trie`` with suffixes of up to 16 tokens, 10 tokens after up to 1,024 occurrences
+(published: 5,000), of which the 64 most frequent are drafted:
 ``trie:max_query_length=16,branch_length=10,max_occurrences=1024,frequencies=output,similar_requests=0,capacity=16777216``.
 """
 
@@ -29,7 +29,7 @@ from experiments.training.data import read_records
 
 
 def _with_public(choice: StrategyChoice, texts: Sequence[Sequence[int]]) -> Drafter:
-    """A new drafter that may draft from public texts, where it remembers any."""
+    """Return a new drafter that may draft from public texts, if it remembers outputs."""
     drafter = choice.build()
     if drafter.memory is not None:
         for number, text in enumerate(texts):
@@ -40,7 +40,7 @@ def _with_public(choice: StrategyChoice, texts: Sequence[Sequence[int]]) -> Draf
 
 
 def measure(args: argparse.Namespace, run: Run) -> Results:
-    """All strategies on all workloads."""
+    """Replay all workloads with each strategy and number of ranks."""
     choices = [choice for choice in chosen_strategies(args.strategy) if not choice.build().needs_logits]
     cutter = TextTokenizer(args.tokenizer)
     texts = {path.stem: read_known_texts(path, cutter, None) for path in args.workloads}
@@ -61,13 +61,13 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Those of the command."""
-    parser.add_argument("workloads", type=Path, nargs="+", help="JSON lines with prompt, output and, if wanted, references")
+    """Add the options of the command."""
+    parser.add_argument("workloads", type=Path, nargs="+", help="JSON lines with prompt, output and optional references")
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with a tokenizer.json")
-    parser.add_argument("--corpus", type=Path, help="folder with train-*.jsonl.gz whose records have a text")
-    parser.add_argument("--strategy", action="append", help="NAME or NAME:option=value,...; all that can be replayed when absent")
-    parser.add_argument("--budget", type=int, default=64, help="most drafted tokens of a rank in a step")
-    parser.add_argument("--world-size", type=int, nargs="+", default=[1], help="draft as for so many ranks that share each step")
+    parser.add_argument("--corpus", type=Path, help="folder of train-*.jsonl.gz files, whose records have a text")
+    parser.add_argument("--strategy", action="append", help="NAME or NAME:option=value,...; default: all that can be replayed")
+    parser.add_argument("--budget", type=int, default=64, help="maximum draft tokens per rank and step")
+    parser.add_argument("--world-size", type=int, nargs="+", default=[1], help="numbers of ranks that share each step")
 
 
 BENCH = Bench("replay-strategies", __doc__ or "", measure, options, {"world_size": 1})

@@ -1,53 +1,131 @@
-"""How fast the trie is with much in it: insertion, memory, and the time of a proposal.
+"""Measure the trie with many tokens in it: insertion, memory, and the time of a proposal.
 
-    python -m experiments.bench.memory trie-speed --corpus FOLDER --tokenizer DIR
+outrider bench replay trie --corpus FOLDER --tokenizer DIR
 
-The outputs of requests fill a trie: most are written whole, the last ones as they are emitted, a few tokens a step. Then
-requests with texts that the trie never saw take turns: the prompt is the first half of a text, the rest is emitted a few tokens a
-step. Each proposal is timed
+Outputs of requests fill a trie: most are written whole, the last ones as they are emitted, a few tokens per step. Then requests
+with texts that the trie has not seen take turns: the prompt is the first half of a text, the rest is emitted a few tokens per
+step. Each proposal is timed as
 
-* ``proposal``: on its own, after what the step emitted was written,
-* ``step``: as the engine calls it, which writes what the last step emitted and proposes.
+* ``proposal``: alone, after the step's tokens were written,
+* ``step``: as the engine calls it, which writes the last step's tokens and proposes.
 
-Times are of the proposals that fill the budget. Each kind has its own texts in each of several rounds, and the kinds take turns;
-a figure is the median over rounds, with the lowest and highest. ``auto`` then does the steps with as much in its history.
+Times are of the proposals that fill the budget. Both kinds take turns, with other texts in each of several rounds; a figure is
+the median over rounds with the extremes. ``auto`` then makes the steps with as many tokens in its history.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import gzip
+import itertools
+import json
 import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 
+from cluster.cli.generate.known_texts import TextTokenizer
+from cluster.cli.generate.prompt_file import PromptFileError
 from decoding.drafters.auto import AutoDrafter
 from decoding.drafters.base import Drafter
 from decoding.drafters.trie import TrieDrafter
 from decoding.request import Request, SamplingParams
 from decoding.tree import Int32Array
-from experiments.bench.memory.trie_texts import Texts, corpus_texts
 from experiments.bench.record import spread
 from experiments.bench.run import Bench, Results, Run
 
 STREAMED_SHARE = 0.05  # of the tokens
 TARGETS = {"p50_us": 30.0, "p99_us": 150.0, "tokens_per_s": 500_000.0, "bytes_per_token": 100.0}
 KINDS = ("proposal", "step")
+PIECE = 4  # tokens of a step
 LIVE = 16  # requests that take turns
-CHUNK = 500_000  # tokens of one measurement of insertion
+CHUNK = 500_000  # tokens per measurement of insertion
+MAX_TOKENS = 512  # of a text; longer ones are cut into several
+MIN_HELD_OUT = 64  # tokens of a held-out text
+HELD_OUT_EVERY = 20
+CHANGED_SHARE = 0.05  # of the tokens, in each further copy of the corpus
+_SUFFIXES = (".jsonl", ".jsonl.gz")
 
 Times = list[tuple[int, int]]  # nanoseconds, rows below the root
 
 
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Texts that fill the trie, and held-out ones that it has not seen."""
+
+    fill: list[Int32Array]
+    held_out: list[Int32Array]
+    about: dict[str, Any]  # for the record
+
+
+def corpus_texts(paths: Sequence[Path], tokenizer_folder: Path, tokens: int, seed: int) -> Texts:
+    """Tokenize the ``text`` fields of files, or of folders of files.
+
+    A corpus with too few tokens is repeated, each time with some tokens replaced by others of the corpus.
+
+    Raises:
+        PromptFileError: an unreadable file or tokenizer, or a corpus too small to hold texts out.
+    """
+    tokenizer = TextTokenizer(tokenizer_folder)
+    files = [file for path in paths for file in _files(path)]
+    pieces: list[Int32Array] = []
+    texts, total = (text for file in files for text in _read(file)), 0
+    while total <= tokens * (1 + 2 / HELD_OUT_EVERY) and (batch := list(itertools.islice(texts, 512))):
+        for ids in tokenizer.encode(batch):
+            pieces.extend(np.asarray(ids[at : at + MAX_TOKENS], np.int32) for at in range(0, len(ids), MAX_TOKENS))
+            total += len(ids)
+    pieces = [piece for piece in pieces if len(piece) > 1]
+    fill = [piece for number, piece in enumerate(pieces) if number % HELD_OUT_EVERY]
+    held_out = [piece for piece in pieces[::HELD_OUT_EVERY] if len(piece) >= MIN_HELD_OUT]
+    if not held_out:
+        raise PromptFileError(f"the corpus holds {total} tokens, too few to measure on: give more files")
+    fill, shown = _repeated(fill, tokens, np.random.default_rng(seed))
+    return Texts(fill, held_out, {"kind": "corpus", "files": len(files), "shown": round(shown, 2)})
+
+
+def _repeated(texts: list[Int32Array], tokens: int, rng: np.random.Generator) -> tuple[list[Int32Array], float]:
+    """Return exactly ``tokens`` tokens, and how often the texts are repeated in them."""
+    given = sum(len(text) for text in texts)
+    words, filled, total, at = np.concatenate(texts), [], 0, 0
+    while total < tokens:
+        text = texts[at % len(texts)][: tokens - total]
+        if at >= len(texts):
+            changed = rng.random(len(text)) < CHANGED_SHARE
+            text = np.where(changed, words[rng.integers(0, len(words), len(text))], text).astype(np.int32)
+        filled.append(text)
+        total += len(text)
+        at += 1
+    return filled, total / given
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    found = sorted(file for file in path.iterdir() if file.name.endswith(_SUFFIXES))
+    if not found:
+        raise PromptFileError(f"corpus {str(path)!r} holds no {', '.join(_SUFFIXES)} file")
+    return found
+
+
+def _read(path: Path) -> Iterator[str]:
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.name.endswith(".gz") else path.open(encoding="utf-8") as file:
+            for line in file:
+                yield json.loads(line)["text"]
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+        raise PromptFileError(f"{path} could not be read as JSON lines with a 'text': {error!r}") from error
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
-    """On one core where that can be asked for, without garbage collections."""
+    """Run on one core, if the system allows it, and without garbage collection."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_setaffinity") else None
     if cores:
         os.sched_setaffinity(0, {max(cores)})
@@ -62,12 +140,12 @@ def quiet() -> Iterator[None]:
 
 
 def request_for(name: str, prompt: Sequence[int] | Int32Array, output: Int32Array) -> Request:
-    """A request that has room for an output, and some more, so that drafts are not cut at its end."""
+    """Return a request with room for more than its output, so that drafts are not cut at its end."""
     return Request(name, prompt, SamplingParams(max_tokens=len(output) + 64), tenant="local")
 
 
 def insert_whole(drafter: Drafter, texts: Sequence[Int32Array]) -> list[float]:
-    """Outputs written at once when their requests end; tokens/s of each chunk."""
+    """Insert outputs at the end of their requests; return tokens/s per chunk."""
     rates = []
     ends = np.cumsum([len(text) for text in texts])
     chunks = np.split(np.arange(len(texts)), np.searchsorted(ends, np.arange(CHUNK, ends[-1], CHUNK)))
@@ -83,15 +161,15 @@ def insert_whole(drafter: Drafter, texts: Sequence[Int32Array]) -> list[float]:
     return rates
 
 
-def insert_streamed(drafter: Drafter, texts: Sequence[Int32Array], piece: int) -> list[float]:
-    """Outputs written as they are emitted, some requests in turns; tokens/s of each group of requests."""
+def insert_streamed(drafter: Drafter, texts: Sequence[Int32Array]) -> list[float]:
+    """Insert outputs as they are emitted by ``LIVE`` requests in turns; return tokens/s per group of requests."""
     rates = []
     for first in range(0, len(texts), LIVE):
         group = texts[first : first + LIVE]
         requests = [request_for(f"streamed {first + number}", [0], text) for number, text in enumerate(group)]
         seconds = 0.0
-        for at in range(0, max(map(len, group)), piece):
-            growing = [(request, text[at : at + piece].tolist()) for request, text in zip(requests, group, strict=True)]
+        for at in range(0, max(map(len, group)), PIECE):
+            growing = [(request, text[at : at + PIECE].tolist()) for request, text in zip(requests, group, strict=True)]
             for request, new in growing:
                 request.commit(new)
             start = time.perf_counter()
@@ -105,18 +183,18 @@ def insert_streamed(drafter: Drafter, texts: Sequence[Int32Array], piece: int) -
     return rates
 
 
-def run_steps(drafter: Drafter, texts: Sequence[Int32Array], budget: int, piece: int, written: bool) -> Times:
-    """Times every proposal of some requests; with ``written`` what a step emitted is written before its proposal is timed."""
+def run_steps(drafter: Drafter, texts: Sequence[Int32Array], budget: int, written: bool) -> Times:
+    """Time every proposal of some requests; ``written``: the step's tokens are written before."""
     times: Times = []
     for first in range(0, len(texts), LIVE):
         halves = [np.split(text, [len(text) // 2]) for text in texts[first : first + LIVE]]
         requests = [request_for(f"live {number}", *half) for number, half in enumerate(halves)]
         for request in requests:
             drafter.propose([request], [0])
-        for at in range(0, max(len(output) for _, output in halves), piece):
+        for at in range(0, max(len(output) for _, output in halves), PIECE):
             growing = [request for request, (_, output) in zip(requests, halves, strict=True) if at < len(output)]
             for request, (_, output) in zip(requests, halves, strict=True):
-                request.commit(output[at : at + piece].tolist())
+                request.commit(output[at : at + PIECE].tolist())
                 if written and at < len(output):
                     drafter.propose([request], [0])
             for request in growing:
@@ -129,7 +207,7 @@ def run_steps(drafter: Drafter, texts: Sequence[Int32Array], budget: int, piece:
 
 
 def summary(rounds: Sequence[Times], budget: int) -> dict[str, Any]:
-    """Percentiles of the proposals that fill the budget, in microseconds: median over rounds, with the lowest and highest."""
+    """Return percentiles in microseconds of the proposals that fill the budget, as median and extremes over rounds."""
     full = [[ns / 1000 for ns, rows in times if rows == budget] for times in rounds]
     everything = [rows for times in rounds for _, rows in times]
     result: dict[str, Any] = {
@@ -138,49 +216,34 @@ def summary(rounds: Sequence[Times], budget: int) -> dict[str, Any]:
         "rows_mean": round(float(np.mean(everything)), 2),
     }
     for name, percentile in (("p50_us", 50), ("p99_us", 99), ("p99_9_us", 99.9)):
-        values = [float(np.percentile(times, percentile)) for times in full if times]
-        result[name] = spread(values, 2)
+        result[name] = spread([float(np.percentile(times, percentile)) for times in full if times], 2)
     return result
 
 
-def fill(drafter: Drafter, texts: Texts, piece: int) -> dict[str, Any]:
-    """Fills a drafter; returns its rates of insertion."""
+def fill(drafter: Drafter, texts: Texts) -> dict[str, Any]:
+    """Fill a drafter and return its rates of insertion."""
     streamed = max(1, round(len(texts.fill) * STREAMED_SHARE))
     with quiet():
         whole = insert_whole(drafter, texts.fill[:-streamed])
-        return {"whole": spread(whole, 0), "streamed": spread(insert_streamed(drafter, texts.fill[-streamed:], piece), 0)}
+        return {"whole": spread(whole, 0), "streamed": spread(insert_streamed(drafter, texts.fill[-streamed:]), 0)}
 
 
-def measure_proposals(drafter: Drafter, held_out: Sequence[Int32Array], args: argparse.Namespace) -> dict[str, Any]:
-    """Both kinds of times, in turns."""
-    parts = [held_out[number :: args.rounds * len(KINDS)] for number in range(args.rounds * len(KINDS))]
+def measure(args: argparse.Namespace, run: Run) -> Results:
+    """Measure the trie, then the steps of ``auto`` with the same texts."""
+    texts = corpus_texts(args.corpus, args.tokenizer, args.tokens, args.seed)
+    tokens = sum(map(len, texts.fill))
+    run.progress.say(f"{tokens} tokens in {len(texts.fill)} texts")
+    before = psutil.Process().memory_info().rss
+    drafter = TrieDrafter(decoding_length=args.budget + 1, capacity=tokens * 5 // 4)
+    run_steps(drafter, texts.fill[:1], args.budget, False)  # compiles
+    insertion = fill(drafter, texts)
+    grown = psutil.Process().memory_info().rss - before
+    parts = [texts.held_out[number :: args.rounds * len(KINDS)] for number in range(args.rounds * len(KINDS))]
     rounds: dict[str, list[Times]] = {kind: [] for kind in KINDS}
     with quiet():
         for alone, stepped in zip(parts[0::2], parts[1::2], strict=True):
-            rounds["proposal"].append(run_steps(drafter, alone, args.budget, args.piece, True))
-            rounds["step"].append(run_steps(drafter, stepped, args.budget, args.piece, False))
-    return {kind: summary(times, args.budget) for kind, times in rounds.items()}
-
-
-def measure_auto(texts: Texts, tokens: int, args: argparse.Namespace) -> dict[str, Any]:
-    """The steps of ``auto`` with as many past outputs and the same contexts, all rows asked for."""
-    drafter = AutoDrafter(history_tokens=args.capacity or tokens * 5 // 4, all_rows=True)
-    insertion = fill(drafter, texts, args.piece)
-    parts = [texts.held_out[number :: args.rounds * len(KINDS)] for number in range(1, args.rounds * len(KINDS), len(KINDS))]
-    with quiet():
-        run_steps(drafter, parts[0][:1], args.budget, args.piece, False)
-        rounds = [run_steps(drafter, part, args.budget, args.piece, False) for part in parts]
-    return summary(rounds, args.budget) | {"insertion_tokens_per_s": insertion}
-
-
-def measure(args: argparse.Namespace, texts: Texts) -> dict[str, Any]:
-    """Everything that goes into the record."""
-    tokens = sum(map(len, texts.fill))
-    before = psutil.Process().memory_info().rss
-    drafter = TrieDrafter(decoding_length=args.budget + 1, capacity=args.capacity or tokens * 5 // 4)
-    run_steps(drafter, texts.fill[:1], args.budget, args.piece, False)  # compiles
-    insertion = fill(drafter, texts, args.piece)
-    grown = psutil.Process().memory_info().rss - before
+            rounds["proposal"].append(run_steps(drafter, alone, args.budget, True))
+            rounds["step"].append(run_steps(drafter, stepped, args.budget, False))
     results = {
         "tokens": tokens,
         "outputs": len(texts.fill),
@@ -188,32 +251,27 @@ def measure(args: argparse.Namespace, texts: Texts) -> dict[str, Any]:
         "text": texts.about,
         "insertion_tokens_per_s": insertion,
         "bytes_per_token": {"arrays": round(drafter.nbytes / tokens, 1), "process": round(grown / tokens, 1)},
-        **measure_proposals(drafter, texts.held_out, args),
+        **{kind: summary(times, args.budget) for kind, times in rounds.items()},
         "targets": TARGETS,
     }
-    del drafter
-    return results | {"auto_step": measure_auto(texts, tokens, args)}
-
-
-def measure_texts(args: argparse.Namespace, run: Run) -> Results:
-    """The texts are read, then everything is measured."""
-    texts = corpus_texts(args.corpus, args.tokenizer, args.tokens, args.seed)
-    run.progress.say(f"{sum(map(len, texts.fill))} tokens in {len(texts.fill)} texts")
-    return measure(args, texts)
+    del drafter  # its memory, before that of ``auto``
+    run.progress.say("auto")
+    auto = AutoDrafter(history_tokens=tokens * 5 // 4, all_rows=True)
+    insertion = fill(auto, texts)
+    with quiet():
+        run_steps(auto, parts[1][:1], args.budget, False)
+        steps = [run_steps(auto, part, args.budget, False) for part in parts[1::2]]
+    return results | {"auto_step": summary(steps, args.budget) | {"insertion_tokens_per_s": insertion}}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Those of the command."""
-    parser.add_argument(
-        "--corpus", type=Path, nargs="+", required=True, help=".jsonl, .jsonl.gz and .txt files, or folders of them"
-    )
+    """Add the options of the command."""
+    parser.add_argument("--corpus", type=Path, nargs="+", required=True, help=".jsonl and .jsonl.gz files, or folders of them")
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with a tokenizer.json")
-    parser.add_argument("--tokens", type=int, default=10_000_000, help="that fill the trie")
-    parser.add_argument("--capacity", type=int, help="tokens of the trie; a quarter more than fill it when absent")
-    parser.add_argument("--budget", type=int, default=63, help="rows of a proposal, below the root")
-    parser.add_argument("--piece", type=int, default=4, help="tokens of a step")
+    parser.add_argument("--tokens", type=int, default=10_000_000, help="number of tokens in the trie")
+    parser.add_argument("--budget", type=int, default=63, help="maximum rows of a proposal below the root")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
 
 
-BENCH = Bench("trie-speed", __doc__ or "", measure_texts, options, dict.fromkeys(("tokens", "budget", "piece", "rounds"), 1))
+BENCH = Bench("trie-speed", __doc__ or "", measure, options, dict.fromkeys(("tokens", "budget", "rounds"), 1))

@@ -1,1 +1,1 @@
-"""Strong scaling. In: a model, prompts, numbers of workers and of requests at once. Out: what each form does, and was to do."""
+"""Strong scaling: one worker and several together on the same requests."""

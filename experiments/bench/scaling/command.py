@@ -1,4 +1,4 @@
-"""``outrider bench scaling``: one worker beside lookahead, tensor and pipeline parallelism and replicas, on the same prompts."""
+"""``outrider bench scaling``: one worker and several together, in every form of parallelism, on the same prompts."""
 
 from __future__ import annotations
 
@@ -12,34 +12,31 @@ from configs.schema import find_model
 from decoding.request import PLAIN
 from engine.loading.model import load_config
 from engine.text.tokenizer import load_tokenizer
-from experiments.bench.options import add_model, add_prompts, check_prompts, numbers
+from experiments.bench.options import add_model, add_prompts, check_distinct, check_prompts, numbers
 from experiments.bench.run import Bench, Results, Run
-from experiments.bench.scaling.asking import Entry, ask
-from experiments.bench.scaling.forms import KINDS, forms_of
-from experiments.bench.scaling.prediction import Prediction, beside, calibrated
-from experiments.bench.scaling.rows import crossover, figures, one_worker, row_of
+from experiments.bench.scaling.entries import KINDS, Entry, ask, forms_of
+from experiments.bench.scaling.results import Prediction, beside, calibrated, crossover, figures, one_worker, row_of
 from experiments.bench.workloads import fitting_records, interleaved
 from experiments.papers.numbers.scaling import beside_figures
 from experiments.service.served import memory_mib, served
 from experiments.simulation.hardware import ModelShape, shape_of
 
-TEXT = """Strong scaling: the same prompts answered by one worker and by several together, one request at a time and many.
+TEXT = """Measure strong scaling: one worker and several together answer the same prompts, one request at a time and many.
 
-A worker is a GPU, or on a CPU a process with --threads threads. The forms that compete, each an `outrider serve` of its own:
+A worker is a GPU, or on a CPU a process with --threads threads. Each form is an `outrider serve`:
   one         one worker
-  threads     one worker with as many threads as N workers have (CPUs alone)
+  threads     one worker with as many threads as N workers have (CPU only)
   lookahead   LP, lookahead parallelism: N copies of the model share each step's draft tree
   elastic     LP whose width follows the load: one request has all N, N requests have one each
   tensor      TP by DeepSpeed: each of N workers has a slice of every layer
   pipeline    PP: each of N workers has some of the layers
   replicas    N independent workers behind the router
-Each answers with plain decoding, one token a step, and with every --strategy, greedily, with each number of --clients at once.
-In each repeat every form is started anew, every other time in reverse, so that a drift of the machine hits all alike. Nothing is
-drafted from earlier answers (`cache: off`), which would be the same ones. Two speeds are told: of a request after its first
-token by the engine's clock, and of all requests together by the clock of who asks. A form that cannot run here is left out by
-name, with the reason. Every output is compared with that of plain decoding on one worker. Beside each speed-up stands what
-`experiments.simulation` predicts from `outrider doctor --calibrate` of one worker, every worker on a device of its own. Where
-there are fewer cores than workers' threads, times say nothing of the form: tokens per step do. Let nothing else run.
+Each answers greedily with plain decoding and with every --strategy, for each number of concurrent --clients. In each repeat every
+form is started anew, every other time in reverse, so that a drift of the machine hits all alike. Nothing is drafted from earlier
+answers (`cache: off`), which would be the same ones. Two speeds are measured: of a request after its first token by the engine's
+clock, and of all requests together by the client's clock. A form that cannot run here is skipped with the reason. Every output is
+compared with plain decoding on one worker. `experiments.simulation` predicts each speed-up from `outrider doctor --calibrate`,
+with a device for each worker. With fewer cores than threads of all workers, only the tokens per step are meaningful.
 
 example, some minutes with a real model on two cores:
   outrider bench scaling --model smollm2-135m-instruct --prompts chat.jsonl code.jsonl --strategy auto --strategy jacobi
@@ -50,34 +47,30 @@ _EXACT = ("float32",)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Those of the command."""
+    """Add the options of the command."""
     add_prompts(parser)
     add_model(parser, "float32", ("float32", "bfloat16", "float16"))
-    parser.add_argument("--strategy", action="append", help="NAME or NAME:option=value,...; several times; all when absent")
-    parser.add_argument("--form", action="append", choices=KINDS, help="several times; all when absent, `one` always")
-    parser.add_argument(
-        "--workers", type=numbers(int, 1), default=(1, 2), help="numbers of workers: 1,2,4,8; one is always there"
-    )
-    parser.add_argument("--clients", type=numbers(int, 1), default=(1,), help="requests at once: 1,4,16,64; one is always there")
-    parser.add_argument("--budget", type=int, default=8, help="most drafted rows of a rank in a step")
-    parser.add_argument("--records", type=int, default=1, help="of each file, the first that fit")
-    parser.add_argument("--max-tokens", type=int, default=48, help="of an output")
+    parser.add_argument("--strategy", action="append", help="NAME or NAME:option=value,...; repeatable; default: all")
+    parser.add_argument("--form", action="append", choices=KINDS, help="repeatable; default: all; `one` always runs")
+    parser.add_argument("--workers", type=numbers(int, 1), default=(1, 2), help="numbers of workers besides one: 1,2,4,8")
+    parser.add_argument("--clients", type=numbers(int, 1), default=(1,), help="concurrent requests besides one: 1,4,16,64")
+    parser.add_argument("--budget", type=int, default=8, help="maximum draft tokens per rank and step")
+    parser.add_argument("--records", type=int, default=1, help="records of each file, the first that fit")
+    parser.add_argument("--max-tokens", type=int, default=48, help="maximum output tokens")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1, help="torch threads of a worker")
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="workers are the GPUs from the first on"
-    )
+    parser.add_argument("--threads", type=int, default=1, help="torch threads per worker")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="workers use the first GPUs")
 
 
 def measure(args: argparse.Namespace, run: Run) -> Results:
-    """All forms, strategies and numbers of requests at once in turns.
+    """Measure all forms, strategies and numbers of concurrent requests in turns.
 
     Returns:
-        ``skipped`` with reasons, ``workloads`` and ``overall`` with a row an entry, ``crossover``, ``prediction``, and what
-        ``beside_figures`` says.
+        ``skipped`` with reasons, ``workloads`` and ``overall`` with a row per entry, ``crossover``, ``prediction``, and the
+        claims of the paper (``beside_figures``).
 
     Raises:
-        ValueError, ModelLoadError: a file or a model that cannot be used.
+        ValueError, ModelLoadError: an unusable file or model.
     """
     import torch
 
@@ -112,7 +105,7 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
             except RuntimeError as error:
                 if form.kind == "one":
                     raise ValueError(f"one worker cannot be started: {error}") from error
-                skipped[form.label] = str(error).strip().splitlines()[-1]  # of what its server said, the reason
+                skipped[form.label] = str(error).strip().splitlines()[-1]  # the last line of its server
     entries = [entry for entry in entries if entry.form.label not in skipped]
     shape = _shape(model, args.dtype)
     results = results_of(entries, skipped, args.dtype, gpus, shape, memory)
@@ -130,7 +123,7 @@ def _listed(choices: Sequence[StrategyChoice]) -> str:
 
 
 def _shape(model: str, dtype: str) -> ModelShape | None:
-    """What a simulation needs of a model; None where its configuration is not one of a Llama's like."""
+    """Return the shape of a model for the simulation; None if its configuration is unlike Llama's."""
     config = load_config(model).get_text_config().to_dict()
     try:
         found = shape_of(Path(model).name, config)
@@ -140,14 +133,14 @@ def _shape(model: str, dtype: str) -> ModelShape | None:
 
 
 def _gpu_mib(gpus: int) -> dict[str, float]:
-    """Memory in use of each GPU, whoever has it."""
+    """Return the memory in use on each GPU."""
     import torch
 
     return {f"gpu {at}": round(torch.cuda.device_memory_used(at) / 2**20, 1) for at in range(gpus)}
 
 
 def _read(args: argparse.Namespace, model: str) -> dict[str, list[str]]:
-    """The first prompts of each file that fit. Raises ``ValueError`` where there are too few."""
+    """Return the first prompts of each file that fit. Raises ``ValueError`` for too few."""
     tokenizer, context = load_tokenizer(model), int(load_config(model).get_text_config().max_position_embeddings)
     found = {}
     for path in args.prompts:
@@ -162,12 +155,12 @@ def _answer(
     url: str, model: str, entries: Sequence[Entry], asked: Sequence[tuple[str, str]], max_tokens: int, expected: dict[str, str],
     run: Run,
 ) -> None:  # fmt: skip
-    """All entries of a form on all prompts; the first text to a prompt is what is expected."""
+    """Run all entries of a form on all prompts; the first text for a prompt becomes the expected one."""
     texts = [text for _, text in asked]
     for entry in entries:
         spoken = {"max_draft_tokens": 0} if entry.strategy == PLAIN else {"strategy": entry.strategy}
         body = {"model": model, "max_tokens": max_tokens, "temperature": 0, "cache": "off", "speculation": spoken}
-        ask(url, body, texts[: entry.clients], entry.clients)  # code is compiled, tables are read
+        ask(url, body, texts[: entry.clients], entry.clients)  # warm-up: compilation, tables
         by_workload: dict[str, list[str]] = {}
         for name, text in asked:
             by_workload.setdefault(name if entry.clients == 1 else "all", []).append(text)
@@ -182,7 +175,7 @@ def results_of(
     entries: Sequence[Entry], skipped: Mapping[str, str], dtype: str, gpus: int | None, shape: ModelShape | None,
     memory: Mapping[str, Mapping[str, float]],
 ) -> Results:  # fmt: skip
-    """What a run comes to, without its prediction; see ``measure``."""
+    """Return the results without the prediction; see ``measure``."""
     rows = {
         entry.label: row_of(entry, one_worker(entries, entry.clients), shape, memory.get(entry.form.label, {}))
         for entry in entries
@@ -200,7 +193,7 @@ def results_of(
 
 
 def parted(results: Results, args: argparse.Namespace) -> list[str]:
-    """The entries whose outputs are not all plain decoding's; none where the type's rounding excuses it."""
+    """Return the entries with outputs unlike plain decoding's; none in dtypes whose rounding may change them."""
     if args.dtype not in _EXACT:
         return []
     rows = results["overall"].items()
@@ -210,11 +203,9 @@ def parted(results: Results, args: argparse.Namespace) -> list[str]:
 
 
 def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Ends the process with code 2 where a number or a file is named twice."""
+    """Exit with code 2 if a number or a file is given twice."""
     check_prompts(args, parser)
-    for name in ("workers", "clients"):
-        if len(set(getattr(args, name))) < len(getattr(args, name)):
-            parser.error(f"--{name} must name no number twice")
+    check_distinct(args, parser, "workers", "clients")
 
 
 BENCH = Bench(

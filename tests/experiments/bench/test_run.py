@@ -1,23 +1,25 @@
-"""The one runner: what it makes of a bench's options, results and errors, and what its figures and progress look like."""
+"""Runner, records, figures and progress."""
 
 from __future__ import annotations
 
 import argparse
+import getpass
 import json
+import platform
 import subprocess
-import sys
 import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from engine.measures.energy import NoMeter, open_meter
 from experiments.bench.figure import draw, panel
 from experiments.bench.options import numbers
 from experiments.bench.progress import Progress
-from experiments.bench.record import ROOT
-from experiments.bench.run import Bench, Results, Run, run, run_named
+from experiments.bench.record import ROOT, Kept, command_line, describe_energy, git_state, write_record
+from experiments.bench.run import Bench, Results, Run, run
 
 SERIES = {"a": {"1": [1.0, 3.0, 2.0], "2": 4.0}, "b": {"2": [2.0, 2.5]}}
 
@@ -39,7 +41,7 @@ def wrong(results: Results, args: argparse.Namespace) -> list[str]:
     return ["too many"] if args.count > 7 else []
 
 
-BENCH = Bench("a-bench", "What it is.", measure, options, {"count": 1}, wrong=wrong)
+BENCH = Bench("a-bench", "A bench.", measure, options, {"count": 1}, wrong=wrong)
 
 
 def test_a_run_leaves_record_figure_table_and_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,16 +51,16 @@ def test_a_run_leaves_record_figure_table_and_progress(tmp_path: Path, capsys: p
     assert (record["seed"], record["config"]["count"]) == (5, 3) and record["results"]["rows"]["b"] == {"x": 1, "y": [1, 2]}
     picture = next(tmp_path.glob("*-a-bench.svg"))
     assert ElementTree.parse(picture).getroot().tag.endswith("svg") and picture.name in shown.err
-    assert "halfway" in shown.err and "1.5 (1-2)" in shown.out and "seconds" not in shown.out
+    assert "halfway" in shown.err and "1.5 (1-2)" in shown.out
 
 
-def test_json_is_all_that_is_printed_and_what_is_wrong_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_results_exit_with_1_and_json_is_all_that_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(BENCH, ["--out", str(tmp_path), "--json", "--count", "8"]) == 1
     shown = capsys.readouterr()
     assert json.loads(shown.out)["rows"]["a"]["x"] == 0 and "wrong: too many" in shown.err
 
 
-def test_what_cannot_be_used_is_one_line_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_input_is_one_line_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(BENCH, ["--out", str(tmp_path / "out"), "--count", "13"]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == "error: 13 is not to be had" and not (tmp_path / "out").exists()
     for bad, words in ((["--count", "0"], "--count must be at least 1, got 0"), (["--nothing"], "unrecognized arguments")):
@@ -67,35 +69,28 @@ def test_what_cannot_be_used_is_one_line_and_leaves_nothing(tmp_path: Path, caps
         assert words in capsys.readouterr().err
 
 
-def test_a_bench_that_is_not_recorded_writes_where_it_is_told_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bench_without_records_writes_only_to_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     quiet = Bench("quiet", "", lambda args, given: {"a": 1}, recorded=False)
     assert run(quiet, []) == 0 and list(tmp_path.iterdir()) == []
     assert run(quiet, ["--out", "here"]) == 0 and len(list((tmp_path / "here").iterdir())) == 1
 
 
-def test_a_name_that_is_not_known_is_told_those_that_are(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_named({"one": "nowhere"}, "prog", ["two"]) == 2
-    assert capsys.readouterr().err.startswith("usage: prog {one}")
-    assert run_named({"one": "nowhere"}, "prog", ["--help"]) == 0
-
-
 @pytest.mark.parametrize("kind", ["lines", "curves", "bars", "stack", "heat"])
-def test_every_kind_of_panel_is_drawn_and_the_same_each_time(kind: str, tmp_path: Path) -> None:
-    series: dict[str, dict[str, Any]] = SERIES if kind != "heat" else {"r": {"1": 1.0, "2": 2.0}, "s": {"1": 3.0, "2": 4.0}}
+def test_panels_are_drawn_with_the_same_bytes_each_time(kind: str, tmp_path: Path) -> None:
+    series = SERIES if kind != "heat" else {"r": {"1": 1.0, "2": 2.0}, "s": {"1": 3.0, "2": 4.0}}
     panels = {"first": panel(kind, "title", "x", "y", series), "empty": panel(kind, "", "x", "y", {})}
-    first, second = draw(panels, tmp_path / "a.svg"), draw(panels, tmp_path / "b.svg")
-    assert first.read_bytes() == second.read_bytes() and json.loads(json.dumps(panels)) == panels
+    assert draw(panels, tmp_path / "a.svg").read_bytes() == draw(panels, tmp_path / "b.svg").read_bytes()
 
 
-def test_progress_says_how_long_something_takes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_repeats_its_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("experiments.bench.progress._TOLD_S", 0.1)
     with Progress() as progress:
         progress.say("begins")
-        progress.note("at once: no line")
+        progress.note("too soon for a line")
         time.sleep(0.8)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "[  0.0 min] begins" and lines[1].startswith("[  0.0 min] at once: no line: ")
+    assert lines[0] == "[  0.0 min] begins" and lines[1].startswith("[  0.0 min] too soon for a line: ")
 
 
 def test_numbers_with_commas() -> None:
@@ -105,11 +100,72 @@ def test_numbers_with_commas() -> None:
             numbers(float, 1)(text)
 
 
-@pytest.mark.parametrize(
-    "name", ["strategies", *(pytest.param(name, marks=pytest.mark.slow) for name in ("load", "draft-models", "scaling"))]
-)
-def test_the_command_hands_its_options_to_the_bench(name: str) -> None:
-    command = [sys.executable, "-m", "cluster.cli.main", "bench", name, "--prompts", "p.jsonl", "--repeats", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
-    assert done.returncode == 2
-    assert f"outrider bench {name}: error: --repeats must be at least 1, got 0" in done.stderr
+def test_a_record_names_no_host_no_user_and_no_absolute_path(tmp_path: Path) -> None:
+    started = datetime.now(UTC) - timedelta(seconds=90)
+    config = {"corpus": Path("/data/corpus"), "model": str(ROOT / "demo_model"), "nested": {"files": ["/data/x/a.jsonl", "b"]}}
+    paths = [
+        write_record("a-run", config, {"figure": 1.5, "file": Path("/data/out.txt")}, 7, started, folder=tmp_path / "results")
+        for _ in range(3)
+    ]
+    text = paths[0].read_text()
+    record = json.loads(text)
+    assert [path.stem for path in paths[1:]] == [f"{paths[0].stem}-2", f"{paths[0].stem}-3"]  # none replaces another
+    assert set(record) == {
+        "name", "started", "finished", "duration_s", "git", "command", "config", "seed", "device", "versions", "results",
+        "energy",
+    }  # fmt: skip
+    assert record["config"] == {"corpus": "corpus", "model": "demo_model", "nested": {"files": ["a.jsonl", "b"]}}
+    assert record["results"] == {"figure": 1.5, "file": "out.txt"} and record["energy"] == {"source": "n/a"}
+    assert record["seed"] == 7 and 89 < record["duration_s"] < 300 and record["device"]["cores"] >= 1
+    assert all(record["versions"][name] for name in ("torch", "transformers", "outrider"))
+    for private in ("/data", str(ROOT), str(tmp_path), str(Path.home()) + "/", platform.node(), f"/{getpass.getuser()}/"):
+        assert private not in text, private
+    typed = ["/usr/bin/python3", "-m", "experiments.x", "--model=/srv/m", "--out", str(ROOT / "build" / "o"), "../shared/w"]
+    assert command_line(typed) == "python -m experiments.x --model=m --out build/o ../shared/w"
+
+
+def test_a_value_that_is_no_json_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="got object"):
+        write_record("odd", {}, {"value": object()}, None, datetime.now(UTC), folder=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_git_state_sees_changes_but_not_earlier_records(tmp_path: Path) -> None:
+    assert git_state(tmp_path) is None
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    for command in (["init", "-q"], [*identity, "commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    (tmp_path / "experiments" / "results").mkdir(parents=True)
+    (tmp_path / "experiments" / "results" / "old.json").write_text("{}")
+    clean = git_state(tmp_path)
+    assert clean is not None and len(clean["revision"]) == 40 and clean["dirty"] is False
+    (tmp_path / "new.py").write_text("")
+    assert git_state(tmp_path) == {"revision": clean["revision"], "dirty": True}
+
+
+def test_energy_is_that_of_the_meter_or_not_available(tmp_path: Path) -> None:
+    zone = tmp_path / "intel-rapl:0"
+    zone.mkdir()
+    for name, text in (("name", "package-0"), ("energy_uj", "5000000"), ("max_energy_range_uj", "262143328850")):
+        (zone / name).write_text(text)
+    meter = open_meter(["cpu"], tmp_path)
+    meter.idle_w = 0.5
+    with meter.span() as span:
+        (zone / "energy_uj").write_text("17500000")
+    told = describe_energy(span)
+    assert (told["source"], told["joules"], told["idle_w"], told["coarse"]) == ("rapl", 12.5, 0.5, True)
+    assert told["net_joules"] == pytest.approx(12.5 - 0.5 * told["seconds"], abs=0.01) and told["seconds"] < 5
+    with NoMeter().span() as untold:
+        pass
+    assert [describe_energy(untold)[name] for name in ("source", "joules", "net_joules", "idle_w")] == ["n/a"] * 4
+
+
+def test_an_interrupted_run_continues_with_kept_values_of_its_setting(tmp_path: Path) -> None:
+    path = tmp_path / "kept.jsonl"
+    Kept(path, {"a": 1}, lambda line: line[0]).add(["x", 2])
+    with path.open("a") as file:
+        file.write('["cut o')
+    again = Kept(path, {"a": 1}, lambda line: line[0])
+    assert again.found == [["x", 2]] and again.has("x") and not again.has("cut o")
+    with pytest.raises(ValueError, match="another setting"):
+        Kept(path, {"a": 2}, lambda line: line[0])

@@ -12,11 +12,9 @@ from cluster.cli.generate.strategy_option import chosen_strategies
 from decoding.budget.latency import LatencyCurve
 from decoding.request import PLAIN
 from experiments.bench.run import arguments, run
-from experiments.bench.scaling.asking import _COUNTERS, Entry, Round
 from experiments.bench.scaling.command import BENCH, parted, results_of
-from experiments.bench.scaling.forms import Form, forms_of
-from experiments.bench.scaling.prediction import Prediction, beside
-from experiments.bench.scaling.rows import communication
+from experiments.bench.scaling.entries import COUNTERS, Entry, Form, Round, forms_of
+from experiments.bench.scaling.results import Prediction, beside, communication
 from experiments.papers.beside import NOT_TESTABLE
 from experiments.report.page import read_record, render
 from experiments.simulation.hardware import ModelShape
@@ -27,7 +25,7 @@ SHAPE = ModelShape("tiny", 4, 64, 4, 4, 16, 1e5, 100)
 def test_a_form_that_is_missing_is_left_out_by_name() -> None:
     forms, skipped = forms_of(("one", "threads", "lookahead"), (1, 2, 4), 1, 3)
     assert [form.label for form in forms] == ["1 x 1", "LP 2 x 1"]
-    threads = "a GPU has no threads of ours"
+    threads = "more threads do not apply to a GPU"
     assert skipped == {"1 x 2": threads, "1 x 4": threads, "LP 4 x 1": "this machine has 3 GPUs"}
     forms, _ = forms_of(("threads",), (3,), 2, None)
     assert [(form.label, form.ranks, form.rank_threads) for form in forms] == [("1 x 2", 1, 2), ("1 x 6", 1, 6)]
@@ -38,7 +36,7 @@ def test_a_form_that_is_missing_is_left_out_by_name() -> None:
 
 def entry(kind: str, strategy: str, seconds: float, clients: int = 1, **counts: float) -> Entry:
     """Two repeats of eleven tokens, ten of them in so many seconds."""
-    counted = dict.fromkeys(_COUNTERS, 10.0) | {"decode_s": seconds, "tokens": 20.0} | counts
+    counted = dict.fromkeys(COUNTERS, 10.0) | {"decode_s": seconds, "tokens": 20.0} | counts
     repeats = [Round(1, 11, 0.5 + seconds, counted) for _ in range(2)]
     name = "chat" if clients == 1 else "all"
     return Entry(Form(kind, 1 if kind == "one" else 2, 1), strategy, clients, {name: repeats})

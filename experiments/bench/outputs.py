@@ -1,45 +1,41 @@
-"""How many answers of a real model are plain decoding's at one request, token for token, and what exactness costs.
+"""Count the outputs of a real model that equal plain decoding's at one request, and measure what exactness costs.
 
-    python -m experiments.exact_outputs --model smollm2-135m-instruct --workloads DIR
-    python -m experiments.exact_outputs --model 110m --workloads DIR --records 1    # random weights, more near-ties
-    python -m experiments.exact_outputs --workloads DIR --against CHECKOUT    # speeds beside those of another revision
+  outrider bench outputs --model smollm2-135m-instruct --workloads DIR
+  outrider bench outputs --model 110m --workloads DIR --records 1    # random weights, more near-ties
+  outrider bench outputs --workloads DIR --against CHECKOUT    # only speeds, compared with another revision
 
-The first records of each workload are asked greedily and with a draw, in the chat template of the model, one at a time and
-plainly; then in every way that ``cases`` lists: other strategies, crowds in which prompts are cut into pieces, preemption, a
-second turn whose prompt holds the first answer, over KV that is there and without, and two ranks that share each step. Beside
-them, transformers against itself, and vLLM against itself where ``--vllm`` names the Python that has it. Answers are kept in
-``--kept`` as they come, so that a run which is cut off goes on; a run with other settings needs another file.
+The first records of each workload are asked greedily and sampled, in the model's chat template: first one at a time without
+drafts, then with other strategies, in batches whose prompts are cut into chunks, with preemption, as a second turn whose prompt
+contains the first answer (with and without its KV), and on two ranks that share each step. transformers is compared with itself,
+and so is vLLM, if --vllm names a Python that has it. Outputs are kept in --kept, so that an interrupted run continues; a run with
+other settings needs another file.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from actors.offline_group import OfflineGroup, OfflinePrompt
 from actors.ranks import GroupError
 from cluster.cli.generate.prompt_file import PromptRecord
-from configs.schema import find_model
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 from decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
 from decoding.request import PLAIN, Request, SamplingParams
 from engine.engine import Engine, load_runner
 from engine.text.chat import render_chat
 from engine.text.tokenizer import load_tokenizer
-from experiments.bench.engines.guided import random_model
-from experiments.bench.options import SIZES, add_model
+from experiments.bench.engines.models import model_folder
+from experiments.bench.options import add_model
 from experiments.bench.record import ROOT, Kept, git_state
-from experiments.bench.run import Bench, Results, Run, run
+from experiments.bench.run import Bench, Results, Run
 from experiments.bench.workloads import first_that_fit, read_workloads, run_engine
 from experiments.peers.contestants import Field, Setting, end_tokens
 from experiments.peers.environments import Environments, MissingPeerError
@@ -50,13 +46,16 @@ DRAFTING = sorted(LOSSLESS - set(WITH_DRAFT_MODEL) - {PLAIN})
 CROWDS = (1, 8, 32)  # requests in a step
 NEXT_TURN = "Say that again in one sentence."
 _ids = count()
-_PEER_TURN = 16  # asks of a job for another system: answers are kept job by job
+_PROMPT_TOKENS = 1800  # longer prompts are skipped
+_TIMED, _ROUNDS = 22, 3  # greedy prompts and rounds of a comparison of revisions
+_PEER_TURN = 16  # asks per job of another system, whose answers are kept after each job
 Say = Callable[[str], None]
+Keep = Callable[[str, Sequence[int]], None]  # key of the ask, output
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What is asked."""
+    """A prompt to answer."""
 
     key: str
     record: PromptRecord
@@ -65,7 +64,7 @@ class Ask:
     draw: int  # index of ``DRAWS``
 
     def request(self, max_tokens: int, prompt: Sequence[int] | None = None, priority: int = 0) -> Request:
-        """A new one; of another prompt where one is given."""
+        """Return a new request, for another prompt if one is given."""
         params = SamplingParams(max_tokens=max_tokens, **DRAWS[self.draw])
         own = self.prompt if prompt is None else prompt
         return Request(f"{self.key}-{next(_ids)}", own, params, self.references, tenant="local", priority=priority)
@@ -73,27 +72,27 @@ class Ask:
 
 @dataclass(frozen=True)
 class Case:
-    """A way in which all asks, or those of the first record of each workload, are answered."""
+    """A way to answer all asks, or those of the first record of each workload."""
 
     name: str
     strategy: str
     running: int  # requests in a step
-    rows: int = 512  # of a step
+    rows: int = 512  # per step
     every: bool = False  # all asks
     policy: str = "fcfs"
-    turn: str = ""  # of a conversation: ``cold`` or ``warm`` for the second one
+    turn: str = ""  # second turn of a conversation: ``cold`` or ``warm`` KV
     ranks: int = 1
 
 
 def cases() -> list[Case]:
-    """All of them, plain decoding at one request first: what the others are compared with."""
+    """Return all cases; the first, plain decoding at one request, is the reference."""
     alone = [Case("plain at 1", PLAIN, 1, every=True), Case("plain, second turn", PLAIN, 1, turn="cold")]
     crowds = [Case(f"plain at {crowd}", PLAIN, crowd, every=True) for crowd in CROWDS[1:]]
     return alone + crowds + [case for name in DRAFTING for case in _cases_of(name)]
 
 
 def _cases_of(strategy: str) -> list[Case]:
-    """Those of a strategy that drafts: ``auto`` as by default; crowds of others with few rows, so that prompts come in pieces."""
+    """Return the cases of a strategy: ``auto`` with the default rows, others with fewer, so that prompts are cut into chunks."""
     default = strategy == "auto"
     rows = dict.fromkeys(CROWDS, Case.rows) if default else {1: 96, 8: 96, 32: 192}
     return [
@@ -105,12 +104,12 @@ def _cases_of(strategy: str) -> list[Case]:
 
 
 def answers(kept: Kept, case: str) -> dict[str, list[int]]:
-    """Those of a case so far, by ask."""
+    """Return the outputs of a case so far, by ask."""
     return {ask: tokens for name, ask, tokens in kept.found if name == case}
 
 
 def answer(case: Case, asks: Sequence[Ask], args: argparse.Namespace, kept: Kept, say: Say) -> None:
-    """Answers what a case lacks."""
+    """Answer the missing asks of a case."""
     missing, done = [ask for ask in asks if not kept.has((case.name, ask.key))], count(1)
     if not missing:
         return
@@ -129,7 +128,7 @@ def answer(case: Case, asks: Sequence[Ask], args: argparse.Namespace, kept: Kept
         first = answers(kept, "plain at 1")
         for ask in missing:
             prompt = second_turn(engine, ask, first[ask.key])
-            if case.turn == "warm":  # the first turn by the same engine: its KV is there
+            if case.turn == "warm":  # the first turn by the same engine leaves its KV
                 run_engine(engine, [ask.request(args.max_tokens)])
             request = ask.request(args.max_tokens, prompt)
             run_engine(engine, [request])
@@ -139,7 +138,7 @@ def answer(case: Case, asks: Sequence[Ask], args: argparse.Namespace, kept: Kept
         return
     requests = {}
     for number, ask in enumerate(missing):
-        priority = -number if case.policy == "priority" else 0  # who comes later goes first, and takes a slot from another
+        priority = -number if case.policy == "priority" else 0  # later requests go first and preempt others
         requests[ask.request(args.max_tokens, priority=priority)] = ask.key
     _run_arriving(engine, list(requests), lambda request: keep(requests[request], request.output_ids.tolist()), case)
     if case.policy == "priority":
@@ -147,7 +146,7 @@ def answer(case: Case, asks: Sequence[Ask], args: argparse.Namespace, kept: Kept
 
 
 def _run_arriving(engine: Engine, requests: Sequence[Request], keep: Callable[[Request], None], case: Case) -> None:
-    """All at once; with priorities one after another, every few steps."""
+    """Run all requests as one batch, or with priorities one after another, every few steps."""
     if case.policy != "priority":
         run_engine(engine, requests, keep)
         return
@@ -163,11 +162,8 @@ def _run_arriving(engine: Engine, requests: Sequence[Request], keep: Callable[[R
                 keep(live.pop(output.request_id))
 
 
-Keep = Callable[[str, Sequence[int]], None]  # of the ask's key and its answer
-
-
 def _answer_by_ranks(case: Case, asks: Sequence[Ask], args: argparse.Namespace, keep: Keep) -> None:
-    """By ranks in processes of their own, each with a part of the threads."""
+    """Answer with ranks in processes, each with a part of the threads."""
     model = ModelOptions(args.path, dtype=args.dtype, device="cpu", threads=max(1, args.threads // case.ranks))
     options = EngineOptions(case.running, max_waiting=len(asks))
     shared = ParallelismOptions("lookahead", case.ranks, adaptive=False)
@@ -187,7 +183,7 @@ def _answer_by_ranks(case: Case, asks: Sequence[Ask], args: argparse.Namespace, 
 
 
 def second_turn(engine: Engine, ask: Ask, answered: Sequence[int]) -> list[int]:
-    """The prompt that goes on from an answer: its tokens as they are, then what the chat template puts before the next answer."""
+    """Return the prompt of a second turn: the first one and its output as tokens, then the next message in the chat template."""
     tokenizer = engine.tokenizer
     assert tokenizer is not None
     ends = engine.info.eos_token_ids
@@ -196,14 +192,14 @@ def second_turn(engine: Engine, ask: Ask, answered: Sequence[int]) -> list[int]:
 
 
 def load_engine(args: argparse.Namespace, case: Case) -> Engine:
-    """An engine by the default options but for those of a case."""
+    """Load an engine with the options of a case."""
     model = ModelOptions(args.path, dtype=args.dtype, device="cpu", threads=args.threads, max_model_len=args.context)
     options = EngineOptions(case.running, case.rows, max_waiting=1 << 20, scheduling_policy=case.policy)  # type: ignore[arg-type]
     return Engine.load(model, options, SpeculationOptions(case.strategy))
 
 
 def read_asks(args: argparse.Namespace) -> list[Ask]:
-    """The first records of each workload whose prompts are not too long, greedily and drawn, the first of all workloads first.
+    """Return the first records of each workload whose prompts are not too long, greedy and sampled, interleaved.
 
     Raises:
         PromptFileError: the folder cannot be read, or nothing in it fits.
@@ -211,20 +207,20 @@ def read_asks(args: argparse.Namespace) -> list[Ask]:
     """
     tokenizer = load_tokenizer(args.path)
     asks = []
-    for record, ids in first_that_fit(args.workloads, tokenizer, args.records, args.prompt_tokens):
+    for record, ids in first_that_fit(args.workloads, tokenizer, args.records, _PROMPT_TOKENS):
         references = [tokenizer.encode(text, add_special_tokens=False) for text in record.references]
         asks += [Ask(f"{record.id}/{draw}", record, ids, references, draw) for draw in range(len(DRAWS))]
     return asks
 
 
 def parted(one: Sequence[int], other: Sequence[int]) -> int:
-    """The place of the first token that is another."""
+    """Return the index of the first differing token."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def compared(kept: Kept, case: str, with_case: str) -> dict[str, Any]:
-    """How many answers of a case are those of another."""
+    """Count the outputs of a case that equal those of another."""
     own, others = answers(kept, case), answers(kept, with_case)
     differing = {ask: parted(tokens, others[ask]) for ask, tokens in own.items() if tokens != others[ask]}
     return {
@@ -244,14 +240,14 @@ PEERS = {  # by case: the system of ``experiments.peers``, its mode, requests at
 
 
 def peer_answers(asks: Sequence[Ask], args: argparse.Namespace, kept: Kept, say: Say) -> list[dict[str, Any]]:
-    """transformers, and vLLM where a Python has it, each against itself: greedy alone, with drafts alone, and eight at once.
+    """Compare transformers, and vLLM if available, each with itself: greedy, with drafts, and in a batch of eight.
 
     Raises:
         MissingPeerError: a system cannot run here.
     """
     greedy = [ask for ask in asks if ask.draw == 0][: args.peer_asks]
     made = Environments(args.kept.parent, {"vllm": args.vllm}, False, say)
-    longest = args.prompt_tokens + args.max_tokens
+    longest = _PROMPT_TOKENS + args.max_tokens
     setting = Setting(args.path, args.dtype, args.threads, args.context, longest, 8, end_tokens(args.path))
     rows, references = [], dict[str, str]()
     with Field(setting, made, gguf=Path, log=Path(tempfile.gettempdir()) / "outrider-peers") as field:
@@ -274,7 +270,7 @@ def peer_answers(asks: Sequence[Ask], args: argparse.Namespace, kept: Kept, say:
 
 
 def time_check(args: argparse.Namespace) -> list[float]:
-    """Seconds that the check at start takes, five times."""
+    """Return the seconds of the check at start, five times."""
     from engine.forward import exactness  # as ``load_weights`` above
 
     model = ModelOptions(args.path, dtype=args.dtype, device="cpu", threads=args.threads, max_model_len=args.context)
@@ -289,7 +285,7 @@ def time_check(args: argparse.Namespace) -> list[float]:
 
 
 def measure(args: argparse.Namespace, run: Run) -> Results:
-    """All that was asked for."""
+    """Measure the cases, or the speeds of two revisions."""
     with model_folder(args) as path:
         return _measure(argparse.Namespace(**vars(args) | {"path": path}), run.progress.say)
 
@@ -298,8 +294,8 @@ def _measure(args: argparse.Namespace, say: Say) -> Results:
     asks = read_asks(args)
     if args.against is not None:
         setting = {name: getattr(args, name) for name in ("path", "dtype", "threads", "context", "max_tokens")}
-        greedy = [(ask.prompt, ask.references) for ask in asks if ask.draw == 0][: args.timed_asks]
-        return {"against": compare(args.against, setting, greedy, args.rounds, say)}
+        greedy = [(ask.prompt, ask.references) for ask in asks if ask.draw == 0][:_TIMED]
+        return {"against": compare(args.against, setting, greedy, _ROUNDS, say)}
     setting = {key: getattr(args, key) for key in ("model", "dtype", "max_tokens", "context")}
     kept = Kept(args.kept, setting | {"git": git_state(ROOT)}, lambda line: (line[0], line[1]))
     first = {ask.record.id for ask in asks[: len(DRAWS) * len(read_workloads(args.workloads))]}
@@ -322,43 +318,25 @@ def _measure(args: argparse.Namespace, say: Say) -> Results:
     }
 
 
-@contextmanager
-def model_folder(args: argparse.Namespace) -> Iterator[str]:
-    """The model as engines load it: random weights of one of ``SIZES`` are written to a folder that goes."""
-    if args.model not in SIZES:
-        from engine.loading.model_files import find_files
-
-        yield find_files(find_model(args.model))  # a folder, which other revisions know, too
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer = load_tokenizer(find_model(args.tokenizer))
-        random_model(args.model, len(tokenizer), args.context, torch.bfloat16, seed=0).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        yield folder
-
-
 def options(parser: argparse.ArgumentParser) -> None:
-    """Those of the command."""
+    """Add the options of the command."""
     add_model(parser, "bfloat16", ("bfloat16", "float16", "float32"), "smollm2-135m-instruct")
     parser.add_argument("--workloads", type=Path, required=True, help="folder of JSON-lines files")
-    parser.add_argument("--tokenizer", default="smollm2-135m-instruct", help="of a model with random weights: --model 110m")
-    parser.add_argument("--records", type=int, default=5, help="of each file, the first that fit")
-    parser.add_argument("--prompt-tokens", type=int, default=1800, help="longer prompts are left out")
-    parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--context", type=int, default=4096, help="tokens of prompt and output together")
-    parser.add_argument("--cases", nargs="+", choices=[case.name for case in cases()], default=[], help="instead of all")
-    parser.add_argument("--threads", type=int, default=2, help="torch threads")
-    parser.add_argument("--peer-asks", type=int, default=22, help="greedy prompts that transformers and vLLM are asked; 0: none")
-    parser.add_argument("--vllm", type=Path, help="a Python that has vLLM")
-    parser.add_argument("--against", type=Path, help="a checkout of another revision: only the speeds of both, in turns")
-    parser.add_argument("--timed-asks", type=int, default=22, help="with --against: greedy prompts")
-    parser.add_argument("--rounds", type=int, default=3, help="with --against")
-    parser.add_argument("--kept", type=Path, default=Path("exact-outputs.kept.jsonl"), help="file of the answers so far")
+    parser.add_argument("--tokenizer", default="smollm2-135m-instruct", help="tokenizer for random weights (--model 110m)")
+    parser.add_argument("--records", type=int, default=5, help="records of each file, the first that fit")
+    parser.add_argument("--max-tokens", type=int, default=256, help="maximum output tokens")
+    parser.add_argument("--context", type=int, default=4096, help="maximum tokens of prompt and output together")
+    parser.add_argument("--cases", nargs="+", choices=[case.name for case in cases()], default=[], help="default: all")
+    parser.add_argument("--threads", type=int, default=2, help="number of torch threads")
+    parser.add_argument("--peer-asks", type=int, default=22, help="greedy prompts for transformers and vLLM; 0: none")
+    parser.add_argument("--vllm", type=Path, help="Python interpreter that has vLLM")
+    parser.add_argument("--against", type=Path, help="checkout of another revision: compare only the speeds, in turns")
+    parser.add_argument("--kept", type=Path, default=Path("exact-outputs.kept.jsonl"), help="file of the outputs so far")
     parser.set_defaults(seed=DRAWS[1]["seed"])
 
 
 def other(results: Results, args: argparse.Namespace) -> list[str]:
-    """The cases with an answer of ours that is another one."""
+    """Return the cases with differing outputs."""
     rows = results.get("cases", [])
     return [
         f"{row['case']}: {row['equal']} of {row['answers']} as {row['with']}" for row in rows if row["answers"] != row["equal"]
@@ -367,9 +345,6 @@ def other(results: Results, args: argparse.Namespace) -> list[str]:
 
 BENCH = Bench(
     "exact-outputs", __doc__ or "", measure, options,
-    dict.fromkeys(("records", "prompt_tokens", "max_tokens", "threads", "rounds", "timed_asks"), 1) | {"peer_asks": 0},
+    dict.fromkeys(("records", "max_tokens", "threads"), 1) | {"peer_asks": 0},
     wrong=other, refuses=(GroupError, MissingPeerError),
 )  # fmt: skip
-
-if __name__ == "__main__":
-    sys.exit(run(BENCH))

@@ -1,0 +1,239 @@
+"""Results of strong scaling: rows, communication, crossover, predictions of the simulation, and figures."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cluster.cli.generate.known_texts import TextTokenizer, known_texts
+from cluster.cli.generate.prompt_file import PromptRecord
+from cluster.cli.generate.strategy_option import StrategyChoice
+from configs.slices import EngineOptions
+from decoding.budget.latency import LatencyCurve
+from decoding.request import PLAIN
+from experiments.bench.figure import panel
+from experiments.bench.record import ROOT
+from experiments.bench.scaling.entries import Entry, Form
+from experiments.simulation.cluster import SimulatedCluster
+from experiments.simulation.hardware import ModelShape
+from experiments.simulation.replica import KnownTarget, SimulatedReplica
+from experiments.simulation.steps import Host, Mode, Software, StepTimes
+
+_CALIBRATE_S = 600.0
+_SOFTWARE = Software()
+
+
+def row_of(entry: Entry, base: Entry, shape: ModelShape | None, memory: Mapping[str, float]) -> dict[str, Any]:
+    """Return the row of an entry over all workloads, compared with plain decoding on one worker (``base``).
+
+    ``decode_ratio`` compares requests after their first token by the engine's clock, ``speed_up`` all requests together by the
+    client's. ``shape`` is needed for the bytes of tensor and pipeline parallelism; ``memory`` is MiB by process or GPU.
+    """
+    pairs = [[a / b for a, b in zip(entry.rates(name), base.rates(name), strict=True)] for name in entry.rounds]
+    done = [one for own in entry.rounds.values() for one in own]
+    form, requests = entry.form, sum(one.requests for one in done)
+    speed_up = [round(a / b, 3) for a, b in zip(entry.wall_rates, base.wall_rates, strict=True)]
+    request_steps = entry.total("request_steps")
+    return {
+        "form": form.label, "kind": form.kind, "workers": form.workers, "ranks": form.ranks, "threads": form.rank_threads,
+        "strategy": entry.strategy, "clients": entry.clients,
+        "tokens_per_s": round(statistics.median(entry.wall_rates), 2),
+        "tokens_per_step": round(entry.total("tokens") / request_steps, 3),
+        "drafted_per_step": round(entry.total("drafted") / request_steps, 2),
+        "identical": requests - entry.differing, "records": requests,
+        "decode_ratio": {"plain": [round(statistics.fmean(repeat), 3) for repeat in zip(*pairs, strict=True)]},
+        "speed_up": speed_up, "efficiency": round(statistics.median(speed_up) / form.workers, 3),
+        "communication": communication(entry, shape), "memory_mib": dict(memory),
+    }  # fmt: skip
+
+
+def communication(entry: Entry, shape: ModelShape | None) -> dict[str, Any]:
+    """Return bytes and seconds per step that ranks exchange, ``measured`` by them or ``computed`` from the steps' rows.
+
+    Tensor parallelism sums a row of each layer twice; a ring sends 2 (n - 1) / n of its bytes per rank, with n ranks. A pipeline
+    passes each row on n times. Their times are unknown: ``seconds`` is None.
+
+    Example: 32 layers of 4,096 in two bytes on two ranks: 64 sums of 8,192 bytes, and each rank sends 8,192 of each: 1 MiB a row.
+    """
+    form, steps = entry.form, max(1.0, entry.total("steps"))
+    if form.kind in ("lookahead", "elastic"):
+        told = {"bytes": entry.total("exchange_bytes") / steps, "seconds": round(entry.total("exchange_s") / steps, 6)}
+        return {"how": "measured", **told}
+    if form.kind not in ("tensor", "pipeline"):
+        return {"how": "none", "bytes": 0, "seconds": 0.0}
+    if shape is None:
+        return {"how": "unknown", "bytes": None, "seconds": None}
+    row_bytes = shape.hidden * shape.value_bytes
+    times = 2 * shape.layers * 2 * (form.ranks - 1) if form.kind == "tensor" else form.ranks
+    return {"how": "computed", "bytes": entry.total("rows") / steps * times * row_bytes, "seconds": None}
+
+
+def crossover(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the form and strategy with most tokens per second, by numbers of workers and of concurrent requests.
+
+    ``threads`` are one worker of another size, and left out. A sentence says from how many concurrent requests another form wins,
+    and its ratio to the best of the other forms.
+    """
+    workers = sorted({row["workers"] for row in rows if row["kind"] not in ("one", "threads")})
+    wins: dict[str, dict[str, Any]] = {}
+    sentences = []
+    for count in workers:
+        own = [row for row in rows if row["kind"] != "threads" and row["workers"] in (1, count)]
+        by_clients = {}
+        for clients in sorted({row["clients"] for row in own}):
+            ordered = sorted(
+                (row for row in own if row["clients"] == clients), key=lambda row: -statistics.median(row["speed_up"])
+            )
+            best = ordered[0]
+            other = next((row for row in ordered if row["kind"] != best["kind"]), best)
+            ahead = statistics.median(best["speed_up"]) / statistics.median(other["speed_up"])
+            by_clients[str(clients)] = {
+                "form": best["form"], "kind": best["kind"], "strategy": best["strategy"],
+                "speed_up": statistics.median(best["speed_up"]), "next": other["form"], "ahead": round(ahead, 3),
+            }  # fmt: skip
+        wins[str(count)] = by_clients
+        sentences.append(f"{count} workers: {_changes(by_clients)}")
+    return {"wins": wins, "sentences": sentences}
+
+
+def _changes(by_clients: Mapping[str, Mapping[str, Any]]) -> str:
+    """Describe where the winner changes with the number of concurrent requests."""
+    parts, former = [], ""
+    for clients, won in by_clients.items():
+        if won["form"] != former:
+            name = "plain" if won["strategy"] == PLAIN else won["strategy"]
+            parts.append(f"from {clients} at once {won['form']} with {name} ({won['ahead']:.2f} times {won['next']})")
+        former = won["form"]
+    return ", ".join(parts)
+
+
+def figures(rows: Sequence[Mapping[str, Any]], predicted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the panels: speed after the first token, speed-up by load, tokens per step by ranks, and prediction."""
+    alone = [row for row in rows if row["clients"] == 1]
+    speed: dict[str, dict[str, Any]] = {}
+    for row in alone:
+        speed.setdefault(row["form"], {})[row["strategy"]] = row["decode_ratio"]["plain"]
+    found = {"speed after the first token": panel("bars", "", "", "times plain decoding on one worker", speed)}
+    if any(row["clients"] > 1 for row in rows):
+        for strategy in dict.fromkeys(row["strategy"] for row in rows):
+            lines: dict[str, dict[str, Any]] = {}
+            for row in (row for row in rows if row["strategy"] == strategy):
+                lines.setdefault(row["form"], {})[str(row["clients"])] = row["speed_up"]
+            found[strategy] = panel("lines", "all requests together", "requests at once", "times plain on one worker", lines)
+    steps: dict[str, dict[str, float]] = {}
+    for row in alone:
+        if row["kind"] in ("one", "lookahead"):
+            steps.setdefault(row["strategy"], {})[str(row["ranks"])] = row["tokens_per_step"]
+    found["tokens of a step"] = panel("lines", "lookahead parallelism", "ranks", "tokens per step", steps)
+    told = predicted.get("rows", {})
+    if told:
+        series = {name: {label: row[name] for label, row in told.items()} for name in ("measured", "predicted")}
+        found["prediction"] = panel("bars", "simulated from this machine's own calibration", "", "speed-up", series)
+    return found
+
+
+def one_worker(entries: Sequence[Entry], clients: int) -> Entry:
+    """Return plain decoding on one worker with as many concurrent requests."""
+    return next(entry for entry in entries if entry.form == Form("one", 1, entry.form.threads) and entry.clients == clients)
+
+
+def calibrated(model: str, dtype: str, device: str, threads: int) -> LatencyCurve:
+    """Measure the latency curve of one worker with ``outrider doctor --calibrate``.
+
+    Raises:
+        ValueError: the command fails; with its last line.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        settings = ["--model", model, "--dtype", dtype, "--device", device, "--threads", str(threads)]
+        command = [sys.executable, "-m", "cluster.cli.main", "doctor", "--calibrate", "--json", "--out", folder, *settings]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_CALIBRATE_S)
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+        raise ValueError(f"outrider doctor --calibrate failed, and it said: {said}")
+    return LatencyCurve.from_json(json.loads(done.stdout)["curve"])
+
+
+class Prediction:
+    """Predicted speed of forms on known outputs, with a device for each worker."""
+
+    def __init__(self, curve: LatencyCurve, shape: ModelShape | None, texts: Mapping[str, str], model: str, budget: int) -> None:
+        """Predict from the ``curve`` of one worker and the outputs of a model by prompt (``texts``).
+
+        Tensor parallelism needs the model's ``shape``. ``budget`` is the maximum draft tokens per rank and step.
+        """
+        self._curve, self._shape, self._budget = curve, shape, budget
+        cutter = TextTokenizer(Path(model))
+        records = [PromptRecord(str(at), "all", prompt, (), output) for at, (prompt, output) in enumerate(texts.items())]
+        self._texts = [(text.id, text) for text in known_texts(records, cutter, None)]
+        self._context = max(len(text.prompt_ids) + len(text.output_ids) for _, text in self._texts)
+        self._vocabulary = cutter.vocab_size, cutter.end_token_id
+
+    def tokens_per_s(self, form: Form, choice: StrategyChoice, clients: int) -> float:
+        """Return tokens per second of all requests together, by the simulated clock.
+
+        Raises:
+            ValueError: the strategy or the form cannot be simulated; with the reason.
+        """
+        replicas, times = self._times(form, clients)
+        target = KnownTarget(*self._vocabulary, self._context, times.curve)
+        options = EngineOptions(max_running=max(clients, EngineOptions().max_running), max_waiting=len(self._texts))
+        every = [SimulatedReplica(choice, times, target, options, self._budget, False) for _ in range(replicas)]
+        found = SimulatedCluster(every, None, 0.0, 0).closed_loop(self._texts, clients)
+        return float(found["tokens_per_s"])
+
+    def _times(self, form: Form, clients: int) -> tuple[int, StepTimes]:
+        """Return the number of replicas and their step times."""
+        mode: Mode = "lookahead"
+        replicas, width, curve = 1, form.ranks, self._curve
+        if form.kind == "threads":
+            raise ValueError("the calibration is of one worker's threads")
+        if form.kind == "replicas":
+            replicas, width = form.ranks, 1
+        elif form.kind == "elastic":  # the widest blocks that leave one for each request
+            replicas = 1 << (min(clients, form.ranks).bit_length() - 1)
+            width = form.ranks // replicas
+        elif form.kind == "tensor":
+            mode, curve = "tensor", self._sliced(form.ranks)
+        elif form.kind == "pipeline":
+            mode = "pipeline"
+        return replicas, StepTimes(mode, width, curve, Host(), hop_s=_SOFTWARE.hop_s)
+
+    def _sliced(self, ranks: int) -> LatencyCurve:
+        """Return the curve of tensor parallelism: each rank takes its part of the time, plus two sums per layer."""
+        if self._shape is None:
+            raise ValueError("the shape of the model is unknown")
+        curve, sums_s = self._curve, 2 * self._shape.layers * _SOFTWARE.collective_s
+        seconds = tuple(each / ranks + sums_s for each in curve.rows_s)
+        return replace(
+            curve, rows_s=seconds, sequence_s=curve.sequence_s / ranks, entry_s=curve.entry_s / ranks,
+            row_entry_s=curve.row_entry_s / ranks,
+        )  # fmt: skip
+
+
+def beside(
+    rows: Mapping[str, Mapping[str, Any]], forms: Mapping[str, Form], choices: Mapping[str, StrategyChoice],
+    plain: StrategyChoice, prediction: Prediction,
+) -> dict[str, Any]:  # fmt: skip
+    """Return each row's measured and predicted speed-up, and why some are not predicted; forms and choices are by label."""
+    told: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
+    one: dict[int, float] = {}
+    for label, row in rows.items():
+        form, clients = forms[row["form"]], row["clients"]
+        try:
+            if clients not in one:
+                one[clients] = prediction.tokens_per_s(Form("one", 1, form.threads), plain, clients)
+            guess = prediction.tokens_per_s(form, choices[row["strategy"]], clients) / one[clients]
+        except ValueError as error:
+            left_out[label] = str(error)
+            continue
+        measured = statistics.median(row["speed_up"])
+        told[label] = {"measured": measured, "predicted": round(guess, 3), "error": round(guess / measured - 1, 3)}
+    return {"rows": told, "left_out": left_out}

@@ -1,0 +1,111 @@
+"""``outrider bench replay`` on few texts, over real processes and a real Redis."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.schema import REPOSITORY
+from experiments.bench.__main__ import main
+from experiments.bench.memory.trie_speed import CHANGED_SHARE, KINDS, MAX_TOKENS, corpus_texts, summary
+
+TEXT = "A request travels from the door to the engine and back again."
+
+
+def replayed(folder: Path, *arguments: object) -> dict[str, Any]:
+    assert main(["replay", *map(str, arguments), "--out", str(folder / "out")]) == 0
+    results: dict[str, Any] = json.loads(next((folder / "out").glob("*.json")).read_text())["results"]
+    return results
+
+
+def workload(folder: Path, *records: dict[str, str]) -> Path:
+    path = folder / "asked.jsonl"
+    path.write_text("".join(json.dumps({"id": str(at), **record}) + "\n" for at, record in enumerate(records)))
+    return path
+
+
+def test_strategies_without_logits_are_replayed(tiny_model: Path, tmp_path: Path) -> None:
+    path = workload(tmp_path, {"prompt": TEXT, "output": TEXT})
+    chosen = ("--strategy", "llma", "--strategy", "autoregressive", "--strategy", "recycling")
+    results = replayed(tmp_path, "strategies", path, "--tokenizer", tiny_model, *chosen)
+    plain, copied = (results[name]["workloads"]["asked"] for name in ("autoregressive", "llma"))
+    assert list(results) == ["llma", "autoregressive"] and plain["tokens"] == copied["tokens"]
+    assert plain["tokens_per_step"] == 1.0 and copied["tokens_per_step"] > 2.0
+
+
+def test_ranks_draft_that_much_wider(tiny_model: Path, tmp_path: Path) -> None:
+    path, wide = workload(tmp_path, {"prompt": TEXT * 3, "output": TEXT}), ("--budget", 8, "--world-size", 1, 3)
+    results = replayed(tmp_path, "strategies", path, "--tokenizer", tiny_model, "--strategy", "auto:all_rows=true", *wide)
+    one, three = (figures["workloads"]["asked"]["drafted_per_step"] for figures in results.values())
+    assert three > 2 * one
+
+
+def test_strategies_that_remember_draft_from_a_corpus(tiny_model: Path, tmp_path: Path) -> None:
+    path, shard = workload(tmp_path, {"prompt": "What travels?", "output": TEXT}), tmp_path / "train-00.jsonl.gz"
+    shard.write_bytes(gzip.compress(json.dumps({"text": f"Once more: {TEXT}"}).encode() + b"\n"))
+    chosen = ("--strategy", "trie", "--strategy", "suffix", "--corpus", tmp_path)
+    reached = replayed(tmp_path, "strategies", path, "--tokenizer", tiny_model, *chosen)
+    assert reached["trie"]["mean_tokens_per_step"] > 2 * reached["suffix"]["mean_tokens_per_step"]
+
+
+def test_replicas_that_share_are_warm_from_their_first_request(tmp_path: Path) -> None:
+    words = (
+        "the library opens at nine", "seven ships left the harbour", "glass melts slowly in small ovens",
+        "a letter came by night",
+    )  # fmt: skip
+    path = workload(tmp_path, *({"prompt": f"{text[:3]}?", "output": f"{text}, {text[::-1]}"} for text in words))
+    (rows,) = replayed(tmp_path, "sharing", path, "--tokenizer", REPOSITORY / "demo_model")["workloads"].values()
+    assert all(len(rows[replica]["by_request"]) == len(words) for replica in ("alone", "A", "B", "C"))
+    assert rows["A"]["first_request"] == rows["alone"]["first_request"]
+    for replica in ("B", "C"):
+        assert rows[replica]["tokens_per_step"] > 3 * rows["alone"]["tokens_per_step"]
+        assert rows[replica]["first_request"] > 3 * rows["alone"]["first_request"]
+    assert len(rows["B, new requests"]["by_request"]) == len(words) // 2
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Different sentences in files of both kinds."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    lines = [
+        json.dumps({"text": f"Record {number}: " + " ".join(f"the {number * k % 97} foxes jump {k} dogs" for k in range(12))})
+        for number in range(100)
+    ]
+    (folder / "a.jsonl").write_text("\n".join(lines[::2]))
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(lines[1::2]).encode()))
+    (folder / "c.json").write_text("not read")
+    return folder
+
+
+def test_the_trie_is_measured(tiny_model: Path, corpus: Path, tmp_path: Path) -> None:
+    small = ("--tokens", 20_000, "--rounds", 1, "--budget", 15)
+    results = replayed(tmp_path, "trie", "--corpus", corpus, "--tokenizer", tiny_model, *small)
+    assert results["tokens"] == 20_000 and results["bytes_per_token"]["arrays"] > 20
+    for kind in (*KINDS, "auto_step"):
+        row = results[kind]
+        assert 0 < row["full"] <= row["proposals"] and 0 < row["rows_mean"] <= 15
+        assert 0 < row["p50_us"]["median"] <= row["p99_us"]["median"] <= row["p99_9_us"]["median"]
+    assert all(rates["min"] > 0 for rates in results["insertion_tokens_per_s"].values())
+    assert main(["replay", "trie", "--corpus", str(tmp_path / "out"), "--tokenizer", str(tiny_model)]) == 2
+
+
+def test_a_corpus_is_repeated_with_changes(tiny_model: Path, corpus: Path) -> None:
+    texts = corpus_texts([corpus], tiny_model, 60_000, 0)
+    assert sum(map(len, texts.fill)) == 60_000 and max(map(len, texts.fill)) <= MAX_TOKENS
+    assert texts.about["files"] == 2 and texts.about["shown"] > 1.5
+    once = {text.tobytes() for text in texts.fill[: round(len(texts.fill) / texts.about["shown"])]}
+    changed = [text.tobytes() not in once for text in texts.fill[len(once) + 1 :]]
+    assert sum(changed) > 0.5 * len(changed) and CHANGED_SHARE < 0.5
+    assert texts.held_out and not any(text.tobytes() in {each.tobytes() for each in texts.fill} for text in texts.held_out)
+
+
+def test_times_are_of_full_proposals_only() -> None:
+    rounds = [[(1000, 4), (3000, 4), (900_000, 2)], [(5000, 4), (700_000, 0)]]
+    row = summary(rounds, 4)
+    assert row["proposals"] == 5 and row["full"] == 3 and row["rows_mean"] == 2.8
+    assert row["p50_us"] == {"median": 3.5, "min": 2.0, "max": 5.0} and summary(rounds, 9)["p50_us"] == {}
