@@ -147,8 +147,8 @@ def test_settings_turn_one_thing_on_at_a_time() -> None:
     assert WARM_UP not in pair_tenants(3)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.proof
+@pytest.mark.timeout(1200)
 def test_a_day_on_servers_that_draft_and_one_that_does_not(tmp_path: Path) -> None:
     records = [
         {"id": f"w/{n}", "ref_kind": "doc", "output": "o", "references": [f"The harbour of town {n} opens at {n}."]}
