@@ -1,8 +1,9 @@
-"""What clients of ``outrider serve`` see: python -m experiments.service NAME; NAME --help says more of each."""
+"""Measurements of what clients of ``outrider serve`` see: ``outrider bench service NAME``."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from experiments.bench.run import run_named
 
@@ -13,10 +14,15 @@ TRIALS = {
     "fairness": "experiments.service.fairness",
     "first-minutes": "experiments.service.first_minutes",
     "fuzz": "experiments.service.fuzz",
-    "overhead": "experiments.service.overhead",
     "overload": "experiments.service.overload",
-    "parity": "experiments.service.parity.run",
+    "parity": "experiments.service.parity",
 }
 
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the named measurement and return its exit code; 2 for an unknown name."""
+    return run_named(TRIALS, "outrider bench service", argv)
+
+
 if __name__ == "__main__":
-    sys.exit(run_named(TRIALS, "python -m experiments.service"))
+    sys.exit(main())
