@@ -13,7 +13,9 @@ from typing import Any
 import httpx
 
 LOGPROB_TOLERANCE = 1e-3  # the order of sums depends on the rows of a forward, which differ for a resumed text
-_PLACES = ("The library", "The museum", "The swimming pool", "The town hall", "The post office", "The bakery", "The harbour office")
+_PLACES = (
+    "The library", "The museum", "The swimming pool", "The town hall", "The post office", "The bakery", "The harbour office",
+)  # fmt: skip
 _HOURS = ("eight", "nine", "ten", "eleven", "noon")
 _DAYS = ("Mondays", "Tuesdays", "Wednesdays", "Thursdays", "Fridays", "Saturdays", "Sundays")
 _SCHEMA = {

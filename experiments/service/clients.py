@@ -43,8 +43,8 @@ CLIENTS = {
     ),
     "aiperf": (
         f"aiperf=={AIPERF}",
-        "aiperf profile --model {model} --url {url} --endpoint-type chat --streaming --tokenizer {tokenizer} --concurrency {users} "
-        "--benchmark-duration {seconds:g} --synthetic-input-tokens-mean 200 --output-tokens-mean 100 "
+        "aiperf profile --model {model} --url {url} --endpoint-type chat --streaming --tokenizer {tokenizer} "
+        "--concurrency {users} --benchmark-duration {seconds:g} --synthetic-input-tokens-mean 200 --output-tokens-mean 100 "
         "--extra-inputs ignore_eos:true --artifact-dir {folder}/aiperf --ui none",
     ),
     "schemathesis": (

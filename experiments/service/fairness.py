@@ -142,7 +142,7 @@ def settings(args: argparse.Namespace) -> list[str]:
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add_model(parser, "bfloat16", ("bfloat16", "float32"), "smollm2-135m-instruct")
-    parser.add_argument("--tenants", type=int, nargs="+", default=[2, 8, 32], help="tenants with a key, including the flooding one")
+    parser.add_argument("--tenants", type=int, nargs="+", default=[2, 8, 32], help="number of tenants, with the flooding one")
     parser.add_argument("--floods", nargs="+", choices=FLOODS, default=list(FLOODS))
     parser.add_argument("--seconds", type=float, default=20.0, help="duration of each phase")
     parser.add_argument("--seed", type=int, default=0, help="seed of questions and pauses")
