@@ -11,7 +11,6 @@ TRIALS = {
     "attacks": "experiments.service.attacks.run",
     "clients": "experiments.service.clients",
     "disconnects": "experiments.service.disconnects",
-    "fairness": "experiments.service.fairness",
     "first-minutes": "experiments.service.first_minutes",
     "fuzz": "experiments.service.fuzz",
     "overload": "experiments.service.overload",

@@ -2,8 +2,8 @@
 
 outrider bench service disconnects [--clients 1000] [--waves 10]
 
-In waves, clients ask for long answers and close their sockets: some at once, some after a few events of a stream, some while a
-whole answer is computed. After each wave the time is measured until ``/health`` counts no request. Before the first wave and
+In waves, clients ask for long answers and close their sockets: some at once, some in the middle of a stream, some while a whole
+answer is computed. After each wave the time is measured until ``/health`` counts no request. Before the first wave and
 after the last one some requests are answered to their end, and have to have the same answers.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import time
 from collections import Counter
@@ -23,11 +22,13 @@ from experiments.bench.options import add_model
 from experiments.bench.progress import Progress
 from experiments.bench.run import Bench, Results
 from experiments.service.asks import Ask, make_asks, play
+from experiments.service.attacks.shots import Target, fire, post
 from experiments.service.served import Served, conducted, memory_mib, replica_settings, spread, until_whole
 
 _STREAMS = ("greedy", "sampled", "two choices", "text", "references")
 _WHOLES = ("whole", "whole, two choices")
 _WHOLE_SHARE = 0.3  # of requests without streaming
+_AT_ONCE = 0.15  # share of clients that leave before any answer
 _MAX_TOKENS = 1500  # of an answer nobody waits for
 _POLL_S, _GIVEN_UP_S = 0.02, 30.0
 _WITHIN_S = 1.0  # goal for free slots
@@ -66,44 +67,21 @@ async def trial(server: Served, model: str, args: argparse.Namespace, progress: 
 
 
 async def leave(url: str, model: str, request: Ask, rng: random.Random) -> str:
-    """Send a request, close the socket at a random point and return the point.
+    """Send a request, close the socket at a random moment and return the state of the answer.
 
     Returns:
-        ``at once``, ``mid-stream``, ``while it waited for an event``, ``while it was computed`` (without streaming),
-        ``refused``, or ``too late`` if the answer was complete.
+        ``at once``, ``mid-stream``, ``while it was computed``, ``refused``, or ``too late`` if the answer was complete.
     """
     at = urlsplit(url)
     await asyncio.sleep(rng.uniform(0, 0.5))
-    reader, writer = await asyncio.open_connection(at.hostname, at.port)
-    try:
-        body = json.dumps({"model": model, **request.body}).encode()
-        head = f"POST /v1/{request.route} HTTP/1.1\r\nHost: {at.netloc}\r\nContent-Type: application/json\r\n"
-        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        await writer.drain()
-        if rng.random() < 0.15:
-            return "at once"
-        wanted, streamed = rng.randint(0, 20), bool(request.body.get("stream"))
-        try:
-            async with asyncio.timeout(rng.uniform(0.0, 3.0)):
-                return await _read(reader, wanted if streamed else None)
-        except TimeoutError:
-            return "while it waited for an event" if streamed else "while it was computed"
-    finally:
-        writer.transport.abort()
-
-
-async def _read(reader: asyncio.StreamReader, wanted: int | None) -> str:
-    """Read so many events of a stream, or a whole answer if ``wanted`` is None."""
-    status = await reader.readline()
-    if b" 200 " not in status:
-        return f"refused: {status.decode().strip()}"
-    seen = 0
-    while wanted is None or seen < wanted:
-        line = await reader.readline()
-        if not line or line.startswith(b"data: [DONE]") or (wanted is None and line.startswith(b"{")):
-            return "too late"
-        seen += line.startswith(b"data: ")
-    return "mid-stream"
+    stay_s = 0.0 if rng.random() < _AT_ONCE else rng.uniform(0.0, 3.0)
+    shot = post(f"/v1/{request.route}", {"model": model, **request.body}, None, stay_s=stay_s)
+    reply = await fire(shot, Target(str(at.hostname), int(at.port or 80), model))
+    if reply.status not in (0, 200):
+        return f"refused: {reply.status}"
+    if reply.has_ended:
+        return "too late"
+    return "mid-stream" if reply.status else "while it was computed" if stay_s else "at once"
 
 
 async def until_free(client: httpx.AsyncClient) -> float:

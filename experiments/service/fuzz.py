@@ -25,21 +25,20 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from cache_service.namespace import hash_key
 from experiments.bench.options import add_model
 from experiments.bench.progress import Progress
 from experiments.bench.run import Bench, Results
+from experiments.service.attacks import run as attacks
 from experiments.service.attacks.calm import CalmClient
-from experiments.service.attacks.shots import Reply, Shot, Target, event_ids, fire, is_fault
+from experiments.service.attacks.shots import Reply, Target, answered, event_ids, fire, is_fault
 from experiments.service.fuzzing.case import Case, Server, reduced
 from experiments.service.fuzzing.requests import RESUMED, make_case
 from experiments.service.served import Served, conducted, give_way, memory_mib, spread, until_whole
 
-_CALM, _HOSTILE, _OPERATOR = "outrider-calm", "outrider-hostile", "outrider-operator"
 _MOST_TOKENS = 32  # of an answer
 _ALONE_S, _WARM_UP_S = 20.0, 10.0
 _AT_ONCE = 8
-_TRIES, _AGAIN_S = 5, 0.2  # after a 429 or 503
+_WITHIN_S = 61.0  # for the answer to a case
 _TOLD_S = 10.0  # between two lines of progress
 _REDUCED = 12  # failures whose input is reduced, each of another kind, status or message
 _SHOWN = 1500  # characters of an input
@@ -49,18 +48,14 @@ _MESSAGE = re.compile(rb'"message": ?"((?:[^"\\]|\\.){0,200})')
 
 def settings(args: argparse.Namespace) -> list[str]:
     """Return the settings of the server."""
-    return [
-        f"model.dtype={args.dtype}", "model.threads=1", f"limits.max_output_tokens={_MOST_TOKENS}",
-        f'tenancy.tenants.calm.keys=["{hash_key(_CALM)}"]', f'tenancy.tenants.hostile.keys=["{hash_key(_HOSTILE)}"]',
-        f'tenancy.admin_keys=["{hash_key(_OPERATOR)}"]',
-    ]  # fmt: skip
+    return [*attacks.settings(args), f"limits.max_output_tokens={_MOST_TOKENS}"]
 
 
 async def trial(server: Served, model: str, args: argparse.Namespace, progress: Progress) -> Results:
     """Measure the calm client alone, then beside the cases."""
     parts = urlsplit(server.url)
-    target = Target(str(parts.hostname), int(parts.port or 80), model, (_HOSTILE, _HOSTILE))
-    with contextlib.closing(CalmClient(target.host, target.port, model, _CALM)) as calm:
+    target = Target(str(parts.hostname), int(parts.port or 80), model, attacks.ATTACKERS)
+    with contextlib.closing(CalmClient(target.host, target.port, model, attacks.CALM)) as calm:
         alone = await asyncio.to_thread(calm.window, _ALONE_S, _WARM_UP_S)
         progress.say("hostile clients beside the calm one")
         pids, memory = server.serve_pids(), [memory_mib(server)]
@@ -68,7 +63,7 @@ async def trial(server: Served, model: str, args: argparse.Namespace, progress: 
             beside = await asyncio.to_thread(calm.until, pipe.poll)
             drawn = pipe.recv()
         memory.append(memory_mib(server))
-    async with httpx.AsyncClient(base_url=server.url, timeout=120, headers={"Authorization": f"Bearer {_CALM}"}) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=120, headers={"Authorization": f"Bearer {attacks.CALM}"}) as client:
         whole_again_s = await until_whole(client, 1)
         memory.append(memory_mib(server))
         health = (await client.get("/health")).json()
@@ -105,7 +100,7 @@ def _drawn(target: Target, seed: int, first: int, count: int) -> Iterator[Connec
 def _run_apart(target: Target, seed: int, first: int, count: int, pipe: Connection) -> None:
     give_way()
     found = event_ids(target, {"model": target.model, **RESUMED})
-    server = Server(target.model, _HOSTILE, _OPERATOR, target.admin_port, tuple(found))
+    server = Server(target.model, attacks.ATTACKERS[0], attacks.OPERATOR, target.admin_port, tuple(found))
     pipe.send(asyncio.run(run_cases(target, server, seed, first, count)))
 
 
@@ -125,7 +120,7 @@ async def run_cases(target: Target, server: Server, seed: int, first: int, count
         for number in numbers:
             case = make_case(seed, number, server)
             sent = time.monotonic()
-            reply = await _answer(case.shot(server), target)
+            reply = await answered(case.shot(server), target, _WITHIN_S)
             took_s[case.kind] += time.monotonic() - sent
             kinds.setdefault(case.kind, Counter())[reply.label] += 1
             if (fault := fault_of(case, reply)) is not None:
@@ -151,16 +146,6 @@ def fault_of(case: Case, reply: Reply) -> str | None:
     if (label.startswith("5") or is_fault(label)) and not (asks_for_time and b"timeout" in reply.text):
         return label
     return "no answer" if case.raw is None and not reply.statuses else None
-
-
-async def _answer(shot: Shot, target: Target) -> Reply:
-    """Return the answer to a shot, fired again while the server is busy."""
-    for _ in range(_TRIES):
-        reply = await fire(shot, target)
-        if reply.status not in (429, 503):
-            break
-        await asyncio.sleep(_AGAIN_S)
-    return reply
 
 
 async def _note(

@@ -169,7 +169,7 @@ def _combined(said: Said) -> Iterator[Case]:
     yield Case("prompt", {"prompt": [said.prompt, said.prompt[:-3]], "n": 2}, TEXT)
     for choice in ("auto", "none", "required", {"type": "function", "function": {"name": "look_up"}}):
         yield Case("tool_choice", {"tools": [_TOOL], "tool_choice": choice, "max_tokens": 48}, CHAT)
-    for choice in ("auto", "none", "required", {"type": "function", "name": "look_up"}):
-        yield Case("tool_choice", {"tools": [_ITEM], "tool_choice": choice, "max_output_tokens": 48}, RESPONSES)
+    for item_choice in ("auto", "none", "required", {"type": "function", "name": "look_up"}):
+        yield Case("tool_choice", {"tools": [_ITEM], "tool_choice": item_choice, "max_output_tokens": 48}, RESPONSES)
     yield Case("parallel_tool_calls", {"tools": [_TOOL], "parallel_tool_calls": False}, CHAT)
     yield Case("parallel_tool_calls", {"tools": [_ITEM], "parallel_tool_calls": False}, RESPONSES)

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import contextlib
 import http.client
-import multiprocessing
 import os
 import secrets
 import signal
@@ -15,11 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.queues import SimpleQueue
-from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +33,6 @@ from experiments.bench.run import Results, Run
 
 _START_S, _STOP_S, _POLL_S = 300.0, 60.0, 0.1
 _BACK_S = 120.0
-Clients = Callable[..., Coroutine[Any, Any, Counter[str]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,38 +195,6 @@ def give_way() -> None:
     os.nice(19)
     with contextlib.suppress(OSError):  # not available on this system
         Path("/proc/self/autogroup").write_text("19")
-
-
-@contextlib.contextmanager
-def apart(clients: Clients, *arguments: object) -> Iterator[Counter[str]]:
-    """Run clients in a low-priority process, and yield their counts, which are filled in when the block ends.
-
-    ``clients`` is called with the arguments and an ``asyncio.Event`` that is set when they have to end.
-    """
-    spawn = multiprocessing.get_context("spawn")
-    ends, found = spawn.Event(), spawn.SimpleQueue()
-    process = spawn.Process(target=_apart, args=(clients, arguments, ends, found))
-    process.start()
-    counted: Counter[str] = Counter()
-    try:
-        yield counted
-    finally:
-        ends.set()
-        counted.update(found.get())
-        process.join()
-
-
-def _apart(clients: Clients, arguments: Sequence[object], ends: Event, found: SimpleQueue[Counter[str]]) -> None:
-    give_way()
-
-    async def run() -> Counter[str]:
-        ended = asyncio.Event()
-        counting = asyncio.create_task(clients(*arguments, ended))
-        await asyncio.to_thread(ends.wait)
-        ended.set()
-        return await counting
-
-    found.put(asyncio.run(run()))
 
 
 def memory_mib(server: Served) -> dict[str, float]:

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from experiments.service.attacks.forms import Form, all_forms
-from experiments.service.attacks.shots import Reply, Shot, Target, fire
+from experiments.service.attacks.shots import Shot, Target, answered, fire
 from experiments.service.served import give_way
 
 _POLL_S = 0.02
 _BEGIN_S, _STOP_S = 60.0, 20.0  # within which the process answers, or is replaced
-_AGAIN_S = 0.5  # after a 429
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,19 +153,9 @@ async def once(
     async def one(form: Form) -> None:
         async with free:
             shots = (await asyncio.to_thread(form.attack, target))[:most]
-            replies = await asyncio.gather(*(_accepted(shot, target, within_s) for shot in shots))
+            replies = await asyncio.gather(*(answered(shot, target, within_s, busy=(429,)) for shot in shots))
             found[form.title] = dict(Counter(reply.label for reply in replies))
 
     reachable = [form for form in forms if target.admin_port is not None or not form.on_admin_port]
     await asyncio.gather(*map(one, reachable))
     return {form.title: found[form.title] for form in reachable}
-
-
-async def _accepted(shot: Shot, target: Target, within_s: float) -> Reply:
-    """Return the answer to a shot, fired again after a 429."""
-    reply = Reply()
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(within_s):
-            while (reply := await fire(shot, target)).status == 429:
-                await asyncio.sleep(_AGAIN_S)
-    return reply

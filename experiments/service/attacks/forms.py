@@ -49,8 +49,8 @@ def all_forms() -> list[Form]:
     for kind, group in yaml.safe_load(_CATALOG.read_text(encoding="utf-8")).items():
         for name, own in group.get("forms", {}).items():
             fields = {field: value for field, value in group.items() if field != "forms"} | own
-            shots = {side: partial(make_shots, fields.pop(side)) for side in ("attack", "polite")}
-            found.append(Form(kind, name, **shots, **fields))
+            attack, polite = (partial(make_shots, fields.pop(side)) for side in ("attack", "polite"))
+            found.append(Form(kind, name, attack, polite, **fields))
     return found
 
 

@@ -35,12 +35,11 @@ CALM, ATTACKERS, OPERATOR = "outrider-calm", ("outrider-attacker", "outrider-sec
 _GOALS = Goals()
 
 
-def settings(args: argparse.Namespace, admin_port: int) -> list[str]:
-    """Return the settings of the server."""
+def settings(args: argparse.Namespace) -> list[str]:
+    """Return the settings of a server with keys for all clients."""
     named = [("calm", (CALM,)), ("attacker", ATTACKERS)]
     keys = [f"tenancy.tenants.{name}.keys=[{', '.join(map(_quoted, own))}]" for name, own in named]
-    operator = [f"tenancy.admin_keys=[{_quoted(OPERATOR)}]", f"server.admin_port={admin_port}"]
-    return [f"model.dtype={args.dtype}", "model.threads=1", *keys, *operator]
+    return [f"model.dtype={args.dtype}", "model.threads=1", *keys, f"tenancy.admin_keys=[{_quoted(OPERATOR)}]"]
 
 
 def _quoted(key: str) -> str:
@@ -62,7 +61,7 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
         results["rows"] = rows.measure()
     model, admin_port = find_model(args.model), free_port()
     run.progress.say("a server starts")
-    with served(model, settings(args, admin_port)) as server:
+    with served(model, [*settings(args), f"server.admin_port={admin_port}"]) as server:
         parts = urlsplit(server.url)
         target = Target(str(parts.hostname), int(parts.port or 80), Path(model).name, ATTACKERS, admin_port)
         if args.once:

@@ -7,7 +7,7 @@ import contextlib
 import json
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ CHAT, COMPLETIONS, RESPONSES, DOCUMENTS = "/v1/chat/completions", "/v1/completio
 STAY_S = 60.0  # for which a client waits for the end of an answer
 _KEPT_BYTES = 8192  # of an answer, its beginning and its end
 _SMALL_BUFFER = 4096  # of the kernel, for clients that never read
+_AGAIN_S = 0.3  # after an answer that says that the server is busy
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
 _FAULT = re.compile(rb'"type": ?"server_error"')
 _TAKEN = b"stream_taken"  # by a newer client: no fault
@@ -129,6 +130,16 @@ async def fire(shot: Shot, target: Target) -> Reply:
     finally:
         hearing.cancel()
         writer.transport.abort()
+
+
+async def answered(shot: Shot, target: Target, within_s: float, busy: Collection[int] = (429, 503)) -> Reply:
+    """Return the answer to a shot, fired again for so many seconds while the server is busy."""
+    reply = Reply()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(within_s):
+            while (reply := await fire(shot, target)).status in busy:
+                await asyncio.sleep(_AGAIN_S)
+    return reply
 
 
 async def _send(writer: asyncio.StreamWriter, shot: Shot) -> None:

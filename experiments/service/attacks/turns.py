@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -64,14 +63,13 @@ class Turns:
         if not self._server.process.is_running() or self._server.process.status() == psutil.STATUS_ZOMBIE:
             raise RuntimeError(f"the server has ended before {form.title}, round {number + 1}")
         alone = self._calm.window(self._seconds)
-        with self._peak() as peak:
-            attack, load = self._beside(form, False, None)
+        attack, load = self._beside(form, False, None)
         idle_s = self._settle()
         polite, polite_load = self._beside(form, True, load.per_s)
         self._settle()
         pids = self._server.serve_pids()
         sides = {"alone": figures(alone), "attack": figures(attack, load), "polite": figures(polite, polite_load)}
-        sides["attack"] |= {"peak_mib": peak[0], "idle_after_s": idle_s}
+        sides["attack"]["idle_after_s"] = idle_s
         ratio = sides["attack"]["p95_ms"] / sides["polite"]["p95_ms"]
         times = ", ".join(f"{side} {sides[side]['p95_ms']:.1f}" for side in SIDES)
         self._progress.note(f"round {number + 1}, {form.title}: p95 in ms {times}, {ratio:.2f} times")
@@ -105,38 +103,19 @@ class Turns:
             time.sleep(_SAMPLE_S)
         return now
 
-    @contextlib.contextmanager
-    def _peak(self) -> Iterator[list[float]]:
-        """Sample the memory during the block; the list holds its maximum."""
-        most, ends = [0.0], threading.Event()
-
-        def read() -> None:
-            while not ends.wait(_SAMPLE_S):
-                most[0] = max(most[0], _memory_mib(self._server))
-
-        thread = threading.Thread(target=read, daemon=True)
-        thread.start()
-        try:
-            yield most
-        finally:
-            ends.set()
-            thread.join()
-
 
 def figures(window: Window, load: Load | None = None) -> dict[str, Any]:
     """Return the figures of a window, and of the load beside it."""
     found: dict[str, Any] = {
-        "p50_ms": p95_ms(window.gaps_s, 50),
         "p95_ms": p95_ms(window.gaps_s),
         "max_ms": p95_ms(window.gaps_s, 100),
         "ttft_p95_ms": p95_ms(window.firsts_s),
         "answer_p95_ms": p95_ms(window.wholes_s),
-        "answers": len(window.firsts_s),
         "lost": window.lost,
         "others": window.others,
         "statuses": dict(window.statuses),
     }
-    return found | ({} if load is None else {"load": load.statuses, "shots_per_s": round(load.per_s, 2)})
+    return found | ({} if load is None else {"load": load.statuses})
 
 
 def _processes(server: Served) -> list[psutil.Process]:

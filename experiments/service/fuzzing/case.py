@@ -45,7 +45,8 @@ class Case:
         """Return the connection that sends it."""
         if self.raw is not None:
             data = self.raw[: len(self.raw) // 2] if self.leaving.startswith("half") else self.raw
-            pieces, pause_s = (data,), 0.0
+            pieces: tuple[bytes, ...] = (data,)
+            pause_s = 0.0
             if self.leaving == "byte by byte":
                 pieces, pause_s = (*(bytes((byte,)) for byte in data[:_BYTEWISE]), data[_BYTEWISE:]), 0.002
             return Shot(pieces, pause_s, stay_s=LEAVINGS[self.leaving], on_admin_port=self.on_admin_port)

@@ -1,138 +1,177 @@
-"""Requests whose heads, bodies, routes or connections are unusual, drawn at random."""
+"""Requests of the fuzzer: drawn from the templates of ``cases.yaml``, and connections that no client library would make."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from experiments.service.attacks.shots import CHAT, COMPLETIONS, DOCUMENTS, RESPONSES, head
+import yaml
+
+from experiments.service.attacks.shots import CHAT, head
 from experiments.service.attacks.texts import nested_html, pdf
-from experiments.service.fuzzing.bodies import BODIES
 from experiments.service.fuzzing.case import LEAVINGS, Case, Server
-from experiments.service.fuzzing.values import text, value
+from experiments.service.fuzzing.values import count, grammar, number, pattern, schema, text, value
 
 RESUMED: dict[str, Any] = {
     "messages": [{"role": "user", "content": "When does the library open?"}], "max_tokens": 16, "stream": True, "temperature": 0,
 }  # fmt: skip
+_CONNECTIONS_WEIGHT = 5  # beside those of the templates
 _NO_ID = f"chatcmpl-{'0' * 32}.1.{'0' * 16}.{'0' * 8}.0.2f-5ab1c3d4-0-0-1"
 _ID_PARTS = ("", "0", "f" * 8, "9" * 13, "0-0-0-0-0", "-".join(["ffffffff"] * 5), "cmpl-" + "0" * 32, "-1", "f" * 40)
-_OTHER_STREAMS: tuple[tuple[str, dict[str, Any]], ...] = (  # than that of the id
-    (COMPLETIONS, {"prompt": "a", "stream": True, "max_tokens": 2}), (RESPONSES, {"input": "a", "stream": True}),
-    (CHAT, RESUMED | {"n": 2}), (CHAT, RESUMED | {"stream": False}), (CHAT, RESUMED | {"max_tokens": 2}),
-)  # fmt: skip
-_PATHS = (
-    "/", "/health", "/ready", "/ping", "/version", "/openapi.json", "/metrics", "/v1/models", "/v1/models/", "/v1/cache",
-    "/v1/compare", "/v1/chat/completions", "/v1/documents/text", "/tokenize", "/admin/cache/stats", "/admin/cache/export",
-    "/admin/cache/import", "/admin/cache/verify", "/admin/audit", "/admin/baseline", "/playground/app.js", "/favicon.ico",
-    "/v1/embeddings", "/nothing",
-)  # fmt: skip
-_ADMIN = (
-    ("GET", "/admin/cache/stats"), ("GET", "/admin/cache/export"), ("POST", "/admin/cache/import"),
-    ("POST", "/admin/cache/preload"),
-    ("DELETE", "/admin/cache/tenants/{}"), ("DELETE", "/admin/cache/tenants/{}/requests/{}"), ("GET", "/admin/cache/verify"),
-    ("POST", "/admin/cache/tenants/{}/documents/delete"), ("GET", "/admin/audit"), ("POST", "/admin/audit"),
-    ("GET", "/admin/baseline"), ("GET", "/metrics"),
-)  # fmt: skip
 _NAMES = ("", "*", "nobody", "a:b", "%00", "%2e%2e", "%ff", "a" * 300, "%F0%9F%A6%99", "..", "a%0d%0ab", "hostile%20")
-_HOSTS = (
-    "localhost", "127.0.0.1:1", "[::1]", "[::1]evil", "[::1", "localhost:80@evil", "evil.example", "", "localhost:99999999",
-    "a" * 5000, "\xe9", "localhost\t", "::1", "[fe80::1%25eth0]", "localhost,evil", "127.1",
-)  # fmt: skip
-_ORIGINS = (
-    "null", "http://localhost", "https://evil.example", "", "http://[", "http://localhost:99999999", "file://", "\xff",
-)  # fmt: skip
-_METHODS = ("GET", "POST", "OPTIONS", "HEAD", "DELETE", "PUT", "PATCH", "TRACE")
-_ODD_HEADERS = (
-    "Content-Length: 2", "Content-Length: +2", "Content-Length: 2, 2", "Transfer-Encoding: chunked",
-    "Transfer-Encoding: gzip, chunked", "Expect: 100-continue", "Connection: upgrade", "Upgrade: websocket", "Upgrade: h2c",
-    "Content-Encoding: gzip", "Accept: \xff", "X : y", " folded", "Cookie: " + "a" * 9000, "Range: bytes=0-1", "If-None-Match: *",
-    "Accept-Encoding: br", "X-Session-ID: " + "s" * 600, "Trailer: x",
-)  # fmt: skip
-_CHUNKS = (
-    b"", b"{}", b"2\r\n{}\r\n0\r\n\r\n", b"2\r\n{}\r\n0\r\nx: y\r\n\r\n", b"zz\r\n", b"1;a=b\r\n{\r\n", b"ffffffffffffffff\r\n",
-)  # fmt: skip
+_QUERIES = ("", "", "?limit=-1", "?tenant=%00", "?x=%ff")
+_OMITTED = object()
 _DEEP = 5000
 
 
-def _documents(rng: random.Random, server: Server) -> Case:
-    kind = rng.random()
-    if kind < 0.02:  # these take a process each
-        content = _noisy(rng, rng.choice((nested_html(5, 500), pdf(2, 3), pdf(1, 2, nested=3), b"<html>" + rng.randbytes(99))))
-    elif kind < 0.5:
-        content = text(rng).encode("utf-8", "surrogatepass")
-    else:
-        content = rng.choice((b"", rng.randbytes(rng.randrange(300)), "é".encode("utf-16"), b"\x00" * 50, b"PK\x03\x04", b"{}"))
-    odd = text(rng, 5).encode("ascii", "ignore").decode()
-    kinds = ("text/plain", "text/html", "application/pdf", "multipart/form-data; boundary=x", "", odd)
-    return Case("documents", DOCUMENTS, content, headers={"Content-Type": rng.choice(kinds).replace("\n", "").replace("\r", "")})
+VALUES: Mapping[str, Callable[[random.Random, Any], Any]] = {
+    "$text": text,
+    "$value": value,
+    "$schema": schema,
+    "$number": lambda rng, _: number(rng),
+    "$grammar": lambda rng, _: grammar(rng),
+    "$pattern": lambda rng, _: pattern(rng),
+    "$token": lambda rng, most: rng.randrange(most),
+    "$bytes": lambda rng, most: rng.randbytes(rng.randrange(most)),
+    "$long": lambda rng, begin: begin + begin[-1] * rng.choice((10, 600, 9000, 16_000, 17_000, 70_000)),
+}
 
 
-def _noisy(rng: random.Random, content: bytes) -> bytes:
-    changed = bytearray(content)
-    for _ in range(rng.randrange(4)):
-        at = rng.randrange(len(changed))
-        changed[at : at + rng.randrange(3)] = rng.randbytes(rng.randrange(4))
-    return bytes(changed)
+def make_case(seed: int, number: int, server: Server) -> Case:
+    """Return the case of a seed with a number, which is reproducible except for event ids, which a server signs."""
+    rng = random.Random(f"{seed}/{number}")
+    kinds = {name: group for name, group in _templates().items() if not name.startswith(".")}
+    weights = [*(group["weight"] for group in kinds.values()), _CONNECTIONS_WEIGHT]
+    (kind,) = rng.choices([*kinds, "connections"], weights)
+    if kind == "connections":
+        name = rng.choice(list(CONNECTIONS))
+        return Case(f"connection, {name}", raw=CONNECTIONS[name](rng, server), leaving=rng.choice(list(LEAVINGS)))
+    drawn = Draw(rng, server).of(rng.choice(kinds[kind]["requests"]))
+    if isinstance(drawn.get("body"), dict) and drawn["path"] != "/detokenize":
+        drawn["body"] = {"model": server.model, **drawn["body"]}
+    return Case(kind, **drawn)
 
 
-def _event_ids(rng: random.Random, server: Server) -> Case:
-    event_id = rng.choice(server.event_ids) if server.event_ids else _NO_ID
-    parts, how = event_id.split("."), rng.randrange(4)
-    if how == 0:
-        at = rng.randrange(len(event_id))
-        event_id = event_id[:at] + rng.choice("0f-.g ~") + event_id[at + rng.randrange(2) :]
-    elif how == 1:
-        parts[rng.randrange(len(parts))] = rng.choice(_ID_PARTS)
-        event_id = ".".join(parts)
-    elif how == 2:
-        event_id = rng.choice(("", "0", "a" * 9000, event_id * 2, ".".join([event_id] * 9), event_id[::-1], "\xff"))
-    path, body = rng.choice(_OTHER_STREAMS) if rng.random() < 0.3 else (CHAT, RESUMED)
-    headers = {"Accept": "text/event-stream", "Last-Event-ID": event_id}
-    return Case("event ids", path, {"model": server.model, **body}, headers=headers)
+@cache
+def _templates() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8"))
+    return found
 
 
-def _hosts(rng: random.Random, server: Server) -> Case:
-    headers = {"Host": rng.choice(_HOSTS)}
-    if rng.random() < 0.6:
-        headers["Origin"] = rng.choice(_ORIGINS)
-        headers["Sec-Fetch-Site"] = rng.choice(("cross-site", "same-origin", "none", "?"))
-    method = rng.choice(_METHODS)
-    body = rng.choice((b"", b"{}", b"a=b")) if method in ("POST", "PUT", "PATCH") else None
-    path = rng.choice(_PATHS)
-    headers["Content-Type"] = rng.choice(("text/plain", "application/json", "", "a/b;"))
-    return Case("hosts", path, body, method, headers)
+class Draw:
+    """Values drawn from templates, in which ``{$NAME: argument, ...}`` is replaced by a value of ``VALUES`` or of a method."""
 
+    def __init__(self, rng: random.Random, server: Server) -> None:
+        self._rng, self._to = rng, server
 
-def _routes(rng: random.Random, server: Server) -> Case:
-    if rng.random() < 0.5:
-        keys = ("", None, "wrong", "\xe9", "a" * 5000, server.operator, "")
-        path = rng.choice(("/v1/cache", "/v1/cache/", "/v1/cache?tenant=calm", "/v1/cache/calm"))
-        return Case("memory routes", path, None, rng.choice(("GET", "DELETE", "HEAD", "OPTIONS")), key=rng.choice(keys))
-    method, path = rng.choice(_ADMIN)
-    path = path.format(rng.choice(_NAMES), rng.choice(_NAMES)) + rng.choice(("", "", "?limit=-1", "?tenant=%00", "?x=%ff"))
-    bodies = (
-        b"", rng.randbytes(200), b"{}", json.dumps(value(rng)).encode(), json.dumps({"documents": [text(rng)]}).encode(),
-        json.dumps({"documents": value(rng)}).encode(),
-    )  # fmt: skip
-    body = rng.choice(bodies) if method == "POST" else None
-    key = rng.choice((server.operator, server.operator, "", None))
-    return Case("operator routes", path, body, method, key=key, on_admin_port=server.admin_port is not None)
+    def of(self, template: Any) -> Any:
+        """Return a value drawn from a template."""
+        if isinstance(template, list):
+            return [self.of(item) for item in template]
+        if not isinstance(template, Mapping):
+            return template
+        name, *more = (*template, "")
+        if name.startswith("$"):
+            if name in VALUES:
+                return VALUES[name](self._rng, template[name])
+            arguments = {each: template[each] for each in more if each}
+            return getattr(self, f"_{name[1:]}")(template[name], **arguments)
+        drawn = {each: self.of(part) for each, part in template.items()}
+        return {each: part for each, part in drawn.items() if part is not _OMITTED}
 
+    def _one(self, options: Sequence[Any]) -> Any:
+        return self.of(self._rng.choice(options))
 
-def _heads(rng: random.Random, server: Server) -> Case:
-    size = rng.choice((0, 1, 9, 255, 256, 257, 5000))
-    long = "/" + "a" * rng.choice((10, 16_000, 17_000, 70_000))
-    target = rng.choice((*_PATHS, long, "*", "http://there/v1/models", "/?%", "/%zz", "/a b", "\\", "/\x7f"))
-    method = rng.choice(("GET", "POST", "OPTIONS", "CONNECT", "PRI", "get", ""))
-    lines = [f"{method} {target} {rng.choice(('HTTP/1.1', 'HTTP/1.0', 'HTTP/2.0', 'HTTP/1.1 x', ''))}"]
-    lines += [rng.choice(("Host: localhost", "Host: localhost", "", "Host:localhost\r\nHost: b"))]
-    lines += [f"Authorization: Bearer {server.key}"]
-    lines += [rng.choice(_ODD_HEADERS) for _ in range(rng.randrange(4))] + [f"x{at}: y" for at in range(size)]
-    one = "\r\n".join((*filter(None, lines), "", "")).encode("latin-1", "replace") + rng.choice(_CHUNKS)
-    on_admin_port = server.admin_port is not None
-    return Case("heads", raw=one * rng.choice((1, 1, 1, 2, 40)), on_admin_port=on_admin_port and rng.random() < 0.2)
+    def _maybe(self, template: Any, chance: float = 0.5) -> Any:
+        return self.of(template) if self._rng.random() < chance else _OMITTED
+
+    def _some(self, fields: Mapping[str, Any], most: int) -> dict[str, Any]:
+        return {name: self.of(fields[name]) for name in self._rng.sample(list(fields), self._rng.randrange(most + 1))}
+
+    def _odd(self, names: Sequence[str], parts: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+        """Return up to two fields with any value, or with any value of their parts."""
+        drawn: dict[str, Any] = {}
+        for name in self._rng.sample(names, self._rng.choice((0, 1, 1, 2))):
+            if name in parts and self._rng.random() < 0.7:
+                drawn[name] = {part: value(self._rng, 1) for part in parts[name] if self._rng.random() < 0.5}
+            else:
+                drawn[name] = value(self._rng)
+        return drawn
+
+    def _merge(self, templates: Sequence[Any]) -> dict[str, Any]:
+        return {name: each for template in templates for name, each in self.of(template).items()}
+
+    def _joined(self, templates: Sequence[Any]) -> list[Any]:
+        return [item for template in templates for item in self.of(template)]
+
+    def _list(self, template: Any, size: int | None = None) -> list[Any]:
+        return [self.of(template) for _ in range(count(self._rng) if size is None else self._rng.randrange(size + 1))]
+
+    def _copies(self, template: Any, size: Any = None) -> list[Any]:
+        return [self.of(template)] * (count(self._rng) if size is None else self.of(size))
+
+    def _sample(self, templates: Sequence[Any]) -> list[Any]:
+        return [self.of(template) for template in self._rng.sample(templates, self._rng.randrange(1, len(templates) + 1))]
+
+    def _named(self, template: Any) -> dict[str, Any]:
+        return {text(self._rng, 5): self.of(template)}
+
+    def _json(self, template: Any) -> str:
+        return json.dumps(self.of(template))
+
+    def _header(self, template: Any) -> str:
+        return str(self.of(template)).encode("ascii", "ignore").decode().replace("\n", "").replace("\r", "")
+
+    def _encoded(self, template: Any) -> bytes:
+        return str(self.of(template)).encode("utf-8", "surrogatepass")
+
+    def _file(self, template: Any) -> bytes:
+        """Return a file without text, which costs the server a process, once in fifty times."""
+        if self._rng.random() >= 0.02:
+            content: bytes = self.of(template)
+            return content
+        changed = bytearray(self._rng.choice((nested_html(5, 500), pdf(2, 3), pdf(1, 2, nested=3), b"<html>" + b"\x00\xff" * 50)))
+        for _ in range(self._rng.randrange(4)):
+            at = self._rng.randrange(len(changed))
+            changed[at : at + self._rng.randrange(3)] = self._rng.randbytes(self._rng.randrange(4))
+        return bytes(changed)
+
+    def _server(self, name: str) -> Any:
+        return self._to.admin_port is not None if name == "has_admin_port" else getattr(self._to, name)
+
+    def _admin(self, template: Any) -> str:
+        return str(self.of(template)).format(self._rng.choice(_NAMES), self._rng.choice(_NAMES)) + self._rng.choice(_QUERIES)
+
+    def _resumed(self, changes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return RESUMED | dict(self._rng.choice(changes))
+
+    def _event_id(self, _: None) -> str:
+        rng, event_id = self._rng, self._rng.choice(self._to.event_ids or (_NO_ID,))
+        parts, how = event_id.split("."), rng.randrange(4)
+        if how == 0:
+            at = rng.randrange(len(event_id))
+            return event_id[:at] + rng.choice("0f-.g ~") + event_id[at + rng.randrange(2) :]
+        if how == 1:
+            parts[rng.randrange(len(parts))] = rng.choice(_ID_PARTS)
+            return ".".join(parts)
+        return rng.choice(
+            ("", "0", "a" * 9000, event_id * 2, ".".join([event_id] * 9), event_id[::-1], "\xff", event_id, event_id)
+        )
+
+    def _head(self, method: Any, **templates: Any) -> bytes:
+        parts = {name: self.of(template) for name, template in templates.items()}
+        lines = [
+            f"{self.of(method)} {parts['target']} {parts['version']}",
+            parts["host"],
+            f"Authorization: Bearer {self._to.key}",
+        ]
+        lines += parts["odd"] + [f"x{at}: y" for at in range(parts["short"])]
+        one = "\r\n".join((*filter(None, lines), "", "")).encode("latin-1", "replace") + parts["body"].encode()
+        return one * int(parts["times"])
 
 
 def _post(server: Server, body: bytes, path: str = CHAT, **headers: object) -> bytes:
@@ -165,7 +204,7 @@ def _said(server: Server, content: bytes) -> bytes:
     return _post(server, _chat(server).replace(b'"hello"', content))
 
 
-_CONNECTIONS: dict[str, Callable[[random.Random, Server], bytes]] = {  # that no client library would make
+CONNECTIONS: dict[str, Callable[[random.Random, Server], bytes]] = {  # that no client library would make
     "changed bytes": lambda rng, to: _post(to, _noise(rng, _chat(to, stream=rng.random() < 0.5, stop=["é", "\ud83d\ude00"]))),
     "random bytes": lambda rng, to: _post(to, rng.randbytes(rng.randrange(2000))),
     "no HTTP": lambda rng, to: rng.randbytes(rng.randrange(1, 500)) + b"\r\n\r\n",
@@ -186,7 +225,7 @@ _CONNECTIONS: dict[str, Callable[[random.Random, Server], bytes]] = {  # that no
     "length and chunks": lambda rng, to: _post(to, _chat(to), Transfer_Encoding="chunked"),
     "broken chunks": lambda rng, to: _post(to, b"zz\r\n" + _chat(to), Transfer_Encoding="chunked", Content_Length=0),
     "long header": lambda rng, to: _post(to, _chat(to), X_Long="x" * 100_000),
-    "many headers": lambda rng, to: _post(to, _chat(to), **{f"X_{at}": 1 for at in range(5000)}),
+    "many headers": lambda rng, to: _post(to, _chat(to), CHAT, **{f"X_{at}": 1 for at in range(5000)}),
     "odd method": lambda rng, to: _post(to, _chat(to)).replace(b"POST", rng.choice((b"BREW", b"TRACE", b"post", b"P\x00T")), 1),
     "odd path": lambda rng, to: _post(to, _chat(to), rng.choice(("/v1/" + "a" * 60_000, "/%00", "/../../a", "//"))),
     "odd version": lambda rng, to: _post(to, _chat(to)).replace(b"HTTP/1.1", rng.choice((b"HTTP/1.0", b"HTTP/9.9", b"ICY")), 1),
@@ -195,29 +234,3 @@ _CONNECTIONS: dict[str, Callable[[random.Random, Server], bytes]] = {  # that no
     "pipelined": lambda rng, to: _post(to, _chat(to), Connection="keep-alive") * 5,
     "expectation": lambda rng, to: _post(to, _chat(to), Expect="200-ok"),
 }  # fmt: skip
-
-
-def _connections(rng: random.Random, server: Server) -> Case:
-    kind = rng.choice(list(_CONNECTIONS))
-    return Case(f"connection, {kind}", raw=_CONNECTIONS[kind](rng, server), leaving=rng.choice([*LEAVINGS]))
-
-
-def _json(kind: str, make: Callable[[random.Random], tuple[str, Any]]) -> Callable[[random.Random, Server], Case]:
-    def case(rng: random.Random, server: Server) -> Case:
-        path, body = make(rng)
-        return Case(kind, path, {"model": server.model, **body} if path != "/detokenize" else body)
-
-    return case
-
-
-KINDS: tuple[tuple[int, Callable[[random.Random, Server], Case]], ...] = (  # with their weights
-    *((weight, _json(kind, make)) for weight, kind, make in BODIES),
-    (2, _documents), (2, _event_ids), (2, _hosts), (2, _routes), (3, _heads), (5, _connections),
-)  # fmt: skip
-
-
-def make_case(seed: int, number: int, server: Server) -> Case:
-    """Return the case of a seed with a number, which is reproducible except for event ids, which a server signs."""
-    rng = random.Random(f"{seed}/{number}")
-    (make,) = rng.choices([make for _, make in KINDS], [weight for weight, _ in KINDS])
-    return make(rng, server)

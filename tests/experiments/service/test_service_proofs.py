@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from experiments.bench.run import arguments
-from experiments.service import clients, disconnects, fairness, fuzz, overload
+from experiments.service import clients, disconnects, fuzz, overload
 from experiments.service.__main__ import TRIALS, main
 from experiments.service.asks import KINDS, Answer, Ask, Choice, ask, make_asks
 from experiments.service.overload import Phase
@@ -128,7 +128,7 @@ def test_records_keep_no_folders_and_colours_of_other_tools() -> None:
     ("bench", "options"),
     [
         (disconnects.BENCH, ["--waves", "0"]), (overload.BENCH, ["--factor", "0"]), (clients.BENCH, ["--cases", "0"]),
-        (fairness.BENCH, ["--tenants", "1"]), (fuzz.BENCH, ["--cases", "0"]), (disconnects.BENCH, ["--clients", "1"]),
+        (fuzz.BENCH, ["--cases", "0"]), (disconnects.BENCH, ["--clients", "1"]),
     ],
     ids=str,
 )  # fmt: skip
