@@ -153,7 +153,7 @@ async def once(
     async def one(form: Form) -> None:
         async with free:
             shots = (await asyncio.to_thread(form.attack, target))[:most]
-            replies = await asyncio.gather(*(answered(shot, target, within_s, busy=(429,)) for shot in shots))
+            replies = await asyncio.gather(*(answered(shot, target, within_s, tries=100) for shot in shots))
             found[form.title] = dict(Counter(reply.label for reply in replies))
 
     reachable = [form for form in forms if target.admin_port is not None or not form.on_admin_port]

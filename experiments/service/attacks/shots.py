@@ -7,7 +7,7 @@ import contextlib
 import json
 import re
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,12 +132,15 @@ async def fire(shot: Shot, target: Target) -> Reply:
         writer.transport.abort()
 
 
-async def answered(shot: Shot, target: Target, within_s: float, busy: Collection[int] = (429, 503)) -> Reply:
-    """Return the answer to a shot, fired again for so many seconds while the server is busy."""
+async def answered(shot: Shot, target: Target, within_s: float, tries: int = 5) -> Reply:
+    """Return the answer to a shot, fired again while the server is busy."""
     reply = Reply()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(within_s):
-            while (reply := await fire(shot, target)).status in busy:
+            for _ in range(tries):
+                reply = await fire(shot, target)
+                if reply.status not in (429, 503):
+                    break
                 await asyncio.sleep(_AGAIN_S)
     return reply
 

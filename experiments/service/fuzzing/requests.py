@@ -158,18 +158,14 @@ class Draw:
         if how == 1:
             parts[rng.randrange(len(parts))] = rng.choice(_ID_PARTS)
             return ".".join(parts)
-        return rng.choice(
-            ("", "0", "a" * 9000, event_id * 2, ".".join([event_id] * 9), event_id[::-1], "\xff", event_id, event_id)
-        )
+        if how == 2:
+            return rng.choice(("", "0", "a" * 9000, event_id * 2, ".".join([event_id] * 9), event_id[::-1], "\xff"))
+        return event_id
 
     def _head(self, method: Any, **templates: Any) -> bytes:
         parts = {name: self.of(template) for name, template in templates.items()}
-        lines = [
-            f"{self.of(method)} {parts['target']} {parts['version']}",
-            parts["host"],
-            f"Authorization: Bearer {self._to.key}",
-        ]
-        lines += parts["odd"] + [f"x{at}: y" for at in range(parts["short"])]
+        lines = [f"{self.of(method)} {parts['target']} {parts['version']}", parts["host"]]
+        lines += [f"Authorization: Bearer {self._to.key}", *parts["odd"], *(f"x{at}: y" for at in range(parts["short"]))]
         one = "\r\n".join((*filter(None, lines), "", "")).encode("latin-1", "replace") + parts["body"].encode()
         return one * int(parts["times"])
 
