@@ -246,7 +246,7 @@ def step_profile(results: Results) -> Table:
 
 
 def attacks(results: Results) -> Table | None:
-    """``experiments.service attacks``: a calm client's inter-token times beside each form of attack, those that fail first."""
+    """``outrider bench service attacks``: a calm client's inter-token times beside each form of attack, those that fail first."""
     sides = ("alone", "polite", "attack")
     rows = []
     for each in results.get("attacks", ()):
@@ -258,7 +258,7 @@ def attacks(results: Results) -> Table | None:
 
 
 def attacks_around(results: Results) -> Table | None:
-    """``experiments.service attacks``: rows of the calm request, memory, and statuses where each shot was fired once."""
+    """``outrider bench service attacks``: rows of the calm request, memory, and statuses where each shot was fired once."""
     rows = [[Cell(row["form"]), Cell(f"a calm row in {row['attack']} steps, {row['polite']} beside polite requests")]
             for row in results.get("rows", ())]  # fmt: skip
     rows += [[Cell(kind), Cell(f"{of['before_mib']:.0f} MiB before, {of['after_mib']:.0f} after")]

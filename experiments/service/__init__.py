@@ -1,1 +1,1 @@
-"""What clients of ``outrider serve`` see. In: requests of every kind. Out: answers, counts and times."""
+"""Measurements of what clients of ``outrider serve`` see. In: requests of every kind. Out: answers, counts and times."""

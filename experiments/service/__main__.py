@@ -1,4 +1,4 @@
-"""What clients of ``outrider serve`` see: python -m experiments.service NAME; NAME --help says more of each."""
+"""Measurements of what clients of ``outrider serve`` see: ``outrider bench service NAME``."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ TRIALS = {
     "attacks": "experiments.service.attacks.run",
     "clients": "experiments.service.clients",
     "disconnects": "experiments.service.disconnects",
-    "fairness": "experiments.service.fairness",
     "first-minutes": "experiments.service.first_minutes",
     "fuzz": "experiments.service.fuzz",
-    "overhead": "experiments.service.overhead",
     "overload": "experiments.service.overload",
-    "parity": "experiments.service.parity.run",
+    "parity": "experiments.service.parity",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the named trial."""
+    """Run the named measurement and return its exit code; 2 for an unknown name."""
     return run_named(TRIALS, "outrider bench service", argv)
 
 

@@ -1,4 +1,4 @@
-"""Requests of every kind that the HTTP interface takes, and what a client makes of the answer, whole or in events."""
+"""The asking client: requests of every kind that the HTTP interface takes, and its answers, whole or as server-sent events."""
 
 from __future__ import annotations
 
@@ -12,16 +12,10 @@ from typing import Any
 
 import httpx
 
-LOGPROB_TOLERANCE = 1e-3  # rows that are multiplied together decide the order of sums, and a resumed text has other rows
-_LIBRARIES = (
-    "The library",
-    "The museum",
-    "The swimming pool",
-    "The town hall",
-    "The post office",
-    "The bakery",
-    "The harbour office",
-)
+LOGPROB_TOLERANCE = 1e-3  # the order of sums depends on the rows of a forward, which differ for a resumed text
+_PLACES = (
+    "The library", "The museum", "The swimming pool", "The town hall", "The post office", "The bakery", "The harbour office",
+)  # fmt: skip
 _HOURS = ("eight", "nine", "ten", "eleven", "noon")
 _DAYS = ("Mondays", "Tuesdays", "Wednesdays", "Thursdays", "Fridays", "Saturdays", "Sundays")
 _SCHEMA = {
@@ -30,9 +24,13 @@ _SCHEMA = {
     "required": ["place", "open", "hours"],
     "additionalProperties": False,
 }
+_JSON = {
+    "ignore_eos": False,
+    "response_format": {"type": "json_schema", "json_schema": {"name": "place", "schema": _SCHEMA}},
+}
 _SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 _CHAT_LOGPROBS = {"logprobs": True, "top_logprobs": 2}
-# Kind, route and fields. Those without a limit of their own ignore the end token, so that there is a middle to be disturbed in.
+# Kind, route and fields. Kinds without a length limit set ignore_eos, so that a fault can hit them in the middle.
 KINDS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("greedy", "chat/completions", {"temperature": 0, "stream": True}),
     ("sampled", "chat/completions", {**_SAMPLED, "stream": True, **_CHAT_LOGPROBS}),
@@ -41,14 +39,8 @@ KINDS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("whole, two choices", "completions", {**_SAMPLED, "n": 2, "logprobs": 1}),
     ("text", "completions", {"temperature": 0, "stream": True, "logprobs": 2}),
     ("stop strings", "completions", {"temperature": 0.9, "stream": True, "stop": [" on", ".\n"], "logprobs": 0}),
-    ("json", "chat/completions", {
-        **_SAMPLED, "stream": True, "ignore_eos": False,
-        "response_format": {"type": "json_schema", "json_schema": {"name": "place", "schema": _SCHEMA}},
-    }),
-    ("whole json", "chat/completions", {
-        "temperature": 0, "ignore_eos": False,
-        "response_format": {"type": "json_schema", "json_schema": {"name": "place", "schema": _SCHEMA}},
-    }),
+    ("json", "chat/completions", {**_SAMPLED, "stream": True, **_JSON}),
+    ("whole json", "chat/completions", {"temperature": 0, **_JSON}),
     ("penalties", "chat/completions", {
         **_SAMPLED, **_CHAT_LOGPROBS, "stream": True,
         "frequency_penalty": 0.3, "presence_penalty": 0.2, "repetition_penalty": 1.1,
@@ -56,6 +48,7 @@ KINDS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("references", "chat/completions", {"temperature": 0, "stream": True, "reference_documents": ["It opens at nine."]}),
     ("plain", "chat/completions", {**_SAMPLED, "stream": True, "speculation": {"max_draft_tokens": 0}}),
 )  # fmt: skip
+_LAST_EVENTS = ("response.completed", "response.incomplete", "response.failed")  # of /v1/responses, which sends no [DONE]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +60,6 @@ class Ask:
     body: Mapping[str, Any]  # without the model
 
 
-_LAST_EVENTS = (
-    "response.completed",
-    "response.incomplete",
-    "response.failed",
-)  # of the streams of responses, which have no [DONE]
-
-
 @dataclass(slots=True)
 class Choice:
     """One choice of an answer."""
@@ -82,7 +68,7 @@ class Choice:
     reasoning: str = ""
     finish_reason: str | None = None
     calls: list[list[str]] = field(default_factory=list)  # name and arguments
-    tokens: list[str] = field(default_factory=list)  # those that have log-probabilities
+    tokens: list[str] = field(default_factory=list)  # those with log-probabilities
     logprobs: list[float | None] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)  # of completions
     token_ids: list[int] = field(default_factory=list)
@@ -90,7 +76,7 @@ class Choice:
     prompt_logprobs: list[Any] | None = None
 
     def add(self, part: Mapping[str, Any]) -> str:
-        """Takes in a whole choice, or a chunk of one; returns the text in it."""
+        """Merge a whole choice or a chunk of one, and return the text in it."""
         message = part.get("message") or part.get("delta") or {}
         text: str = part.get("text") or message.get("content") or ""
         self.text += text
@@ -101,95 +87,98 @@ class Choice:
         self.token_ids += part.get("token_ids") or ()
         self.prompt_token_ids = part.get("prompt_token_ids") or self.prompt_token_ids
         self.prompt_logprobs = part.get("prompt_logprobs") or self.prompt_logprobs
-        told = part.get("logprobs") or {}
-        if "tokens" in told:
-            self.tokens += told["tokens"]
-            self.logprobs += told["token_logprobs"]
-            self.offsets += told["text_offset"]
-        for entry in told.get("content") or ():
+        logprobs = part.get("logprobs") or {}
+        if "tokens" in logprobs:
+            self.tokens += logprobs["tokens"]
+            self.logprobs += logprobs["token_logprobs"]
+            self.offsets += logprobs["text_offset"]
+        for entry in logprobs.get("content") or ():
             self.tokens.append(entry["token"])
             self.logprobs.append(entry["logprob"])
         return text
 
     def add_call(self, name: str | None, arguments: str) -> None:
-        """Takes in a call, or more of the arguments of the last one, without a name."""
+        """Add a tool call, or without a name more arguments of the last one."""
         if name is not None:
             self.calls.append([name, ""])
         self.calls[-1][1] += arguments
 
     def add_item(self, item: Mapping[str, Any]) -> str:
-        """Takes in an item of a response, be it without its text; returns the text in it."""
+        """Merge an item of a response, and return the text in it."""
         if item["type"] == "function_call":
             self.add_call(item["name"], item["arguments"])
-        told = "".join(part["text"] for part in item.get("content") or ())
+        text = "".join(part["text"] for part in item.get("content") or ())
         if item["type"] == "reasoning":
-            self.reasoning += told
+            self.reasoning += text
             return ""
-        self.text += told
-        return told
+        self.text += text
+        return text
 
     def numbers(self) -> Iterator[float]:
-        """All log-probabilities of emitted and of prompt tokens."""
+        """Yield all log-probabilities of emitted and of prompt tokens."""
         yield from (value for value in self.logprobs if value is not None)
         for entry in self.prompt_logprobs or ():
-            yield from (told["logprob"] for told in (entry or {}).values())
+            yield from (token["logprob"] for token in (entry or {}).values())
 
-    def names(self) -> dict[str, Any]:
-        """All that must be equal to the letter."""
+    def exact(self) -> dict[str, Any]:
+        """Return all fields that have to be exactly equal."""
+        fields = ("text", "reasoning", "finish_reason", "calls", "tokens", "offsets", "token_ids", "prompt_token_ids")
         prompt = [list(entry or ()) for entry in self.prompt_logprobs or ()]
-        return {
-            "text": self.text, "reasoning": self.reasoning, "finish_reason": self.finish_reason, "calls": self.calls,
-            "tokens": self.tokens,
-            "offsets": self.offsets, "token_ids": self.token_ids, "prompt_token_ids": self.prompt_token_ids,
-            "prompt_logprobs": prompt,
-        }  # fmt: skip
+        return {name: getattr(self, name) for name in fields} | {"prompt_logprobs": prompt}
 
 
 @dataclass(slots=True)
 class Answer:
-    """What a client was told, whole or in events."""
+    """An answer as its client saw it."""
 
     status: int = 0  # 0: none came
     error: str | None = None
     code: str | None = None  # of the error
     choices: dict[int, Choice] = field(default_factory=dict)
     usage: dict[str, Any] = field(default_factory=dict)
-    times: list[float] = field(default_factory=list)  # time.monotonic of each event, the beginning first
+    times: list[float] = field(default_factory=list)  # time.monotonic of the start, of each event and of the end
     event_id: str | None = None  # of the last event of a stream that can be resumed
-    resumed: int = 0  # how often it went on after its event_id
+    resumed: int = 0  # number of resumptions after event_id
     broke_off: bool = False  # the connection was lost, or the server had a fault
+    retry_after: str | None = None
 
     @property
     def texts(self) -> dict[int, str]:
-        """Of all choices."""
+        """Texts of all choices."""
         return {index: choice.text for index, choice in self.choices.items()}
 
+    @property
+    def seconds(self) -> float:
+        """Seconds from the start to the last event."""
+        return self.times[-1] - self.times[0]
+
+    @property
+    def first_s(self) -> float | None:
+        """Seconds to the first event of a stream; None for other answers."""
+        return self.times[1] - self.times[0] if len(self.times) > 2 else None
+
     def pause_s(self, since: float) -> float:
-        """The longest time without an event that ended after ``since``."""
+        """Return the longest time without an event that ended after ``since``."""
         return max((later - at for at, later in zip(self.times, self.times[1:], strict=False) if later > since), default=0.0)
 
     def add(self, part: Mapping[str, Any]) -> str:
-        """Takes in a whole answer, or a chunk of one; returns the text in it."""
+        """Merge a whole answer or a chunk of one, and return the text in it."""
         if part.get("object") == "response":
-            return self._add_response(part)
+            choice = self.choices.setdefault(0, Choice())
+            added = "".join(map(choice.add_item, part["output"]))
+            self._end_response(part)
+            return added
         if str(part.get("type", "")).startswith("response."):
             return self._add_event(part)
         added = ""
         for choice in part.get("choices") or ():
-            # Those of an answer as a whole are told beside the choices in a chat.
+            # A chat has these fields beside its choices.
             beside = {name: part[name] for name in ("prompt_logprobs", "prompt_token_ids") if part.get(name)}
             added += self.choices.setdefault(choice["index"], Choice()).add(beside | choice)
         self.usage |= part.get("usage") or {}
         return added
 
-    def _add_response(self, whole: Mapping[str, Any]) -> str:
-        choice = self.choices.setdefault(0, Choice())
-        added = "".join(map(choice.add_item, whole["output"]))
-        self._end_response(whole)
-        return added
-
     def _add_event(self, event: Mapping[str, Any]) -> str:
-        """An event of the stream of a response."""
         choice, kind = self.choices.setdefault(0, Choice()), event["type"]
         if kind == "response.output_item.added":
             choice.add_item(event["item"])
@@ -207,50 +196,44 @@ class Answer:
     def _end_response(self, whole: Mapping[str, Any]) -> None:
         self.choices[0].finish_reason = whole["status"]
         usage = whole["usage"] or {}
-        pairs = (("prompt", "input"), ("completion", "output"))
-        self.usage = {f"{name}_tokens": usage.get(f"{other}_tokens") for name, other in pairs}
-        self.usage |= {"total_tokens": usage.get("total_tokens"), "completion_tokens_details": usage.get("output_tokens_details")}
+        self.usage = {
+            "prompt_tokens": usage.get("input_tokens"), "completion_tokens": usage.get("output_tokens"),
+            "total_tokens": usage.get("total_tokens"), "completion_tokens_details": usage.get("output_tokens_details"),
+        }  # fmt: skip
 
     def differs(self, right: Answer, near: float = LOGPROB_TOLERANCE) -> list[str]:
-        """The names of what is not as it should be; empty where all is. Log-probabilities may be ``near`` the right ones."""
+        """Return the names of fields that differ from the expected answer; log-probabilities may differ by ``near``."""
         found = [name for name in ("status", "error") if getattr(self, name) != getattr(right, name)]
         if self.choices.keys() != right.choices.keys():
             return [*found, "choices"]
         for index, choice in right.choices.items():
-            own = self.choices[index].names()
-            found += [f"choices[{index}].{name}" for name, value in choice.names().items() if value != own[name]]
+            own = self.choices[index].exact()
+            found += [f"choices[{index}].{name}" for name, value in choice.exact().items() if value != own[name]]
         if self.gap(right) > near:
             found.append("logprobs")
-        # Which tokens of a prompt another request had computed depends on who came before, and is no part of the answer.
+        # The number of cached prompt tokens depends on earlier requests and is not compared.
         counts = ("prompt_tokens", "completion_tokens", "total_tokens", "completion_tokens_details")
         return found + [f"usage.{name}" for name in counts if self.usage.get(name) != right.usage.get(name)]
 
     def gap(self, right: Answer) -> float:
-        """The largest between two log-probabilities of the same token, over the choices that are the same to the letter."""
+        """Return the largest difference of log-probabilities, over the choices that are otherwise equal."""
         pairs = [(choice, right.choices[index]) for index, choice in self.choices.items() if index in right.choices]
-        same = [(choice, other) for choice, other in pairs if choice.names() == other.names()]
+        same = [(choice, other) for choice, other in pairs if choice.exact() == other.exact()]
         gaps = (abs(a - b) for choice, other in same for a, b in zip(choice.numbers(), other.numbers(), strict=True))
         return max(gaps, default=0.0)
 
 
 def make_asks(count: int, max_tokens: int, seed: int, kinds: Sequence[str] = ()) -> list[Ask]:
-    """Requests of all kinds in turns, each with a prompt and a seed of its own.
-
-    Args:
-        count: of requests.
-        max_tokens: of an answer.
-        seed: of the prompts.
-        kinds: names of ``KINDS``; all when empty.
-    """
+    """Return requests of the given kinds of ``KINDS`` (all if empty) in turns, each with its own prompt and seed."""
     rng, chosen = random.Random(seed), [kind for kind in KINDS if not kinds or kind[0] in kinds]
     asks = []
     for number in range(count):
         kind, route, fields = chosen[number % len(chosen)]
         prompt = make_prompt(rng)
-        said: dict[str, Any] = (
+        content: dict[str, Any] = (
             {"prompt": prompt} if route == "completions" else {"messages": [{"role": "user", "content": prompt}]}
         )
-        body = {"ignore_eos": True, "max_tokens": max_tokens, "seed": seed * 1_000_003 + number, **said, **fields}
+        body = {"ignore_eos": True, "max_tokens": max_tokens, "seed": seed * 1_000_003 + number, **content, **fields}
         if body.get("stream"):
             body["stream_options"] = {"include_usage": True}
         asks.append(Ask(kind, route, body))
@@ -258,8 +241,8 @@ def make_asks(count: int, max_tokens: int, seed: int, kinds: Sequence[str] = ())
 
 
 def make_prompt(rng: random.Random) -> str:
-    """Some made-up opening hours, and a question about one of them: what the demo model was trained to answer."""
-    places = rng.sample(_LIBRARIES, 3)
+    """Return opening hours and a question about one of them, as in the training data of the demo model."""
+    places = rng.sample(_PLACES, 3)
     lines = [f"{place} opens at {rng.choice(_HOURS)} in the morning. On {rng.choice(_DAYS)} it stays closed." for place in places]
     return "Context:\n" + "\n".join(lines) + f"\n\nQuestion: When does {rng.choice(places).lower()} open?"
 
@@ -268,15 +251,15 @@ async def ask(
     client: httpx.AsyncClient, model: str, request: Ask, came: Callable[[str], None] = lambda text: None,
     headers: Mapping[str, str] | None = None, told: Answer | None = None,
 ) -> Answer:  # fmt: skip
-    """Sends a request and reads all of the answer.
+    """Send a request and read the answer to its end.
 
     Args:
-        client: with the server as its base.
-        model: its name.
-        request: what is asked.
+        client: with the server as its base URL.
+        model: name of the model.
+        request: to send.
         came: called with each piece of text of a stream.
-        headers: of the request, beside the client's own.
-        told: the answer that broke off, which goes on after its ``event_id``; a new one when absent.
+        headers: of the request, in addition to the client's own.
+        told: an answer that broke off, to resume after its ``event_id``.
     """
     if told is None:
         told = Answer(times=[time.monotonic()])
@@ -286,47 +269,49 @@ async def ask(
     try:
         body = {"model": model, **request.body}
         async with client.stream("POST", f"/v1/{request.route}", json=body, headers=headers) as response:
-            told.status = response.status_code
-            if response.status_code != 200 or not request.body.get("stream"):
-                whole = json.loads(await response.aread())
-                told.times.append(time.monotonic())
-                if response.status_code != 200:
-                    told.code = whole["error"].get("code")
-                    told.error = f"{response.status_code} {told.code}: {whole['error']['message']}"
-                    told.broke_off = response.status_code >= 500
-                else:
-                    came(told.add(whole))
+            told.status, told.retry_after = response.status_code, response.headers.get("retry-after")
+            if response.status_code == 200 and request.body.get("stream"):
+                await _read_events(response, told, came)
                 return told
-            ended, heard = False, told.event_id
-            async for line in response.aiter_lines():
-                if line.startswith("id: "):
-                    heard = line.removeprefix("id: ")
-                if not line.startswith("data: "):
-                    continue
-                told.times.append(time.monotonic())
-                if line == "data: [DONE]":
-                    ended = True
-                    break
-                event = json.loads(line.removeprefix("data: "))
-                ended = event.get("type") in _LAST_EVENTS
-                if "error" in event:
-                    told.code = event["error"].get("code")
-                    told.error = f"in the stream: {event['error']['message']}"
-                    return told
-                came(told.add(event))
-                told.event_id = heard
-            if not ended:
-                told.error, told.broke_off = "the stream ended without its last event", True
+            whole = json.loads(await response.aread())
+            told.times.append(time.monotonic())
+            if response.status_code == 200:
+                came(told.add(whole))
+            else:
+                told.code, told.broke_off = whole["error"].get("code"), response.status_code >= 500
+                told.error = f"{response.status_code} {told.code}: {whole['error']['message']}"
     except (httpx.HTTPError, ValueError) as error:
         told.broke_off = True
         told.error = f"{type(error).__name__}: {error}"
     return told
 
 
+async def _read_events(response: httpx.Response, told: Answer, came: Callable[[str], None]) -> None:
+    ended, event_id = False, told.event_id
+    async for line in response.aiter_lines():
+        if line.startswith("id: "):
+            event_id = line.removeprefix("id: ")
+        if not line.startswith("data: "):
+            continue
+        told.times.append(time.monotonic())
+        if line == "data: [DONE]":
+            return
+        event = json.loads(line.removeprefix("data: "))
+        ended = event.get("type") in _LAST_EVENTS
+        if "error" in event:
+            told.code = event["error"].get("code")
+            told.error = f"in the stream: {event['error']['message']}"
+            return
+        came(told.add(event))
+        told.event_id = event_id
+    if not ended:
+        told.error, told.broke_off = "the stream ended without its last event", True
+
+
 async def play(
     client: httpx.AsyncClient, model: str, asks: Sequence[Ask], concurrency: int, came: Callable[[str], None] = lambda text: None
 ) -> tuple[list[Answer], float]:
-    """All requests, so many at a time, and the seconds it took."""
+    """Send all requests with a limit on those in flight, and return their answers and the seconds taken."""
     free, began = asyncio.Semaphore(concurrency), time.monotonic()
 
     async def one(request: Ask) -> Answer:

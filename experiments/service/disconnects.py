@@ -1,18 +1,16 @@
-"""Clients that go away in the middle of a request: how soon are all slots free, and does the server stay as it was?
+"""Clients that leave in the middle of a request: how soon are all slots free, and are later answers as before?
 
-python -m experiments.service disconnects [--clients 1000] [--waves 10]
+outrider bench service disconnects [--clients 1000] [--waves 10]
 
-``outrider serve`` runs once. In waves, clients ask for long answers and close their sockets: some before the server can have
-answered, some after a few events of a stream, some while a whole answer is computed. When the last of a wave has left, the time
-runs until ``/health`` says that no request runs or waits. Before the first wave and after the last one some requests are answered
-to their end: the answers have to be the same.
+In waves, clients ask for long answers and close their sockets: some at once, some in the middle of a stream, some while a whole
+answer is computed. After each wave the time is measured until ``/health`` counts no request. Before the first wave and
+after the last one some requests are answered to their end, and have to have the same answers.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import time
 from collections import Counter
@@ -24,19 +22,22 @@ from experiments.bench.options import add_model
 from experiments.bench.progress import Progress
 from experiments.bench.run import Bench, Results
 from experiments.service.asks import Ask, make_asks, play
+from experiments.service.attacks.shots import Target, fire, post
 from experiments.service.served import Served, conducted, memory_mib, replica_settings, spread, until_whole
 
-WITHIN_S = 1.0
 _STREAMS = ("greedy", "sampled", "two choices", "text", "references")
 _WHOLES = ("whole", "whole, two choices")
-_POLL_S = 0.02
-_GIVEN_UP_S = 30.0
-_CHECKS = 12  # requests that are answered to their end
+_WHOLE_SHARE = 0.3  # of requests without streaming
+_AT_ONCE = 0.15  # share of clients that leave before any answer
+_MAX_TOKENS = 1500  # of an answer nobody waits for
+_POLL_S, _GIVEN_UP_S = 0.02, 30.0
+_WITHIN_S = 1.0  # goal for free slots
+_CHECKS = 12  # requests answered to their end
 
 
 async def trial(server: Served, model: str, args: argparse.Namespace, progress: Progress) -> Results:
-    """All waves, between two passes of requests that nobody leaves."""
-    rng, checks = random.Random(args.seed), make_asks(_CHECKS, min(args.max_tokens, 64), args.seed)
+    """Run all waves between two passes of undisturbed requests."""
+    rng, checks = random.Random(args.seed), make_asks(_CHECKS, 64, args.seed)
     left: Counter[str] = Counter()
     frees: list[float] = []
     async with httpx.AsyncClient(base_url=server.url, timeout=600) as client:
@@ -44,7 +45,8 @@ async def trial(server: Served, model: str, args: argparse.Namespace, progress: 
         memory = [memory_mib(server)]
         for wave in range(args.waves):
             count = args.clients // args.waves + (wave < args.clients % args.waves)
-            asks = [_long(rng, args, wave * args.clients + number) for number in range(count)]
+            kinds = [rng.choice(_WHOLES if rng.random() < _WHOLE_SHARE else _STREAMS) for _ in range(count)]
+            asks = [make_asks(1, _MAX_TOKENS, wave * args.clients + at, [kind])[0] for at, kind in enumerate(kinds)]
             left.update(await asyncio.gather(*(leave(server.url, model, request, rng) for request in asks)))
             frees.append(await until_free(client))
             memory.append(memory_mib(server))
@@ -61,93 +63,61 @@ async def trial(server: Served, model: str, args: argparse.Namespace, progress: 
         "identical": sum(not told.differs(right) for told, right in zip(after, before, strict=True)),
         "errors": [told.error for told in (*before, *after) if told.error],
         "memory_mib": memory,
-        "pid": {"before": len(memory[0]), "after": len(memory[-1])},
     }
 
 
-def _long(rng: random.Random, args: argparse.Namespace, seed: int) -> Ask:
-    """A request that takes longer than its client stays."""
-    return make_asks(1, args.max_tokens, seed, [rng.choice(_WHOLES if rng.random() < args.whole else _STREAMS)])[0]
-
-
 async def leave(url: str, model: str, request: Ask, rng: random.Random) -> str:
-    """Sends a request and closes the socket at a random point.
+    """Send a request, close the socket at a random moment and return the state of the answer.
 
     Returns:
-        Where: ``at once``, ``mid-stream`` after a number of events, ``while it waited for an event``, ``while it was computed``
-        (an answer that is not streamed), ``refused``, or ``too late``, when the answer was there first.
+        ``at once``, ``mid-stream``, ``while it was computed``, ``refused``, or ``too late`` if the answer was complete.
     """
     at = urlsplit(url)
     await asyncio.sleep(rng.uniform(0, 0.5))
-    reader, writer = await asyncio.open_connection(at.hostname, at.port)
-    try:
-        body = json.dumps({"model": model, **request.body}).encode()
-        head = f"POST /v1/{request.route} HTTP/1.1\r\nHost: {at.netloc}\r\nContent-Type: application/json\r\n"
-        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        await writer.drain()
-        if rng.random() < 0.15:
-            return "at once"
-        wanted, streamed = rng.randint(0, 20), bool(request.body.get("stream"))
-        try:
-            async with asyncio.timeout(rng.uniform(0.0, 3.0)):
-                return await _read(reader, wanted if streamed else None)
-        except TimeoutError:
-            return "while it waited for an event" if streamed else "while it was computed"
-    finally:
-        writer.transport.abort()
-
-
-async def _read(reader: asyncio.StreamReader, wanted: int | None) -> str:
-    """Takes so many events of a stream; of an answer that is not streamed, all."""
-    status = await reader.readline()
-    if b" 200 " not in status:
-        return f"refused: {status.decode().strip()}"
-    seen = 0
-    while wanted is None or seen < wanted:
-        line = await reader.readline()
-        if not line or line.startswith(b"data: [DONE]") or (wanted is None and line.startswith(b"{")):
-            return "too late"
-        seen += line.startswith(b"data: ")
-    return "mid-stream"
+    stay_s = 0.0 if rng.random() < _AT_ONCE else rng.uniform(0.0, 3.0)
+    shot = post(f"/v1/{request.route}", {"model": model, **request.body}, None, stay_s=stay_s)
+    reply = await fire(shot, Target(str(at.hostname), int(at.port or 80), model))
+    if reply.status not in (0, 200):
+        return f"refused: {reply.status}"
+    if reply.has_ended:
+        return "too late"
+    return "mid-stream" if reply.status else "while it was computed" if stay_s else "at once"
 
 
 async def until_free(client: httpx.AsyncClient) -> float:
-    """Seconds until ``/health`` says that nothing runs or waits. Raises TimeoutError where that does not come about."""
+    """Return the seconds until ``/health`` counts no request. Raises TimeoutError."""
     began = time.monotonic()
     while time.monotonic() - began < _GIVEN_UP_S:
         health = (await client.get("/health")).json()
         if health.get("running", 1) + health.get("waiting", 1) == 0:
             return round(time.monotonic() - began, 3)
         await asyncio.sleep(_POLL_S)
-    raise TimeoutError(f"slots are taken {_GIVEN_UP_S:g} s after the last client left: {health}")
+    raise TimeoutError(f"slots are in use {_GIVEN_UP_S:g} s after the last client left: {health}")
 
 
 def settings(args: argparse.Namespace) -> list[str]:
-    """Of the server."""
+    """Return the settings of the server."""
     return [*replica_settings(args), "tenancy.anonymous=local"]
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Those of the command."""
+    """Add the options of the command."""
     add_model(parser, "float32")
     parser.add_argument("--clients", type=int, default=1000)
-    parser.add_argument("--waves", type=int, default=10, help="so many times the slots have to become free")
-    parser.add_argument("--whole", type=float, default=0.3, help="share of requests that do not stream")
+    parser.add_argument("--waves", type=int, default=10, help="number of times the slots have to become free")
     parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--max-tokens", type=int, default=1500, help="of an answer, were it waited for")
-    parser.add_argument("--within", type=float, default=WITHIN_S, help="seconds within which slots have to be free")
-    parser.add_argument("--seed", type=int, default=0, help="of requests and moments")
+    parser.add_argument("--seed", type=int, default=0, help="seed of requests and moments")
 
 
 def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Ends the process with code 2 where there are more waves than clients."""
+    """Exit with code 2 if there are more waves than clients."""
     if args.waves > args.clients:
         parser.error(f"--waves must be between 1 and --clients, got {args.waves}")
 
 
 def late_or_other(results: Results, args: argparse.Namespace) -> list[str]:
-    """Slots that stayed taken for too long, and answers that are other ones afterwards."""
-    late = [f"slots were free after {max(results['frees_s'])} s"] if max(results["frees_s"]) > args.within else []
+    """Return slots that were in use too long, and answers that changed."""
+    late = [f"slots were free after {max(results['frees_s'])} s"] if max(results["frees_s"]) > _WITHIN_S else []
     same, checked = results["identical"], results["checked"]
     return late + ([f"{same} of {checked} answers are as before"] if same < checked else [])
 

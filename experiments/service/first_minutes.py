@@ -1,10 +1,9 @@
 """The first five minutes of a newcomer: clone, install, serve, first answer, second start, memory and disk.
 
-    python -m experiments.service first-minutes           # a clone of what is committed, installed anew, with no cache
-    python -m experiments.service first-minutes --here    # this folder and its environment, with a cache of compiled code alone
+outrider bench service first-minutes
 
-A start is timed from its command to what an HTTP client sees: ready, then the first whole answer. Its parts are what the command
-says of itself. The second start finds what the first one kept.
+A clone of the last commit is installed with an empty cache. A start is timed from ``make serve`` until ``/ready`` and until the
+first whole answer; its parts come from the output of the command. The second start uses the files the first one kept.
 """
 
 from __future__ import annotations
@@ -33,31 +32,25 @@ _QUESTION = (
 _MAX_TOKENS = 64
 _START_S = 300.0
 _LINE = re.compile(r"^\[ *([\d.]+) s\] (.*)$", re.MULTILINE)
-_LARGEST = 12  # packages that are named
+_LARGEST = 12  # packages listed by size
 
 
 def measure(args: argparse.Namespace, run: Run) -> Results:
-    """All of it, in order."""
-    found: Results = {}
+    """Install once and start twice."""
     with tempfile.TemporaryDirectory() as scratch:
-        folder, cache = ROOT, Path(scratch) / "cache"
+        folder, cache = Path(scratch) / "clone", Path(scratch) / "cache"
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"XDG_CACHE_HOME": str(cache)}
-        if args.here:
-            run.progress.say("compiling")
-            subprocess.run([sys.executable, "-m", "cluster.cli.launch.compile_ahead"], cwd=folder, env=environment, check=True)
-        else:
-            folder = Path(scratch) / "clone"
-            run.progress.say("cloning and installing")
-            found["install"] = _install(folder, environment)
-        for name in ("first start", *("later start",) * args.later):
+        run.progress.say("cloning and installing")
+        found: Results = {"install": _install(folder, environment), "starts": []}
+        for name in ("first start", "later start"):
             run.progress.say(name)
-            found.setdefault("starts", []).append({"start": name, **_start(folder, environment, args.set)})
+            found["starts"].append({"start": name, **_start(folder, environment)})
         found["kept MB"] = round(sum(path.stat().st_size for path in cache.rglob("*") if path.is_file()) / 1e6)
     return found
 
 
 def _install(folder: Path, environment: Mapping[str, str]) -> dict[str, Any]:
-    """A clone of the last commit, and ``make install`` in it: seconds, and MB by package."""
+    """Clone the last commit, run ``make install`` there, and return seconds and MB by package."""
     began = time.perf_counter()
     subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
     cloned = time.perf_counter()
@@ -73,18 +66,18 @@ def _install(folder: Path, environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _megabytes(path: Path) -> float:
-    """As ``du`` counts, links left out."""
+    """Return the disk space as ``du`` counts it, without links."""
     files = path.rglob("*") if path.is_dir() else (path,)
     return sum(each.lstat().st_blocks * 512 for each in files if not each.is_symlink()) / 1e6
 
 
-def _start(folder: Path, environment: Mapping[str, str], settings: list[str]) -> dict[str, Any]:
-    """``make serve`` until the first answer has come, and what its processes hold then."""
+def _start(folder: Path, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Run ``make serve`` until the first answer, and return times and memory."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory() as scratch, httpx.Client(base_url=url, timeout=_START_S) as client:
         began, log = time.perf_counter(), Path(scratch) / "serve.log"
-        command = ["make", "serve", f"ARGS={' '.join((f'server.port={port}', *settings))}"]
+        command = ["make", "serve", f"ARGS=server.port={port}"]
         with running("make serve", command, folder, environment, f"{url}/ready", log) as process:
             ready_s, asked = time.perf_counter() - began, time.perf_counter()
             body = {"messages": [{"role": "user", "content": _QUESTION}], "temperature": 0, "max_tokens": _MAX_TOKENS}
@@ -100,11 +93,4 @@ def _start(folder: Path, environment: Mapping[str, str], settings: list[str]) ->
     }  # fmt: skip
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    """Those of the command."""
-    parser.add_argument("--here", action="store_true", help="this folder as it is installed, no clone")
-    parser.add_argument("--later", type=int, default=1, help="further starts; default: 1")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the server")
-
-
-BENCH = Bench("first-minutes", __doc__ or "", measure, options, {"later": 0}, refuses=(RuntimeError, subprocess.SubprocessError))
+BENCH = Bench("first-minutes", __doc__ or "", measure, refuses=(RuntimeError, subprocess.SubprocessError, httpx.HTTPError))

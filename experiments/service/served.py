@@ -1,4 +1,4 @@
-"""``outrider serve`` as experiments start it: a process of its own, ended with all that it started; and what is read of it."""
+"""A server process for experiments: started on a free port, ended with everything it started; and what can be read from it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import contextlib
 import http.client
-import multiprocessing
 import os
 import secrets
 import signal
@@ -15,11 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.queues import SimpleQueue
-from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +33,6 @@ from experiments.bench.run import Results, Run
 
 _START_S, _STOP_S, _POLL_S = 300.0, 60.0, 0.1
 _BACK_S = 120.0
-ENGINE_SECONDS = ("vllm:time_to_first_token_seconds", "vllm:e2e_request_latency_seconds", "vllm:request_decode_time_seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +43,7 @@ class Served:
     process: psutil.Process  # of the command line
 
     def processes(self, title: str) -> list[psutil.Process]:
-        """Those of Ray's processes whose title begins so (``ray::RankActor``), the oldest first."""
+        """Return Ray's processes whose title begins so (``ray::RankActor``), the oldest first."""
         found = []
         for child in self.process.children(recursive=True):
             with contextlib.suppress(psutil.Error):  # it has just ended
@@ -56,20 +51,20 @@ class Served:
                     found.append(child)
         return sorted(found, key=lambda child: child.create_time())
 
+    def serve_pids(self) -> set[int]:
+        """Return the ids of Ray Serve's processes; a replaced process has a new one."""
+        return {process.pid for process in self.processes("ray::ServeReplica") + self.processes("ray::ProxyActor")}
+
 
 Trial = Callable[[Served, str, argparse.Namespace, Progress], Coroutine[Any, Any, Results]]
 
 
 @contextlib.contextmanager
 def served(model: str, settings: Sequence[str]) -> Iterator[Served]:
-    """A server on a free loopback port, ready for requests.
-
-    Args:
-        model: to serve, as for ``--model``.
-        settings: ``key=value`` of the configuration.
+    """Run ``outrider serve --model MODEL key=value ...`` on a free loopback port until the block ends.
 
     Raises:
-        RuntimeError: it does not start; the message ends with what it said last.
+        RuntimeError: it does not start; the message ends with its last output.
     """
     port = free_port()
     command = [sys.executable, "-m", "cluster.cli.main", "serve", "--model", model, f"server.port={port}", *settings]
@@ -87,24 +82,24 @@ def running(
     name: str, command: Sequence[str], folder: Path, environment: Mapping[str, str], ready: str, log: Path,
     within_s: float = _START_S,
 ) -> Iterator[subprocess.Popen[bytes]]:  # fmt: skip
-    """A command that serves, once a URL of it answers with 200; it ends as by Ctrl-C, with what it started.
+    """Run a serving command until the block ends, then interrupt it together with its children.
 
     Args:
-        name: for what is said where it does not start.
+        name: for the error message.
         command: with its arguments.
-        folder: where it runs.
-        environment: all of it.
-        ready: the URL.
-        log: file of what it says.
-        within_s: for which it is waited.
+        folder: working directory.
+        environment: complete environment.
+        ready: URL that answers 200 once the command serves.
+        log: file for its output.
+        within_s: time for the start.
 
     Raises:
-        RuntimeError: it does not start; the message ends with what it said last.
+        RuntimeError: it does not start; the message ends with its last output.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as said:
+    with log.open("wb") as output:
         process = subprocess.Popen(
-            command, cwd=folder, env=dict(environment), stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+            command, cwd=folder, env=dict(environment), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
         deadline = time.monotonic() + within_s
@@ -119,16 +114,7 @@ def running(
 
 @contextlib.contextmanager
 def server_at(url: str | None, model: str, settings: Sequence[str]) -> Iterator[str]:
-    """The address of the server that was named, or of one that is started.
-
-    Args:
-        url: None for one of its own; ``/v1`` at its end is left out.
-        model: of a server of its own: folder, or name on the hub.
-        settings: of a server of its own.
-
-    Raises:
-        RuntimeError: it does not start; the message ends with what it said last.
-    """
+    """Yield the address of the named server without ``/v1``, or of a started one if ``url`` is None."""
     if url is not None:
         yield url.rstrip("/").removesuffix("/v1")
         return
@@ -137,7 +123,7 @@ def server_at(url: str | None, model: str, settings: Sequence[str]) -> Iterator[
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """One that nobody listens on."""
+    """Return a port without a listener."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
@@ -145,7 +131,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def sample_sums(metrics: str) -> dict[str, float]:
-    """What ``/metrics`` tells, by the name of the sample, over all labels.
+    """Return the sums of the samples of ``/metrics`` by name, over all labels.
 
     Example:
         >>> sample_sums('# TYPE steps counter\nsteps_total{replica="a"} 2\nsteps_total{replica="b"} 3\n')
@@ -159,26 +145,18 @@ def sample_sums(metrics: str) -> dict[str, float]:
 
 
 def fresh_sums(connection: http.client.HTTPConnection) -> dict[str, float]:
-    """Return what ``sample_sums`` makes of ``/metrics``, once that asks the engines anew."""
+    """Return ``sample_sums`` of ``/metrics`` after the API's copy of the engines' figures has expired."""
     time.sleep(FRESH_S)
     connection.request("GET", "/metrics")
     return sample_sums(connection.getresponse().read().decode())
 
 
-def engine_seconds(connection: http.client.HTTPConnection) -> dict[str, float]:
-    """Return the sums of the engine's histograms of seconds, of ``ENGINE_SECONDS``."""
-    sums = fresh_sums(connection)
-    return {name: sums.get(f"{name}_sum", 0.0) for name in ENGINE_SECONDS}
-
-
 def conducted(
     trial: Trial, settings: Callable[[argparse.Namespace], Sequence[str]]
 ) -> Callable[[argparse.Namespace, Run], Results]:
-    """What measures by a trial on a server of its own.
+    """Return the ``measure`` of a bench that runs a trial on its own server with these settings.
 
-    Args:
-        trial: given the server, the name of its model, the command line and the progress; returns the results.
-        settings: of the server, by the command line.
+    The trial is called with the server, the name of its model, the command line and the progress.
     """
 
     def measure(args: argparse.Namespace, run: Run) -> Results:
@@ -190,22 +168,20 @@ def conducted(
 
 
 def replica_settings(args: argparse.Namespace) -> list[str]:
-    """Settings of a server with small replicas, which share a core."""
+    """Return the settings of a server whose replicas share one core."""
     return [
-        f"model.dtype={args.dtype}",
-        "model.threads=1",
-        f"server.replicas={args.replicas}",
-        f"server.cpus_per_replica={1 / args.replicas:.2f}",
-    ]
+        f"model.dtype={args.dtype}", "model.threads=1",
+        f"server.replicas={args.replicas}", f"server.cpus_per_replica={1 / args.replicas:.2f}",
+    ]  # fmt: skip
 
 
 async def until_whole(client: httpx.AsyncClient, replicas: int, timeout_s: float = _BACK_S) -> float | None:
-    """Return the seconds until all replicas are there and none has work; None when that does not come about."""
+    """Return the seconds until all replicas are ready and idle; None after the timeout."""
     began = time.monotonic()
     while time.monotonic() - began < timeout_s:
-        with contextlib.suppress(httpx.TransportError):  # a slow answer is one that does not say so
+        with contextlib.suppress(httpx.TransportError):  # counts as not ready
             health = (await client.get("/health")).json()
-            sums = sample_sums((await client.get("/metrics")).text)  # the load, which /health may not tell
+            sums = sample_sums((await client.get("/metrics")).text)  # /health may hide the load
             works = sums.get("vllm:num_requests_running", 1) + sums.get("vllm:num_requests_waiting", 1)
             if health.get("status") == "ok" and health.get("replicas") == replicas and not works:
                 return round(time.monotonic() - began, 2)
@@ -214,65 +190,27 @@ async def until_whole(client: httpx.AsyncClient, replicas: int, timeout_s: float
 
 
 def give_way() -> None:
-    """Puts this process behind all others: Linux weighs sessions as wholes, so that a low priority counts within one alone."""
+    """Give this process the lowest priority, also between sessions: Linux divides time between sessions first."""
     os.setsid()
     os.nice(19)
-    with contextlib.suppress(OSError):  # no such groups here
+    with contextlib.suppress(OSError):  # not available on this system
         Path("/proc/self/autogroup").write_text("19")
 
 
-@contextlib.contextmanager
-def apart(clients: Callable[..., Coroutine[Any, Any, Counter[str]]], *arguments: object) -> Iterator[Counter[str]]:
-    """Clients in a process that gives way, as if on another machine; what they counted, filled at the end.
-
-    Args:
-        clients: given the arguments, and what is set when they are to end.
-    """
-    spawn = multiprocessing.get_context("spawn")
-    ends, found = spawn.Event(), spawn.SimpleQueue()
-    process = spawn.Process(target=_apart, args=(clients, arguments, ends, found))
-    process.start()
-    counted: Counter[str] = Counter()
-    try:
-        yield counted
-    finally:
-        ends.set()
-        counted.update(found.get())
-        process.join()
-
-
-def _apart(
-    clients: Callable[..., Coroutine[Any, Any, Counter[str]]],
-    arguments: Sequence[object],
-    ends: Event,
-    found: SimpleQueue[Counter[str]],
-) -> None:
-    give_way()
-
-    async def run() -> Counter[str]:
-        ended = asyncio.Event()
-        counting = asyncio.create_task(clients(*arguments, ended))
-        await asyncio.to_thread(ends.wait)
-        ended.set()
-        return await counting
-
-    found.put(asyncio.run(run()))
-
-
 def memory_mib(server: Served) -> dict[str, float]:
-    """Resident memory of the server's processes by title, the command itself as ``serve``; those of one title together."""
+    """Return the resident memory of the server's processes by title; the command itself is ``serve``."""
     found = {"serve": server.process.memory_info().rss / 2**20}
     for child in server.process.children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has just ended
             title = (child.cmdline() or [child.name()])[0]
-            ray = title.startswith("ray::")  # what follows a dot is what it does at the moment
+            ray = title.startswith("ray::")  # followed after a dot by the current method
             name = title.removeprefix("ray::").partition(".")[0] if ray else Path(title.split()[0]).name
             found[name] = found.get(name, 0.0) + child.memory_info().rss / 2**20
     return {name: round(size, 1) for name, size in sorted(found.items())}
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, 95th and 99th percentile and maximum; empty of nothing."""
+    """Return the median, the 95th and 99th percentile and the maximum; empty without values."""
     if not values:
         return {}
     found = {f"p{share}": round(float(np.percentile(values, share)), 4) for share in (50, 95, 99)}
@@ -280,7 +218,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    for last in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):  # outrider serve ends everything at once by the second one
+    for last in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):  # the second SIGINT makes outrider serve end at once
         if process.poll() is None:
             os.killpg(process.pid, last)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,1 +1,1 @@
-"""Attacks on a service beside a calm client. In: forms of attack. Out: times, rows and memory, beside polite clients'."""
+"""Attacks on a service beside a calm client. In: forms of attack. Out: times, rows and memory, relative to polite clients."""

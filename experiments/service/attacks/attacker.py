@@ -1,4 +1,4 @@
-"""Hostile clients in a process of their own, which gives way to all others; and one shot of each form."""
+"""Hostile clients in a low-priority process, and one shot of each form."""
 
 from __future__ import annotations
 
@@ -12,20 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from experiments.service.attacks.catalog import all_forms
-from experiments.service.attacks.form import Form
-from experiments.service.attacks.shots import Reply, Shot, Target, fire
+from experiments.service.attacks.forms import Form, all_forms
+from experiments.service.attacks.shots import Shot, Target, answered, fire
 from experiments.service.served import give_way
 
 _POLL_S = 0.02
-_ARM_S, _STOP_S = 60.0, 20.0  # within which the process answers, or is replaced
-_ONCE_S = 25.0  # for which one shot of a form is waited
-_AGAIN_S = 0.5  # after a 429
+_BEGIN_S, _STOP_S = 60.0, 20.0  # within which the process answers, or is replaced
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What clients sent."""
+    """The shots of some clients."""
 
     shots: int  # begun
     seconds: float
@@ -33,32 +30,27 @@ class Load:
 
     @property
     def per_s(self) -> float:
-        """Shots in a second."""
+        """Shots per second."""
         return self.shots / max(self.seconds, 1e-9)
 
 
 class Attacker:
-    """The process. It is started with its first load, and again where it does not answer."""
+    """The process, started with its first load and replaced when it does not answer."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
         self._process: multiprocessing.process.BaseProcess | None = None
         self._pipe: Connection | None = None
-        self.restarts = -1  # since the first start
+        self._begun = False
 
-    def arm(self, title: str, polite: bool) -> None:
-        """Have the shots of a form made, or those of its polite clients."""
-        self._ask(("arm", title, polite), _ARM_S)
-
-    def begin(self, per_s: float | None = None) -> None:
-        """Have clients fire what was made, so many shots a second at most."""
-        assert self._pipe is not None
-        self._pipe.send(("begin", per_s))
+    def begin(self, title: str, polite: bool, per_s: float | None = None) -> None:
+        """Start the clients of a form or its polite ones, limited to so many shots per second together."""
+        self._begun = self._ask((title, polite, per_s), _BEGIN_S) is not None
 
     def stop(self) -> Load:
-        """Have all clients leave, and return what they sent; nothing is known of a process that has to be replaced."""
-        told = self._ask(("stop",), _STOP_S)
-        return told if isinstance(told, Load) else Load(0, 1.0, {"attacker replaced": 1})
+        """Stop all clients and return their load; without figures if the process had to be replaced."""
+        load = self._ask("stop", _STOP_S) if self._begun else None
+        return load if isinstance(load, Load) else Load(0, 1.0, {"attacker replaced": 1})
 
     def close(self) -> None:
         """End the process."""
@@ -67,10 +59,14 @@ class Attacker:
             self._process.join()
         self._process = None
 
-    def _ask(self, message: tuple[object, ...], within_s: float) -> object:
-        """Send a message and return the answer; None where the process had to be replaced."""
+    def _ask(self, message: object, within_s: float) -> object:
+        """Send a message and return the answer; None if the process had to be replaced."""
         if self._process is None or not self._process.is_alive():
-            self._start()
+            spawn = multiprocessing.get_context("spawn")
+            self._pipe, theirs = spawn.Pipe()
+            self._process = spawn.Process(target=_serve, args=(self.target, theirs), daemon=True)
+            self._process.start()
+            theirs.close()
         assert self._pipe is not None
         try:
             self._pipe.send(message)
@@ -84,53 +80,33 @@ class Attacker:
         self.close()
         return None
 
-    def _start(self) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_serve, args=(self.target, theirs), daemon=True)
-        self._process.start()
-        theirs.close()
-        self.restarts += 1
-
 
 def attacker_cores() -> list[int]:
-    """Return the cores that attackers keep to: the last one of those that this process may use."""
+    """Return the cores of attackers: the last one of those available."""
     return [max(os.sched_getaffinity(0))] if hasattr(os, "sched_getaffinity") else []
 
 
 def _serve(target: Target, pipe: Connection) -> None:
-    """Do what the other end of the pipe says, until it is closed."""
+    """Play the forms named by the other end of the pipe, until it is closed."""
     give_way()
     if cores := attacker_cores():
         os.sched_setaffinity(0, cores)
     forms = {form.title: form for form in all_forms()}
-    form, shots = next(iter(forms.values())), list[Shot]()
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
-            name, *arguments = pipe.recv()
-            if name == "arm":
-                form = forms[str(arguments[0])]
-                try:
-                    shots = list((form.polite if arguments[1] else form.attack)(target))
-                    pipe.send("armed")
-                except OSError as error:  # a stream that was to be gone on with did not come
-                    pipe.send(RuntimeError(f"{form.title}: {error!r}"))
-            elif name == "begin":
-                pipe.send(asyncio.run(play(form, shots, target, arguments[0], pipe)))
-            else:
-                pipe.send(Load(0, 1.0, {}))  # nothing was begun
+            title, polite, per_s = pipe.recv()
+            form = forms[title]
+            try:
+                shots = (form.polite if polite else form.attack)(target)
+            except OSError as error:  # the stream to be resumed did not come
+                pipe.send(RuntimeError(f"{title}: {error!r}"))
+                continue
+            pipe.send("begun")
+            pipe.send(asyncio.run(play(form, shots, target, per_s, pipe)))
 
 
 async def play(form: Form, shots: Sequence[Shot], target: Target, per_s: float | None, ends: Connection) -> Load:
-    """Fire shots from all clients of a form until something comes through a pipe.
-
-    Args:
-        form: says how many clients there are.
-        shots: fired in turns.
-        target: of them.
-        per_s: shots in a second at most, of all clients together.
-        ends: tells when to end.
-    """
+    """Fire shots in turns from all clients of a form, at most ``per_s`` per second together, until a message comes."""
     statuses: Counter[str] = Counter()
     begun, clients = 0, target.scaled(form.clients)
     gap_s = clients / per_s if per_s else 0.0
@@ -161,35 +137,25 @@ async def play(form: Form, shots: Sequence[Shot], target: Target, per_s: float |
 
 
 async def once(
-    forms: Sequence[Form], target: Target, most: int = 40, at_once: int = 4, within_s: float = _ONCE_S
+    forms: Sequence[Form], target: Target, most: int = 40, at_once: int = 4, within_s: float = 25.0
 ) -> dict[str, dict[str, int]]:
-    """Fire each shot of each form once, those of a form at the same time; by form how many answers had which status.
+    """Fire each shot of each form once, and count the answers of each form by status.
 
     Args:
         forms: without those of an admin port that the target does not have.
         target: of them.
         most: shots of a form.
-        at_once: forms that are tried at the same time.
-        within_s: for which the answer to a shot is waited.
+        at_once: forms fired at the same time.
+        within_s: time for the answer to a shot.
     """
     free, found = asyncio.Semaphore(at_once), dict[str, dict[str, int]]()
 
     async def one(form: Form) -> None:
         async with free:
             shots = (await asyncio.to_thread(form.attack, target))[:most]
-            replies = await asyncio.gather(*(_accepted(shot, target, within_s) for shot in shots))
+            replies = await asyncio.gather(*(answered(shot, target, within_s, tries=100) for shot in shots))
             found[form.title] = dict(Counter(reply.label for reply in replies))
 
     reachable = [form for form in forms if target.admin_port is not None or not form.on_admin_port]
     await asyncio.gather(*map(one, reachable))
     return {form.title: found[form.title] for form in reachable}
-
-
-async def _accepted(shot: Shot, target: Target, within_s: float) -> Reply:
-    """Return the answer to a shot, which is fired again where the server has too much to do."""
-    reply = Reply()
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(within_s):
-            while (reply := await fire(shot, target)).status == 429:
-                await asyncio.sleep(_AGAIN_S)
-    return reply

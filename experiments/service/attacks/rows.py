@@ -1,8 +1,7 @@
-"""The steps in which a calm request has a row, by the real scheduler, beside hostile requests and beside polite ones."""
+"""Steps in which a calm request has a row, by the real scheduler, beside hostile requests and beside polite ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ _SLOTS, _WAITING, _STEP_TOKENS, _DRAFTS, _STEP_S = 8, 132, 256, 8, 0.01
 
 @dataclass(frozen=True, slots=True)
 class RowForm:
-    """Requests of other accounts: so many run or wait at every moment."""
+    """Requests of other accounts, so many of which run or wait at every moment."""
 
     name: str
     count: int
@@ -28,7 +27,7 @@ class RowForm:
     lives: int | None = None  # steps after which its client leaves; None: it stays
 
     def polite(self) -> RowForm:
-        """Return as many requests of as many accounts, as long, whose clients stay and which nothing is wrong with."""
+        """Return as many ordinary requests of as many accounts, whose clients stay."""
         return RowForm(self.name, self.count, self.prompt, self.max_tokens, accounts=self.accounts)
 
 
@@ -45,13 +44,22 @@ FORMS = (
 )
 
 
-def count(form: RowForm, steps: int = STEPS) -> int:
-    """Return in how many steps a calm account's request had a row; it asks anew as soon as it has its answer."""
-    clock = _Clock()
+def measure() -> list[dict[str, Any]]:
+    """Return the steps with a calm row beside each form and beside its polite requests, and their ratio."""
+    rows = []
+    for form in FORMS:
+        attack, polite = count(form), count(form.polite())
+        rows.append({"form": form.name, "steps": STEPS, "attack": attack, "polite": polite, "ratio": round(attack / polite, 3)})
+    return rows
+
+
+def count(form: RowForm) -> int:
+    """Return in how many steps the request of a calm account had a row; it asks again as soon as it has its answer."""
+    now_s = 0.0
     options = EngineOptions(_SLOTS, _STEP_TOKENS, _WAITING)
-    scheduler = Scheduler(options, _DRAFTS, lambda request, free: (free[0] if free else 0, request.num_computed), clock)
+    scheduler = Scheduler(options, _DRAFTS, lambda request, free: (free[0] if free else 0, request.num_computed), lambda: now_s)
     others, calm, number, found, born = list[Request](), None, 0, 0, dict[str, int]()
-    for step in range(steps):
+    for step in range(STEPS):
         for gone in [one for one in others if form.lives is not None and step - born[one.request_id] >= form.lives]:
             scheduler.remove(gone)
             others.remove(gone)
@@ -72,25 +80,8 @@ def count(form: RowForm, steps: int = STEPS) -> int:
         others = [one for one in others if one.remaining]
         calm = calm if calm is not None and calm.remaining else None
         scheduler.check_integrity()
-        clock.now_s += _STEP_S
+        now_s += _STEP_S
     return found
-
-
-def measure(forms: Sequence[RowForm] = FORMS, counted: Callable[[RowForm], int] = count) -> list[dict[str, Any]]:
-    """Return the steps with a calm row beside each form and beside its polite requests, and their ratio."""
-    rows = []
-    for form in forms:
-        attack, polite = counted(form), counted(form.polite())
-        rows.append({"form": form.name, "steps": STEPS, "attack": attack, "polite": polite, "ratio": round(attack / polite, 3)})
-    return rows
-
-
-class _Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def _hostile(form: RowForm, number: int) -> Request:

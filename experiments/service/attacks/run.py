@@ -1,13 +1,12 @@
-"""What attacks by another key, or by none, do to a calm one: its inter-token times, its texts, its rows, the server's memory.
+"""Attacks with another key, or without one, beside a calm client: its inter-token times, texts and rows, and the server's memory.
 
-python -m experiments.service attacks [--rounds 5] [--seconds 1.2] [--only files heads] [--once] [--parts rows server] [--resume]
+outrider bench service attacks [--rounds 5] [--seconds 1.2] [--only files heads] [--once]
 
-``outrider serve`` runs once, with a key for a calm client, two for attackers and one for the operator. The calm client streams a
-short greedy answer in a loop. In a round each form of attack has its turn: the calm client alone, beside the attack, and beside
-polite clients: as many, who ask for as much and as often, and send nothing unusual. Attackers are a process that gives way to all
-others and keeps to one core. ``--once`` fires each shot of each form once and says which statuses came: a 5xx is a failure.
-The part ``rows`` needs no server: the real scheduler, step by step. What is measured is kept in ``--out`` until the run is over;
-``--resume`` goes on with it.
+A server runs with a key for a calm client, two for attackers and one for the operator. The calm client streams a short greedy
+answer in a loop. In a round each form of attack has its turn: the calm client alone, beside the attack, and beside polite
+clients: as many, who ask for as much and as often, and send nothing unusual. Attackers are a low-priority process on one core.
+The calm client's rows are counted with the real scheduler, step by step, without a server. ``--once`` fires each shot of each
+form once and counts the statuses: a 5xx is a failure.
 """
 
 from __future__ import annotations
@@ -23,28 +22,24 @@ from urllib.parse import urlsplit
 from cache_service.namespace import hash_key
 from configs.schema import find_model
 from experiments.bench.options import add_model
-from experiments.bench.record import ROOT, Kept, git_state, portable
 from experiments.bench.run import Bench, Results, Run
 from experiments.service.attacks import rows
 from experiments.service.attacks.attacker import Attacker, attacker_cores, once
-from experiments.service.attacks.catalog import chosen
-from experiments.service.attacks.shots import Target
+from experiments.service.attacks.forms import chosen
+from experiments.service.attacks.shots import Target, is_fault
 from experiments.service.attacks.turns import Turns
-from experiments.service.attacks.verdicts import Goals, is_fault, memory_fails, verdict
-from experiments.service.overload import engine_pids
-from experiments.service.served import Served, free_port, served
+from experiments.service.attacks.verdicts import Goals, memory_fails, verdict
+from experiments.service.served import free_port, served
 
 CALM, ATTACKERS, OPERATOR = "outrider-calm", ("outrider-attacker", "outrider-second-attacker"), "outrider-operator"
-_PART = "service-attacks.part.jsonl"
 _GOALS = Goals()
 
 
-def settings(args: argparse.Namespace, admin_port: int) -> list[str]:
-    """Return those of the server."""
+def settings(args: argparse.Namespace) -> list[str]:
+    """Return the settings of a server with keys for all clients."""
     named = [("calm", (CALM,)), ("attacker", ATTACKERS)]
     keys = [f"tenancy.tenants.{name}.keys=[{', '.join(map(_quoted, own))}]" for name, own in named]
-    operator = [f"tenancy.admin_keys=[{_quoted(OPERATOR)}]", f"server.admin_port={admin_port}"]
-    return [f"model.dtype={args.dtype}", "model.threads=1", *keys, *operator]
+    return [f"model.dtype={args.dtype}", "model.threads=1", *keys, f"tenancy.admin_keys=[{_quoted(OPERATOR)}]"]
 
 
 def _quoted(key: str) -> str:
@@ -52,63 +47,34 @@ def _quoted(key: str) -> str:
 
 
 def placement() -> dict[str, Any]:
-    """Return which cores there are and which of them attackers keep to. No process of the server is pinned to any."""
+    """Return the available cores and those of attackers; the server's processes are not pinned."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return {"cores": cores, "attacker": attacker_cores(), "attacker_nice": 19, "server": cores}
 
 
 def measure(args: argparse.Namespace, run: Run) -> Results:
-    """Measure the parts that were asked for."""
+    """Measure rows and forms, or with ``--once`` the statuses alone."""
     forms = chosen(args.only)
     results: Results = {"goals": {name: getattr(_GOALS, name) for name in Goals.__slots__}, "placement": placement()}
-    if "rows" in args.parts and not args.once:
+    if not args.once:
         run.progress.say("rows of the calm request, by the scheduler")
         results["rows"] = rows.measure()
-    if "server" not in args.parts:
-        return results
     model, admin_port = find_model(args.model), free_port()
-    kept = None if args.once else _kept(args)
     run.progress.say("a server starts")
-    with (
-        served(model, settings(args, admin_port)) as server,
-        contextlib.closing(_attacker(server, model, admin_port, args)) as made,
-    ):
+    with served(model, [*settings(args), f"server.admin_port={admin_port}"]) as server:
+        parts = urlsplit(server.url)
+        target = Target(str(parts.hostname), int(parts.port or 80), Path(model).name, ATTACKERS, admin_port)
         if args.once:
-            return results | _once(args, server, made.target, run)
-        assert kept is not None
-        turns = Turns(server, made, CALM, args.seconds, run.progress)
-        turns.play(forms, kept, args.rounds, args.minutes)
-    results |= summary(kept.found)
-    _path(args).unlink()
-    return results
-
-
-def _attacker(server: Served, model: str, admin_port: int, args: argparse.Namespace) -> Attacker:
-    parts = urlsplit(server.url)
-    return Attacker(Target(str(parts.hostname), int(parts.port or 80), Path(model).name, ATTACKERS, admin_port, size=args.size))
-
-
-def _path(args: argparse.Namespace) -> Path:
-    return Path(args.out) / _PART
-
-
-def _kept(args: argparse.Namespace) -> Kept:
-    """Return what was measured before, of the same options and revision; nothing where this run does not go on with it."""
-    path = _path(args)
-    if not args.resume:
-        path.unlink(missing_ok=True)
-    setting = {name: getattr(args, name) for name in ("model", "dtype", "only", "seconds", "size")}
-    return Kept(path, portable(setting | {"git": git_state(ROOT)}), lambda turn: (turn["form"], turn["round"]))
-
-
-def _once(args: argparse.Namespace, server: Served, target: Target, run: Run) -> Results:
-    run.progress.say("each shot of each form once")
-    pids = engine_pids(server)
-    return {"once": asyncio.run(once(chosen(args.only), target)), "same_processes": pids == engine_pids(server)}
+            run.progress.say("each shot of each form once")
+            pids = server.serve_pids()
+            return results | {"once": asyncio.run(once(forms, target)), "same_processes": pids == server.serve_pids()}
+        with contextlib.closing(Attacker(target)) as attacker:
+            found = Turns(server, attacker, CALM, args.seconds, run.progress).play(forms, args.rounds)
+    return results | summary(found)
 
 
 def summary(found: list[dict[str, Any]]) -> Results:
-    """Return the verdicts of what was measured, those that fail first, and the memory of each kind at its last turn."""
+    """Return the verdicts of the turns, failures first, and the memory of each kind at its last turn."""
     by_form: dict[str, list[dict[str, Any]]] = {}
     memory: dict[str, dict[str, float]] = {}
     for turn in found:
@@ -122,36 +88,27 @@ def summary(found: list[dict[str, Any]]) -> Results:
 
 
 def wrong(results: Results, args: argparse.Namespace) -> list[str]:
-    """Return what does not reach its goal."""
+    """Return missed goals."""
     found = [f"{each['form']}: {fails}" for each in results.get("attacks", ()) for fails in each["fails"]]
     found += [
         f"{each['form']}: a calm row in {each['attack']} steps, {each['polite']} beside polite requests"
         for each in results.get("rows", ()) if each["ratio"] < _GOALS.rows
     ]  # fmt: skip
-    found += [line for kind, told in results.get("memory", {}).items() for line in memory_fails(kind, told, _GOALS)]
+    found += [line for kind, memory in results.get("memory", {}).items() for line in memory_fails(kind, memory, _GOALS)]
     for title, statuses in results.get("once", {}).items():
         found += [f"{title}: {count} answers were {label}" for label, count in statuses.items() if is_fault(label)]
     return found + ([] if results.get("same_processes", True) else ["a process was replaced"])
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add those of the command."""
+    """Add the options of the command."""
     add_model(parser, "bfloat16")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each form")
-    parser.add_argument("--seconds", type=float, default=1.2, help="of each of the three windows of a turn")
-    parser.add_argument("--minutes", type=float, default=30.0, help="after which no further turn begins")
+    parser.add_argument("--seconds", type=float, default=1.2, help="duration of each of the three windows of a turn")
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="forms whose titles contain one of these")
-    parser.add_argument(
-        "--size", type=float, default=1.0, help="of large bodies and numbers of clients, relative to the attack's"
-    )
-    parser.add_argument("--parts", nargs="+", choices=("rows", "server"), default=["rows", "server"])
-    parser.add_argument("--once", action="store_true", help="fire each shot of each form once, and list the statuses")
-    parser.add_argument(
-        "--resume", action="store_true", help="go on with a run that was cut off, of the same options and revision"
-    )
+    parser.add_argument("--once", action="store_true", help="fire each shot of each form once, and count the statuses")
 
 
 BENCH = Bench(
-    "service-attacks", __doc__ or "", measure, options, {"rounds": 1, "seconds": 0.1, "minutes": 0.1, "size": 0.001},
-    wrong=wrong, refuses=(RuntimeError,),
-)  # fmt: skip
+    "service-attacks", __doc__ or "", measure, options, {"rounds": 1, "seconds": 0.1}, wrong=wrong, refuses=(RuntimeError,)
+)

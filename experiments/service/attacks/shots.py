@@ -1,4 +1,4 @@
-"""Connections of hostile clients: the bytes that each sends, and how it behaves."""
+"""Connections of hostile clients: the bytes that each sends, its behaviour, and the answers."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import contextlib
 import json
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
+CHAT, COMPLETIONS, RESPONSES, DOCUMENTS = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/documents/text"
 STAY_S = 60.0  # for which a client waits for the end of an answer
 _KEPT_BYTES = 8192  # of an answer, its beginning and its end
 _SMALL_BUFFER = 4096  # of the kernel, for clients that never read
+_AGAIN_S = 0.3  # after an answer that says that the server is busy
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
-T = TypeVar("T")
 _FAULT = re.compile(rb'"type": ?"server_error"')
 _TAKEN = b"stream_taken"  # by a newer client: no fault
+_EVENT_ID = re.compile(rb"^id: (\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +33,10 @@ class Target:
     admin_port: int | None = None  # None: no form attacks it
     context: int = 2048  # tokens of the model
     vocabulary: int = 4096  # token ids below it are valid
-    size: float = 1.0  # of large bodies and of numbers of connections, relative to the attack as it is measured
+    size: float = 1.0  # of large bodies and numbers of connections, relative to the measured attack
 
     def scaled(self, count: int) -> int:
-        """Return so much of a count as the size says, at least 1."""
+        """Return a count times the size, at least 1."""
         return max(1, int(count * self.size))
 
 
@@ -44,36 +46,41 @@ class Shot:
 
     pieces: tuple[bytes, ...]
     pause_s: float = 0.0  # between two pieces
-    reads: bool = True  # false: nothing of the answer is taken from the kernel
+    reads: bool = True  # false: the client reads nothing of the answer
     stay_s: float = STAY_S  # after the last piece, then the client leaves
     on_admin_port: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The answer to a shot."""
+    """The answers to a shot."""
 
-    statuses: tuple[int, ...] = ()  # of all answers on the connection; empty where none came
-    has_fault: bool = False  # a body tells of a fault of the server
+    statuses: tuple[int, ...] = ()  # of all answers on the connection; empty if none came
+    has_fault: bool = False  # a body reports a fault of the server
     has_ended: bool = False  # the server closed the connection
     text: bytes = b""  # the beginning and the end
 
     @property
     def status(self) -> int:
-        """The first one; 0 where none came."""
+        """The first status; 0 if none came."""
         return self.statuses[0] if self.statuses else 0
 
     @property
     def label(self) -> str:
-        """The status, with a mark where a stream told of a fault."""
+        """The highest status, with a mark if a stream reported a fault."""
         fault = "+error" if self.has_fault and self.status < 500 else ""
         return f"{max(self.statuses, default=0)}{fault}"
 
 
+def is_fault(label: str) -> bool:
+    """Return whether a label of ``Reply`` is a fault of the server; 503 means busy and 504 out of the client's time."""
+    return label.endswith("+error") or (label.startswith("5") and label not in ("503", "504"))
+
+
 def head(method: str, path: str, key: str | None, headers: Mapping[str, str] | None = None) -> bytes:
-    """Return a request's head without its last line end; the connection ends with the answer unless ``headers`` say otherwise."""
-    told = {"Host": "localhost", "Connection": "close"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
-    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in (told | dict(headers or {})).items())]
+    """Return a request's head without its last line end; the connection closes after the answer unless ``headers`` differ."""
+    own = {"Host": "localhost", "Connection": "close"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
+    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in (own | dict(headers or {})).items())]
     return "\r\n".join((*lines, "")).encode()
 
 
@@ -92,6 +99,15 @@ def post(
     return Shot((begun + b"\r\n" + data,), **how)
 
 
+def event_ids(target: Target, body: dict[str, Any]) -> list[str]:
+    """Stream a chat and return the ids of its events; empty if the server gives none."""
+    shot = post(CHAT, body, target.keys[0], {"Accept": "text/event-stream"})
+    with socket.create_connection((target.host, target.port), timeout=30) as connection:
+        connection.sendall(shot.pieces[0])
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    return [found.decode() for found in _EVENT_ID.findall(answer)]
+
+
 async def fire(shot: Shot, target: Target) -> Reply:
     """Make a connection, send a shot and return what came back until the server or the client closed it."""
     port = target.admin_port if shot.on_admin_port else target.port
@@ -107,7 +123,7 @@ async def fire(shot: Shot, target: Target) -> Reply:
     except OSError:
         raw.close()
         return Reply()
-    hearing = asyncio.create_task(_hear(reader, shot, target))
+    hearing = asyncio.create_task(_hear(reader, shot))
     try:
         await _send(writer, shot)
         return await hearing
@@ -116,8 +132,21 @@ async def fire(shot: Shot, target: Target) -> Reply:
         writer.transport.abort()
 
 
+async def answered(shot: Shot, target: Target, within_s: float, tries: int = 5) -> Reply:
+    """Return the answer to a shot, fired again while the server is busy."""
+    reply = Reply()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(within_s):
+            for _ in range(tries):
+                reply = await fire(shot, target)
+                if reply.status not in (429, 503):
+                    break
+                await asyncio.sleep(_AGAIN_S)
+    return reply
+
+
 async def _send(writer: asyncio.StreamWriter, shot: Shot) -> None:
-    with contextlib.suppress(OSError):  # the server has closed it: what it said is heard
+    with contextlib.suppress(OSError):  # closed by the server, whose answer is read elsewhere
         for number, piece in enumerate(shot.pieces):
             if number and shot.pause_s:
                 await asyncio.sleep(shot.pause_s)
@@ -126,7 +155,7 @@ async def _send(writer: asyncio.StreamWriter, shot: Shot) -> None:
                 await writer.drain()
 
 
-async def _hear(reader: asyncio.StreamReader, shot: Shot, target: Target) -> Reply:
+async def _hear(reader: asyncio.StreamReader, shot: Shot) -> Reply:
     statuses: list[int] = []
     first, last, has_fault, has_ended = b"", b"", False, False
     stay_s = shot.stay_s + shot.pause_s * len(shot.pieces)
@@ -140,8 +169,3 @@ async def _hear(reader: asyncio.StreamReader, shot: Shot, target: Target) -> Rep
                 first, last = (first + part)[:_KEPT_BYTES], (last + part)[-_KEPT_BYTES:]
             has_ended = True
     return Reply(tuple(statuses), has_fault, has_ended, first if first == last else first + last)
-
-
-def every(values: Sequence[T], count: int) -> list[T]:
-    """Return so many values, the given ones in turns."""
-    return [values[at % len(values)] for at in range(count)]

@@ -5,18 +5,11 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
-AMBIGUOUS = (
-    'start: s\ns: s s s s | s s s | s s | t\nt: "a" | "a" t | t "a" | ""',
-    'start: s\ns: s s | "a" | "aa" | s s s | ""',
-    'start: e\ne: e "a" e | e e | "a" | "b" e "b" | "" ',  # of three rules, each of them ambiguous
-    'start: x+\nx: (y | z)+\ny: "a"+ z?\nz: "a"* y?',
-)
-
 
 def many_rules(count: int, first: str = "") -> str:
-    """Return a grammar of so many alternatives, each a rule of its own, behind a text.
+    """Return a grammar with so many alternatives, each a rule, behind a text.
 
-    Example: of 2,500 the first mask cannot be computed, with a text before them a later one.
+    With 2,500 of them the first mask cannot be computed; with a text before them, a later one.
     """
     rules = "\n".join(f'r{at}: "x{at}" /[a-z]{{3}}/' for at in range(count))
     begin = f'"{first}" ' if first else ""
@@ -24,12 +17,12 @@ def many_rules(count: int, first: str = "") -> str:
 
 
 def many_patterns(count: int) -> dict[str, Any]:
-    """Return a schema of patterns that have to hold at once, whose product has very many states."""
+    """Return a schema with so many patterns that hold at once, whose product has very many states."""
     return {"type": "string", "allOf": [{"pattern": f"^(a|b)*a(a|b){{{at + 5}}}$"} for at in range(count)]}
 
 
 def deep_schema(depth: int) -> dict[str, Any]:
-    """Return a schema of objects within objects, each with a choice."""
+    """Return a schema of nested objects, each with a choice."""
     schema: dict[str, Any] = {"type": "integer"}
     for _ in range(depth):
         schema = {"type": "object", "properties": {"a": {"anyOf": [schema, {"type": "null"}]}}, "required": ["a"]}
@@ -37,13 +30,13 @@ def deep_schema(depth: int) -> dict[str, Any]:
 
 
 def nested_html(depth: int, size: int) -> bytes:
-    """Return a page of so many bytes whose elements lie so deep."""
+    """Return a page of so many bytes whose elements are nested so deep."""
     block = b"<blockquote>" * depth + b"text<br>" * 20 + b"</blockquote>" * depth
     return b"<!doctype html><html><body>" + block * max(1, size // len(block)) + b"</body></html>"
 
 
 def table_html(size: int) -> bytes:
-    """Return a page of tables within tables, whose cells are never closed."""
+    """Return a page of nested tables with unclosed cells."""
     row = b"<table><tr><td>a<td><ul><li>b<li>c" * 30
     return b"<!doctype html><html><body>" + row * max(1, size // len(row))
 

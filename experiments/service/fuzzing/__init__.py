@@ -1,1 +1,1 @@
-"""Cases of the fuzzer, drawn by a seed. In: a server. Out: statuses, and the smallest input of each failure."""
+"""Requests of the fuzzer, drawn by a seed. In: a seed and a number. Out: a request, reduced where it fails."""

@@ -1,8 +1,7 @@
-"""The proofs of the service at a size of seconds: requests of every kind, clients that leave, and the times of a stream."""
+"""Measurements of the service at a size of seconds: requests of every kind, clients that leave, overload and attacks."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 from collections.abc import Callable
@@ -13,11 +12,9 @@ import httpx
 
 from experiments.service.asks import KINDS, Answer, ask, make_asks, play
 from experiments.service.attacks.attacker import once
-from experiments.service.attacks.catalog import all_forms
-from experiments.service.attacks.shots import Target
-from experiments.service.attacks.verdicts import is_fault
+from experiments.service.attacks.forms import all_forms
+from experiments.service.attacks.shots import Target, is_fault
 from experiments.service.disconnects import leave, until_free
-from experiments.service.overhead import measure
 from experiments.service.overload import at_capacity, open_loop
 from experiments.service.served import until_whole
 
@@ -74,14 +71,6 @@ def test_what_is_too_much_is_refused_with_the_time_to_come_back(api_server: Any)
     assert capacity["statuses"].keys() == {"200"} and capacity["latency_s"]["p50"] > 0
     assert (over["failed"], over["without_retry_after"]) == (0, 0), over["failures"]
     assert over["statuses"]["200"] > 0 and over["requests"] > HELD
-
-
-def test_the_engines_times_of_a_request_are_told_beside_the_clients(api_server: Any) -> None:
-    args = argparse.Namespace(seed=0, requests=2, max_tokens=60)
-    timed = list(measure(api_server.url, MODEL, args, 0))
-    assert [each.tokens for each in timed] == [60, 60]
-    assert all(0 < each.engine_first_s < each.first_s and each.engine_whole_s > each.engine_decode_s > 0 for each in timed)
-    assert all(each.first_s < each.whole_s and each.added_first_ms > 0 for each in timed)
 
 
 def test_no_shot_of_an_attack_is_a_fault_of_the_server(api_server: Any) -> None:

@@ -1,28 +1,26 @@
-"""The proofs of the service: what a client makes of answers, figures of loads, and what records keep of other people's tools."""
+"""The asking client, figures of loads, and the commands of the room."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import socket
-from importlib import import_module
 from typing import Any
 
 import httpx
 import pytest
 
-from experiments.bench.run import arguments, run_named
-from experiments.faults import replicas
-from experiments.service import clients, disconnects, fairness, fuzz, overhead, overload
+from experiments.bench.run import arguments
+from experiments.service import clients, disconnects, fuzz, overload
+from experiments.service.__main__ import TRIALS, main
 from experiments.service.asks import KINDS, Answer, Ask, Choice, ask, make_asks
-from experiments.service.overhead import Timed, medians, summary
-from experiments.service.overload import Outcome, Phase
+from experiments.service.overload import Phase
 
 ENTRY = {"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}
+RIGHT = {"text": "ab", "finish_reason": "stop", "tokens": ["a", "b"], "logprobs": [-0.1, -0.2]}
 
 
 def told(*events: dict[str, Any]) -> Answer:
-    """What a client makes of some events."""
     made = Answer()
     for event in events:
         made.add(event)
@@ -52,46 +50,49 @@ def test_a_stream_and_a_whole_answer_are_the_same_to_a_client() -> None:
     assert streamed.differs(whole) == []
 
 
-def test_every_part_of_an_answer_that_is_another_one_is_named() -> None:
-    right = told(chunk(0, "ab", "stop", {"content": [ENTRY]}))
-    assert told(chunk(0, "ac", "stop", {"content": [ENTRY]})).differs(right) == ["choices[0].text"]
-    assert told(chunk(0, "ab", "length", {"content": [ENTRY]})).differs(right) == ["choices[0].finish_reason"]
-    assert told(chunk(0, "ab", "stop", {"content": [ENTRY, ENTRY]})).differs(right) == ["choices[0].tokens"]
-    assert told(chunk(0, "ab", "stop", {"content": [ENTRY | {"logprob": -0.6}]})).differs(right) == ["logprobs"]
-    assert told(chunk(0, "ab", "stop", {"content": [ENTRY | {"logprob": -0.5001}]})).differs(right) == []
-    broken = told(chunk(0, "ab", "stop", {"content": [ENTRY]}))
-    broken.error = "gone"
-    assert broken.differs(right) == ["error"]
+@pytest.mark.parametrize(
+    ("changes", "near", "differs"),
+    [
+        ({"text": "ac"}, 0.001, ["choices[0].text"]),
+        ({"finish_reason": "length"}, 0.001, ["choices[0].finish_reason"]),
+        ({"tokens": ["a", "c"]}, 0.001, ["choices[0].tokens"]),
+        ({"token_ids": [1]}, 0.001, ["choices[0].token_ids"]),
+        ({"calls": [["f", "{}"]]}, 0.001, ["choices[0].calls"]),
+        ({"logprobs": [-0.1, -0.21]}, 0.001, ["logprobs"]),
+        ({"logprobs": [-0.1, -0.21]}, 0.02, []),
+    ],
+)
+def test_every_different_part_of_an_answer_is_named(changes: dict[str, Any], near: float, differs: list[str]) -> None:
+    right = Answer(200, choices={0: Choice(**RIGHT)})
+    assert Answer(200, choices={0: Choice(**RIGHT | changes)}).differs(right, near) == differs
+    assert Answer(200, error="gone", choices={0: Choice(**RIGHT)}).differs(right) == ["error"]
     assert Answer(400, "no").differs(right) == ["status", "error", "choices"]
+    used = {"completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}
+    assert Answer(200, choices={0: Choice(**RIGHT)}, usage=used).differs(right) == ["usage.completion_tokens"]
 
 
-def test_what_is_near_and_what_is_counted() -> None:
-    def answer(**changes: Any) -> Answer:
-        choice = Choice(**({"text": "ab", "finish_reason": "stop", "tokens": ["a", "b"], "logprobs": [-0.1, -0.2]} | changes))
-        return Answer(200, choices={0: choice}, usage={"completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}})
-
-    near = answer(logprobs=[-0.1, -0.21])
-    assert near.differs(answer(), 0.02) == [] and near.gap(answer()) == pytest.approx(0.01)
-    assert answer(logprobs=[-0.1, -0.3]).differs(answer(), 0.02) == ["logprobs"]
-    other = answer()
-    other.usage = {"completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 0}}
-    assert other.differs(answer()) == ["usage.completion_tokens"]
-
-
-def test_a_stream_that_is_cut_off_is_told() -> None:
+def test_a_broken_stream_and_a_missing_server_are_errors() -> None:
     events = "".join(f"data: {json.dumps(chunk(0, text))}\n\n" for text in ("a", "b"))
 
-    async def heard(body: str) -> Answer:
-        answers = httpx.MockTransport(lambda request: httpx.Response(200, text=body))
-        async with httpx.AsyncClient(transport=answers, base_url="http://there") as client:
+    async def heard(answer: httpx.Response | None) -> Answer:
+        transport = None if answer is None else httpx.MockTransport(lambda request: answer)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            base = f"http://127.0.0.1:{probe.getsockname()[1]}"
+        async with httpx.AsyncClient(transport=transport, base_url=base) as client:
             return await ask(client, "tiny", Ask("", "chat/completions", {"stream": True}))
 
-    whole, cut = asyncio.run(heard(events + "data: [DONE]\n\n")), asyncio.run(heard(events))
-    assert (whole.texts, whole.error) == ({0: "ab"}, None)
+    whole, cut = (asyncio.run(heard(httpx.Response(200, text=text))) for text in (f"{events}data: [DONE]\n\n", events))
+    assert (whole.texts, whole.error) == ({0: "ab"}, None) and whole.first_s is not None and whole.seconds >= whole.first_s
     assert (cut.texts, cut.error) == ({0: "ab"}, "the stream ended without its last event")
+    refusal = {"error": {"code": "busy", "message": "later"}}
+    refused = asyncio.run(heard(httpx.Response(429, json=refusal, headers={"Retry-After": "2"})))
+    assert (refused.status, refused.code, refused.retry_after, refused.broke_off) == (429, "busy", "2", False)
+    gone = asyncio.run(heard(None))
+    assert gone.texts == {} and gone.error is not None and gone.error.startswith("ConnectError")
 
 
-def test_requests_come_in_all_kinds_with_seeds_of_their_own_and_again_the_same() -> None:
+def test_requests_are_of_all_kinds_with_their_own_seeds_and_reproducible() -> None:
     asks = make_asks(2 * len(KINDS), 30, seed=5)
     assert [request.kind for request in asks] == [kind[0] for kind in KINDS] * 2
     assert len({request.body["seed"] for request in asks}) == len(asks)
@@ -99,28 +100,15 @@ def test_requests_come_in_all_kinds_with_seeds_of_their_own_and_again_the_same()
     assert {request.kind for request in make_asks(4, 30, 0, ["json", "whole"])} == {"json", "whole"}
 
 
-def test_no_answer_is_an_error_of_the_request() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-
-    async def run() -> Answer:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
-            return await ask(client, "tiny", make_asks(1, 8, 0)[0])
-
-    heard = asyncio.run(run())
-    assert heard.texts == {} and heard.error is not None and heard.error.startswith("ConnectError")
-
-
-def test_a_load_is_summed_up_by_what_became_of_requests() -> None:
+def test_a_load_is_summed_up_by_the_results_of_its_requests() -> None:
     phase = Phase("overload", seconds=2.0)
-    phase.outcomes = [
-        Outcome(200, 1.0, 0.25, None),
-        Outcome(200, 3.0, None, None),
-        Outcome(200, 0.5, 0.1, None, whole=False, note="cut"),
-        Outcome(429, 0.01, None, "2"),
-        Outcome(429, 0.03, None, None),
-        Outcome(0, 5.0, None, None, whole=False, note="ReadError"),
+    phase.answers = [
+        Answer(200, times=[0.0, 0.25, 0.9, 1.0]),
+        Answer(200, times=[0.0, 3.0]),
+        Answer(200, "cut", times=[0.0, 0.1, 0.5]),
+        Answer(429, "busy", times=[0.0, 0.01], retry_after="2"),
+        Answer(429, "busy", times=[0.0, 0.03]),
+        Answer(0, "ReadError", times=[0.0]),
     ]
     made = phase.summary()
     assert made["statuses"] == {"200": 3, "429": 2, "0": 1}
@@ -129,55 +117,32 @@ def test_a_load_is_summed_up_by_what_became_of_requests() -> None:
     assert (made["failed"], dict(made["failures"])) == (2, {"cut": 1, "ReadError": 1})
 
 
-def test_what_lies_between_the_engine_and_a_client() -> None:
-    timed = Timed(
-        101,
-        first_s=0.030,
-        whole_s=0.530,
-        engine_first_s=0.025,
-        engine_whole_s=0.500,
-        engine_decode_s=0.475,
-        events=50,
-        received=9999,
-    )
-    assert timed.added_first_ms == pytest.approx(5.0)
-    assert timed.rate == pytest.approx(0.5 / 0.53) and timed.decode_rate == pytest.approx(0.95)
-    first, second = summary([timed]), summary([timed])
-    second["added_ttft_ms"] = dict.fromkeys(first["added_ttft_ms"], 7.0)
-    assert first["engine_tokens_per_s_p50"] == 202.0 and first["tokens_per_event"] == 2.02
-    assert medians([first, second, second])["added_ttft_ms"]["p50"] == 7.0
-
-
-def test_what_a_tool_printed_is_kept_without_folders_and_colours() -> None:
+def test_records_keep_no_folders_and_colours_of_other_tools() -> None:
     printed = "\x1b[32mfine\x1b[0m\n\nwrote /home/someone/there/results.json\nasked http://127.0.0.1:8000/v1/models\nold\rnew\n"
     assert clients.tail(printed) == ["fine", "wrote /results.json", "asked http://127.0.0.1:8000/v1/models", "old", "new"]
-    assert (
-        clients.shown(["locust", "-f", "/home/someone/there/file.py", "--host", "http://h:1"])
-        == "locust -f /file.py --host http://h:1"
-    )
+    command = ["locust", "-f", "/home/someone/there/file.py", "--host", "http://h:1"]
+    assert clients.shown(command) == "locust -f /file.py --host http://h:1"
 
 
-def test_options_that_cannot_be_are_refused() -> None:
-    for bench, options in (
-        (replicas.BENCH, ["--requests", "0"]),
-        (disconnects.BENCH, ["--waves", "0"]),
-        (overload.BENCH, ["--factor", "0"]),
-        (overhead.BENCH, ["--max-tokens", "1"]),
-        (clients.BENCH, ["--users", "0"]),
-        (fairness.BENCH, ["--tenants", "1"]),
-        (fuzz.BENCH, ["--seconds", "0"]),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            arguments(bench, options)
-        assert ended.value.code == 2
+@pytest.mark.parametrize(
+    ("bench", "options"),
+    [
+        (disconnects.BENCH, ["--waves", "0"]), (overload.BENCH, ["--factor", "0"]), (clients.BENCH, ["--cases", "0"]),
+        (fuzz.BENCH, ["--cases", "0"]), (disconnects.BENCH, ["--clients", "1"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_impossible_options_are_refused(bench: Any, options: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        arguments(bench, options)
 
 
-@pytest.mark.parametrize("room", ["service", "faults", "bench.memory"])
-def test_every_bench_of_a_room_explains_itself(room: str, capsys: pytest.CaptureFixture[str]) -> None:
-    main = import_module(f"experiments.{room}.__main__")
-    (benches,) = (value for name, value in vars(main).items() if name.isupper())
-    for name in benches:
-        with pytest.raises(SystemExit, match="0"):
-            run_named(benches, room, [name, "--help"])
-        assert f"usage: {room} {name} " in capsys.readouterr().out
-    assert run_named(benches, room, ["nothing"]) == 2 and "usage: " in capsys.readouterr().err
+@pytest.mark.parametrize("name", TRIALS)
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([name, "--help"])
+    assert f"usage: outrider bench service {name} " in capsys.readouterr().out
+
+
+def test_an_unknown_command_is_refused() -> None:
+    assert main(["nothing"]) == 2
