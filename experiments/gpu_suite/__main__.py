@@ -63,8 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     args, started = arguments(given), datetime.now(UTC)
     os.environ["XDG_CACHE_HOME"] = str(ROOT / ".pytest_cache" / "user_cache")  # compiled code, as the project's tests keep it
-    fault = warm.numba_fault()
-    environment: dict[str, Any] = {"system": platform.platform(), "numba_fault": fault}
+    environment: dict[str, Any] = {"system": platform.platform()}
     if args.device != "cuda":
         environment["times"] = _NO_TIMES[args.device]
     print(f"environment: {environment | versions()}", flush=True)
@@ -74,12 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             kinds=args.kinds, workloads=tuple(args.workloads), tokenizer=args.tokenizer, max_tokens=args.max_tokens,
             real_model=args.real_model, out=args.out, scratch=Path(folder) / "scratch",
         )  # fmt: skip
-        worker = Worker(("numba",) if fault else ())
+        worker = Worker()
         suite = Suite(args, setting, worker, started, environment)
         if args.resume:
             _resume(suite, args, environment)
         log, compiling = Path(folder) / "warm.log", None
-        if fault is None and (args.device == "cuda" or compiles_first()):
+        if args.device == "cuda" or compiles_first():
             compiling = warm.start(log)
         try:
             for job in plan(args.parts, args.sizes):

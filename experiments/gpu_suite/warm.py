@@ -13,19 +13,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from decoding.jit import NATIVE
 from experiments.bench.record import ROOT
 
 _CONTEXT = 256
 _LIMIT_S = 150.0
-
-
-def numba_fault() -> str | None:
-    """Return why numba cannot be used, if it is installed and fails: the project would rely on it."""
-    if not NATIVE:
-        return None
-    tried = subprocess.run([sys.executable, "-c", "import numba"], capture_output=True, text=True)
-    return tried.stderr.strip().splitlines()[-1] if tried.returncode else None
 
 
 def start(log: Path) -> subprocess.Popen[bytes]:
@@ -46,7 +37,7 @@ def finish(process: subprocess.Popen[bytes], log: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Compile; these imports need a numba that works."""
+    """Compile."""
     import torch
 
     from decoding.budget.partition import compile_partition

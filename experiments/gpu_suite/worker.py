@@ -11,7 +11,6 @@ import importlib
 import json
 import logging
 import multiprocessing
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -171,10 +170,8 @@ class _Warnings(logging.Handler):
             self.report.say(f"warning: {text}")
 
 
-def work(connection: Connection, without: tuple[str, ...]) -> None:
-    """Run jobs from the connection until it is closed, without the named packages."""
-    for package in without:
-        sys.modules[package] = None  # type: ignore[assignment]
+def work(connection: Connection) -> None:
+    """Run jobs from the connection until it is closed."""
     warnings = _Warnings(logging.WARNING)
     logging.captureWarnings(True)
     for name in ("", "transformers"):  # the logger of transformers does not propagate
@@ -212,8 +209,7 @@ def _run(job: Job, setting: Setting, report: Report, kept: dict[str, Any], stack
 class Worker:
     """Process that runs parts, started again after it was lost."""
 
-    def __init__(self, without: tuple[str, ...] = ()) -> None:
-        self._without = without
+    def __init__(self) -> None:
         self._process: Any = None
         self._connection: Connection | None = None
 
@@ -267,7 +263,7 @@ class Worker:
         if self._connection is None:
             context = multiprocessing.get_context("spawn")
             self._connection, theirs = context.Pipe()
-            self._process = context.Process(target=work, args=(theirs, self._without))
+            self._process = context.Process(target=work, args=(theirs,))
             with contextlib.ExitStack() as stack:
                 for name, value in variables.items():
                     stack.enter_context(environment(name, value))
