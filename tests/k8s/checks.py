@@ -45,7 +45,7 @@ from tests.k8s.manifests import (
 )
 
 VERSIONS = ("1.37", "1.31")  # the newest of kubernetes-validate, and one that managed clusters still run
-(RULES,) = load_all(Path(__file__).with_name("schema.yaml").read_text())
+RULES, OTHER_SPECS = load_all(Path(__file__).with_name("schema.yaml").read_text())
 
 
 def check_schema(documents: list[Document]) -> Iterator[str]:
@@ -78,12 +78,18 @@ def _definitions(version: str) -> tuple[Registry[Any], dict[tuple[str, str], str
     """Return Kubernetes' definitions with our rules, and the names of those of (apiVersion, kind)."""
     folder = resources.files("kubernetes_validate") / "kubernetes-json-schema" / f"v{version}.0-local-strict"
     definitions: dict[str, Document] = json.loads((folder / "_definitions.json").read_text())["$defs"]
-    for name, rule in RULES.items():
-        definitions[name] = definitions[name] | {"allOf": [rule]} if name in definitions else _closed(rule)
     kinds = {}
     for name, definition in definitions.items():
         for one in definition.get("x-kubernetes-group-version-kind", ()):
             kinds["/".join(filter(None, (one["group"], one["version"]))), one["kind"]] = name
+    for name, rule in RULES.items():
+        definitions[name] = definitions[name] | {"allOf": [rule]}
+    metadata = {"$ref": "#/$defs/io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta"}
+    for name, spec in OTHER_SPECS.items():
+        api, _, kind = name.partition(" ")
+        kinds[api, kind] = kind
+        properties = {"apiVersion": {}, "kind": {}, "metadata": metadata, "spec": spec}
+        definitions[kind] = _closed({"required": list(properties), "properties": properties})
     document = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$defs": definitions}
     return Registry().with_resource("urn:kubernetes", Resource.from_contents(document)), kinds
 
@@ -178,8 +184,17 @@ def check_selectors(documents: list[Document]) -> Iterator[str]:
         if field == "redisAddress" and not behind(documents, value):
             yield f"no pod is behind redisAddress {value}"
         for group in value if field == "workerGroupSpecs" else ():
-            if not group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]:
+            if not 0 <= group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]:
                 yield f"group {group['groupName']}: replicas is not between minReplicas and maxReplicas"
+    for head in (one for one in pods if one.is_head):
+        # Who declares ports declares all that the operator's service for the head has; it sets the labels by which it selects.
+        if not {"gcs-server", "dashboard", "serve"} <= head.ports.keys():
+            yield f"{head.where}: ports of the operator's service are missing"
+        if (head.labels["app.kubernetes.io/name"], head.labels["app.kubernetes.io/created-by"]) != (
+            "kuberay",
+            "kuberay-operator",
+        ):
+            yield f"{head.where}: the operator's service for the head does not select it"
 
 
 def check_resources(documents: list[Document]) -> Iterator[str]:

@@ -216,18 +216,9 @@ def selects(selector: Document | None, labels: Mapping[str, str]) -> bool:
     """Return whether a selector selects what has these labels; an empty one selects all, None nothing."""
     if selector is None:
         return False
-    exact = all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items())
-    return exact and all(_holds(expression, labels) for expression in selector.get("matchExpressions", ()))
-
-
-def _holds(expression: Document, labels: Mapping[str, str]) -> bool:
-    key, values = expression["key"], expression.get("values", ())
-    return {
-        "In": labels.get(key) in values,
-        "NotIn": labels.get(key) not in values,
-        "Exists": key in labels,
-        "DoesNotExist": key not in labels,
-    }[expression["operator"]]
+    if not all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items()):
+        return False
+    return all(labels.get(one["key"]) in one["values"] for one in selector.get("matchExpressions", ()))
 
 
 def behind(documents: list[Document], address: str) -> list[tuple[Pods, int]]:
