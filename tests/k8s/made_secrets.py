@@ -1,4 +1,4 @@
-"""What ``k8s/secrets.sh`` prints, taken apart."""
+"""Runs of ``k8s/secrets.sh`` and of the script that makes a pod's certificate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CERTIFICATE = K8S / "components" / "tls" / "certificate.sh"
 
 @dataclass(frozen=True)
 class Made:
-    """One run."""
+    """One run of ``k8s/secrets.sh``."""
 
     documents: list[dict[str, Any]]
     stdout: str
@@ -26,11 +26,11 @@ class Made:
 
     @property
     def values(self) -> dict[str, dict[str, str]]:
-        """By the Secret's name and the key in it."""
+        """Return the values by the Secret's name and the key in it."""
         return {document["metadata"]["name"]: document["stringData"] for document in self.documents}
 
     def write(self, name: str, folder: Path) -> None:
-        """Makes a Secret's keys files, as a volume does."""
+        """Write a Secret's keys as files, as a volume does."""
         folder.mkdir(parents=True, exist_ok=True)
         for key, value in self.values[name].items():
             (folder / key).write_text(value)
@@ -47,13 +47,9 @@ def make_secrets(*options: str) -> Made:
 
 
 def make_certificate(authority: Path, folder: Path, address: str, *names: str) -> Path:
-    """A pod's certificate, as ``k8s/components/tls`` has it made: a folder with ``tls.crt``, ``tls.key`` and ``ca.crt``.
+    """Make a folder with ``tls.crt``, ``tls.key`` and ``ca.crt`` for a pod with this address and names.
 
-    Args:
-        authority: folder with the keys of the secret outrider-ray-tls.
-        folder: to make.
-        address: of the pod.
-        names: by which others know it, beside ``localhost``.
+    ``authority`` is a folder with the keys of the secret outrider-ray-tls.
     """
     folder.mkdir(parents=True)
     environment = {"PATH": os.environ["PATH"], "POD_IP": address}
@@ -64,6 +60,6 @@ def make_certificate(authority: Path, folder: Path, address: str, *names: str) -
 
 
 def tls_environment(folder: Path) -> dict[str, str]:
-    """What Ray's container is told of the files in a folder."""
+    """Return the variables by which Ray finds the files in a folder."""
     files = {"RAY_TLS_CA_CERT": "ca.crt", "RAY_TLS_SERVER_CERT": "tls.crt", "RAY_TLS_SERVER_KEY": "tls.key"}
     return {"RAY_USE_TLS": "1"} | {name: str(folder / file) for name, file in files.items()}

@@ -1,7 +1,7 @@
-"""The two Redis of ``k8s/base``, started as their pods do: their configuration, their secrets, their commands and probes.
+"""The two Redis of ``k8s/base``, started as their pods do: with their configuration, secrets, commands and probes.
 
-Where no ``redis-server`` that knows TLS is on the PATH, the one of the Python package runs without the lines ``tls-...``, behind
-a proxy that ends TLS with the same certificate; the names of the tests say so.
+Where no ``redis-server`` that knows TLS is on the PATH, the one of the Python package runs without the lines ``tls-...``,
+behind a proxy that ends TLS with the same certificate.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ IDENTITY = Identity("a1", "b2", 5000)
 
 
 def programs() -> tuple[Path, bool]:
-    """A folder with redis-server and redis-cli, and whether they know TLS."""
+    """Return a folder with redis-server and redis-cli, and whether they know TLS."""
     on_path, packaged = shutil.which("redis-server"), packaged_server()
     folders = [Path(path).parent for path in (on_path, packaged) if path is not None]
     for folder in folders:
@@ -71,21 +71,20 @@ def made() -> Made:
 
 
 def settings(name: str) -> dict[str, str]:
-    """What a configuration file sets."""
     lines = (line.strip() for line in (BASE / CONFIGURATIONS[name]).read_text().splitlines())
     return dict(line.split(maxsplit=1) for line in lines if line and not line.startswith("#"))
 
 
 @dataclass
 class Pod:
-    """A StatefulSet's container without a container: its volumes are below a folder, its port is a free one."""
+    """A StatefulSet's container as a process, with its volumes below a folder and a free port."""
 
     name: str
     folder: Path
     made: Made
     secured: bool
     port: int = field(default_factory=free_port)
-    inspector: str = field(default_factory=lambda: secrets.token_hex(16))  # password of one who may ask for the settings
+    inspector: str = field(default_factory=lambda: secrets.token_hex(16))  # password of a user who reads the settings
     process: subprocess.Popen[bytes] | None = None
 
     def __post_init__(self) -> None:
@@ -110,21 +109,20 @@ class Pod:
         return self.folder / path.lstrip("/")
 
     def rewritten(self) -> dict[str, str]:
-        """The settings with paths below the folder, and another port."""
+        """Return the settings with paths below the folder, and the free port."""
         found = {key: str(self.there(value)) if value.startswith("/") else value for key, value in settings(self.name).items()}
         if not self.secured:
             found = {key: value for key, value in found.items() if not key.startswith("tls-")} | {"port": found["tls-port"]}
         return {key: str(self.port) if key.endswith("port") and value != "0" else value for key, value in found.items()}
 
     def run(self, command: list[str], **more: Any) -> subprocess.Popen[bytes]:
-        """A command of the manifest."""
-        words = []
-        for word in command:
-            if not self.secured:
-                word = word.replace("--tls --cacert /etc/redis/tls/ca.crt ", "")
-            words.append(
-                word.replace("/etc/redis", str(self.there("/etc/redis"))).replace("redis-cli", f"redis-cli -p {self.port}")
-            )
+        """Start a command of the manifest."""
+        changes = {"/etc/redis": str(self.there("/etc/redis")), "redis-cli": f"redis-cli -p {self.port}"}
+        if not self.secured:
+            changes = {"--tls --cacert /etc/redis/tls/ca.crt ": ""} | changes
+        words = command
+        for old, new in changes.items():
+            words = [word.replace(old, new) for word in words]
         values = {one["name"]: one["valueFrom"]["secretKeyRef"] for one in self.container.get("env", ())}
         environment = {key: self.made.values[at["name"]][at["key"]] for key, at in values.items()}
         path = f"{PROGRAMS}:{os.environ['PATH']}"
@@ -142,7 +140,7 @@ class Pod:
         eventually(self.probe)
 
     def stop(self) -> None:
-        """``kill -9``: nothing is written in the end."""
+        """Kill the process with SIGKILL: nothing is written in the end."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -150,22 +148,25 @@ class Pod:
 
     @contextmanager
     def client(self, host: str = "localhost", **options: Any) -> Iterator[redis.Redis]:
-        """A client at the server's own port, which trusts the authority."""
+        """Yield a client of the server's own port that trusts the authority."""
         if self.secured:
             options = {"ssl": True, "ssl_ca_certs": str(self.there("/etc/redis/tls/ca.crt"))} | options
         once = Retry(NoBackoff(), 0)
         with redis.Redis(host, self.port, socket_timeout=5.0, retry=once, **options) as client:
             yield client
 
-    def read_back(self) -> dict[str, str]:
-        """All settings, as the server has them."""
-        user = {"username": "inspector", "password": self.inspector}
-        with self.client(**(user if self.name == SHARED else {"password": self.password})) as client:
-            return {str(key): str(value) for key, value in client.config_get("*").items()}
-
     @property
-    def password(self) -> str:
-        return self.made.values[STATE]["password"]
+    def user(self) -> dict[str, str]:
+        """Return the user of the manifests that reads and writes."""
+        if self.name == STATE:
+            return {"password": self.made.values[STATE]["password"]}
+        return {"username": "outrider", "password": self.made.values["outrider-cache"][PASSWORD_VARIABLE]}
+
+    def read_back(self) -> dict[str, str]:
+        """Return all settings of the running server."""
+        inspector = {"username": "inspector", "password": self.inspector}
+        with self.client(**(inspector if self.name == SHARED else self.user)) as client:
+            return {str(key): str(value) for key, value in client.config_get("*").items()}
 
 
 @contextmanager
@@ -186,16 +187,13 @@ def shared(tmp_path_factory: pytest.TempPathFactory, made: Made, secured: bool) 
 
 @pytest.fixture(scope="module")
 def url(shared: Pod) -> Iterator[str]:
-    """``redis_url`` of the overlays, for this host and port, with the password that a pod has in its environment."""
+    """Yield ``redis_url`` of the overlays with this host and port, and the password of a pod's environment."""
     with ExitStack() as stack:
-        folder = shared.there("/etc/redis/tls")
-        port = (
-            shared.port
-            if shared.secured
-            else stack.enter_context(ending_tls(folder / "tls.crt", folder / "tls.key", shared.port))
-        )
+        folder, port = shared.there("/etc/redis/tls"), shared.port
+        if not shared.secured:
+            port = stack.enter_context(ending_tls(folder / "tls.crt", folder / "tls.key", shared.port))
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setenv(PASSWORD_VARIABLE, shared.made.values["outrider-cache"][PASSWORD_VARIABLE])
+        patch.setenv(PASSWORD_VARIABLE, shared.user["password"])
         documents = [yaml.safe_load(path.read_text()) for path in (K8S / "overlays").glob("*/serve-config.yaml")]
         (configured,) = {document["applications"][0]["args"]["redis_url"] for document in documents}
         here = configured.replace("@outrider-redis:6379", f"@localhost:{port}").replace("/etc/outrider/redis", str(folder))
@@ -205,13 +203,10 @@ def url(shared: Pod) -> Iterator[str]:
         yield address
 
 
-def test_the_user_outrider_can_do_what_replicas_do(url: str) -> None:
+def test_the_user_outrider_can_do_what_replicas_and_the_operator_do(url: str) -> None:
     store = RedisStore(url, "outrider", 5.0)
     use_every_command(store)
     store.close()
-
-
-def test_the_user_outrider_can_do_what_the_keeper_and_the_operator_do(url: str) -> None:
     options = CacheOptions(snapshot_s=0.05, lease_s=0.6, retry_s=0.1)
     access = CacheAccess(options, url, b"of the tests", ("acme",))
     admin, server = CacheAdmin(access, IDENTITY), CacheServer(access, IDENTITY, {})
@@ -237,9 +232,8 @@ def test_the_user_outrider_can_do_what_the_keeper_and_the_operator_do(url: str) 
     ["CONFIG GET maxmemory", "KEYS *", "FLUSHALL", "FLUSHDB", "ACL LIST", "SHUTDOWN NOSAVE", "SCRIPT FLUSH", "SCAN 0", "MONITOR",
      "REPLICAOF NO ONE", "MODULE LIST", "PUBLISH a b", "SELECT 1", "GET other", "SET {other}:a b", "CLIENT LIST"],
 )  # fmt: skip
-def test_and_nothing_else(shared: Pod, command: str) -> None:
-    password = shared.made.values["outrider-cache"][PASSWORD_VARIABLE]
-    with shared.client(username="outrider", password=password) as client:
+def test_the_user_outrider_can_do_nothing_else(shared: Pod, command: str) -> None:
+    with shared.client(**shared.user) as client:
         with pytest.raises(redis.exceptions.NoPermissionError):
             client.execute_command(*command.split())
         assert client.ping()
@@ -251,50 +245,28 @@ def test_nobody_comes_in_without_a_password(shared: Pod) -> None:
             client.ping()
 
 
-def test_nobody_comes_in_without_tls(shared: Pod, url: str, tmp_path: Path) -> None:
-    """Nor does a client believe in another's certificate."""
-    other = make_secrets()
-    other.write("outrider-redis-tls", tmp_path)
-    user, _, rest = url.partition("://")[2].partition("?")
+def test_a_connection_needs_tls_and_the_authority(shared: Pod, url: str, tmp_path: Path) -> None:
+    make_secrets().write("outrider-redis-tls", tmp_path)
+    user = url.partition("://")[2].partition("?")[0]
     for address in (f"redis://{user}", f"rediss://{user}", f"rediss://{user}?ssl_ca_certs={tmp_path}/ca.crt"):
         store = RedisStore(address, "outrider", 5.0)
         with pytest.raises((redis.RedisError, OSError)):
             store.ping()
         store.close()
-    assert rest.startswith("ssl_ca_certs=")
     if shared.secured:
         assert settings(SHARED)["port"] == "0" and shared.read_back()["port"] == "0"
 
 
-def test_the_probe(shared: Pod, tmp_path: Path) -> None:
-    assert shared.probe("readinessProbe") and shared.probe("livenessProbe")
+def test_the_user_of_the_probe_can_only_ping(shared: Pod) -> None:
     with shared.client(username="probe", password="probe") as client:
         assert client.ping()
         for command in ("GET {outrider}:a", "CONFIG GET port", "INFO"):
             with pytest.raises(redis.exceptions.NoPermissionError):
                 client.execute_command(*command.split())
-    with running(SHARED, tmp_path / "own", shared.made, shared.secured) as pod:
-        pod.stop()
-        assert not pod.probe("readinessProbe") and not pod.probe("livenessProbe")
-
-
-@pytest.mark.parametrize("name", [SHARED, STATE])
-def test_the_settings_are_those_of_the_file(name: str, tmp_path: Path, made: Made, secured: bool) -> None:
-    with running(name, tmp_path / "pod", made, secured) as pod:
-        found = pod.read_back()
-        for key, value in pod.rewritten().items():
-            asked, value = found[key], value.strip('"')
-            if key == "maxmemory":
-                number, unit = value[:-2], value[-2:]
-                value = str(int(number) * {"mb": 1 << 20, "gb": 1 << 30}[unit])
-            assert asked == value, key
-        assert found["maxmemory-policy"] == "noeviction"
-        limit = quantity(pod.container["resources"]["limits"]["memory"])
-        assert limit is not None and int(found["maxmemory"]) <= 0.8 * float(limit)  # a fork that writes takes memory, too
 
 
 def own_address() -> str | None:
-    """An address of this machine that is not a loopback one; nothing is sent."""
+    """Return an address of this machine that is not a loopback one; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))
@@ -304,45 +276,32 @@ def own_address() -> str | None:
         return None if address.startswith("127.") else address
 
 
-@pytest.mark.skipif(own_address() is None, reason="this machine has no address but loopback ones")
-def test_other_machines_reach_it(shared: Pod, tmp_path: Path) -> None:
-    """Redis' protected mode would answer nobody else."""
-    address = own_address()
-    assert address is not None
-    names = {"ssl_check_hostname": False} if shared.secured else {}
-    with shared.client(address, username="probe", password="probe", **names) as client:
-        assert client.ping()
-    with (
-        running(STATE, tmp_path / "state", shared.made, shared.secured) as state,
-        state.client(address, password=state.password, **names) as client,
-    ):
-        assert client.ping()
-
-
-def test_a_new_pod_finds_what_a_killed_one_kept(made: Made, tmp_path: Path, secured: bool) -> None:
-    with running(SHARED, tmp_path / "pod", made, secured) as pod:
-        user = {"username": "outrider", "password": made.values["outrider-cache"][PASSWORD_VARIABLE]}
-        with pod.client(**user) as client:
+@pytest.mark.parametrize("name", [SHARED, STATE])
+def test_the_life_of_a_pod(name: str, tmp_path: Path, made: Made, secured: bool) -> None:
+    with running(name, tmp_path / "pod", made, secured) as pod:
+        assert pod.probe("readinessProbe") and pod.probe("livenessProbe")
+        found = pod.read_back()
+        for key, value in pod.rewritten().items():
+            if key == "maxmemory":
+                value = str(int(value[:-2]) * {"mb": 1 << 20, "gb": 1 << 30}[value[-2:]])
+            assert found[key] == value.strip('"'), key
+        assert found["maxmemory-policy"] == "noeviction"
+        limit = quantity(pod.container["resources"]["limits"]["memory"])
+        assert int(found["maxmemory"]) <= 0.8 * float(limit)  # a fork that writes needs memory, too
+        with pytest.raises((redis.AuthenticationError, redis.exceptions.AuthorizationError)), pod.client() as client:
+            client.ping()
+        address = own_address()
+        if address is not None:  # Redis' protected mode would refuse other machines
+            names = {"ssl_check_hostname": False} if secured else {}
+            with pod.client(address, **names, **pod.user) as client:
+                assert client.ping()
+        with pod.client(**pod.user) as client:
             client.set("{outrider}:kept", "yes")
         pod.stop()
+        assert not pod.probe("readinessProbe") and not pod.probe("livenessProbe")
         pod.start()
-        with pod.client(**user) as client:
+        with pod.client(**pod.user) as client:
             assert client.get("{outrider}:kept") == b"yes"
-
-
-def test_the_redis_of_the_head(tmp_path: Path, made: Made, secured: bool) -> None:
-    with running(STATE, tmp_path / "pod", made, secured) as pod:
-        assert pod.probe("livenessProbe")
-        for user in ({}, {"password": "probe"}, {"password": made.values["outrider-cache"][PASSWORD_VARIABLE]}):
-            with pytest.raises((redis.AuthenticationError, redis.exceptions.AuthorizationError)), pod.client(**user) as client:
-                client.get("a")
-        with pod.client(password=pod.password) as client:
-            client.hset("RAY", "a", "b")
-        pod.stop()
-        assert not pod.probe()
-        pod.start()
-        with pod.client(password=pod.password) as client:
-            assert client.hget("RAY", "a") == b"b"
 
 
 def test_the_password_is_no_argument(tmp_path: Path, made: Made, secured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,8 +313,8 @@ def test_the_password_is_no_argument(tmp_path: Path, made: Made, secured: bool, 
     program.write_text(f'#!/bin/sh\necho $$ "$@" > {seen}\nexec {PROGRAMS}/redis-server "$@"\n')
     program.chmod(0o755)
     monkeypatch.setitem(globals(), "PROGRAMS", programs)
-    with running(STATE, tmp_path / "pod", made, secured) as pod, pod.client(password=pod.password) as client:
+    with running(STATE, tmp_path / "pod", made, secured) as pod, pod.client(**pod.user) as client:
         assert client.ping() and pod.process is not None
         pid, *arguments = seen.read_text().split()
-        assert int(pid) == pod.process.pid  # the shell has become it: what Kubernetes tells the one to end is the other
-        assert arguments and not any(pod.password in word for word in arguments)
+        assert int(pid) == pod.process.pid  # by exec: the signal of Kubernetes reaches Redis
+        assert arguments and not any(pod.user["password"] in word for word in arguments)
