@@ -8,10 +8,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from experiments.report.simulation import answer, deployments, form_map, published, validation
-from experiments.report.speeds import (
-    Results, draft_models, forms, load, peers, rag, rag_pairs, scaling, strategies, winners,
-)  # fmt: skip
+from experiments.report import simulation, speeds
+from experiments.report.speeds import Results
 from experiments.report.values import Table, figure, rounded, table_of, text_of
 
 _NODE_FAULTS = {
@@ -182,21 +180,21 @@ def attacks_around(results: Results) -> Table:
 
 
 _KNOWN: dict[str, tuple[Callable[[Results], Table], ...]] = {
-    "bench-strategies": (strategies,),
-    "bench-load": (load,),
-    "bench-draft-models": (draft_models,),
-    "bench-scaling": (forms, scaling, winners),
-    "bench-rag": (rag, rag_pairs),
+    "bench-strategies": (speeds.strategies,),
+    "bench-load": (speeds.load,),
+    "bench-draft-models": (speeds.draft_models,),
+    "bench-scaling": (speeds.forms, speeds.scaling, speeds.winners),
+    "bench-rag": (speeds.rag, speeds.rag_pairs),
     "shared-trie": (shared_trie,),
     "exact-outputs": (exactness,),
     "node-faults": (node_faults,),
-    "peers": (peers,),
+    "peers": (speeds.peers,),
     "rank-faults": (rank_faults,),
     "service-attacks": (attacks, attacks_around),
-    "simulate": (deployments, answer),
-    "simulate-forms": (form_map, answer),
-    "simulate-papers": (published,),
-    "simulate-validation": (validation,),
+    "simulate": (simulation.deployments, simulation.answer),
+    "simulate-forms": (simulation.form_map, simulation.answer),
+    "simulate-papers": (simulation.published,),
+    "simulate-validation": (simulation.validation,),
     "step-profile": (step_profile,),
 }
 
