@@ -95,12 +95,7 @@ def test_what_was_measured_is_shown_with_the_failures_first(tmp_path: Path) -> N
     results = run.summary(Kept(tmp_path / "part", {"of": 1}, lambda told: (told["form"], told["round"])).found)
     assert [each["form"] for each in results["attacks"]] == ["kind: ill", "kind: well"]
     table, around = attacks(results), attacks_around(results)
-    assert (
-        table is not None
-        and table.rows[0][1].text.startswith("tokens 9.90 times")
-        and around is not None
-        and len(around.rows) == 1
-    )
+    assert table.rows[0][1].startswith("tokens 9.90 times") and len(around.rows) == 1
     wrong = run.wrong(results | {"once": {"kind: ill": {"500": 1, "400": 2}}}, arguments(run.BENCH, []))
     assert len(wrong) == 6 and wrong[-1] == "kind: ill: 1 answers were 500", wrong
 
