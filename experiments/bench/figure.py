@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 _COLUMNS = 3
+_BEYOND_HUNDREDTHS = re.compile(r"(?<=\d\.\d\d)\d+")  # digits of coordinates, which make half of a file
 Value = float | Sequence[float]  # several repeats are drawn as the median with an error bar
 
 
@@ -115,6 +117,8 @@ def save_figure(figure: Figure, out: Path) -> Path:
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context({"svg.hashsalt": "outrider"}):
+    with matplotlib.rc_context({"svg.hashsalt": "outrider", "svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"]}):
         figure.savefig(out, dpi=150, metadata={"Date": None} if out.suffix == ".svg" else None)
+    if out.suffix == ".svg":
+        out.write_text(_BEYOND_HUNDREDTHS.sub("", out.read_text(encoding="utf-8")), encoding="utf-8")
     return out

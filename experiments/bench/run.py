@@ -111,12 +111,11 @@ def arguments(bench: Bench, argv: Sequence[str] | None = None, prog: str | None 
 def show(name: str, results: Results) -> None:
     """Print the tables of a run: the headline tables of its report, or all results."""
     from experiments.report.tables import headlines
-    from experiments.report.terminal import print_blocks
-    from experiments.report.values import blocks_of
+    from experiments.report.values import blocks_of, print_tables
 
     results = json.loads(json.dumps(results, default=str))  # as a record holds them
     rest = {key: value for key, value in results.items() if key != "figures"}
-    print_blocks(headlines({"name": name, "results": results}) or blocks_of("", rest))
+    print_tables(headlines({"name": name, "results": results}) or blocks_of("", rest))
 
 
 def device_of(args: argparse.Namespace) -> str:

@@ -1,1 +1,1 @@
-"""Our engine beside other people's, in turns: the yardstick of every claim of speed. ``python -m experiments.peers --help``."""
+"""This engine beside vLLM, llama.cpp and transformers, in turns. In: prompts. Out: speeds and answers of each."""

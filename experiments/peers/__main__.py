@@ -1,13 +1,12 @@
-"""Our engine beside vLLM, llama.cpp and transformers: same prompts, same token ids, same threads, in turns.
+"""This engine beside vLLM, llama.cpp and transformers: same prompts, token ids and threads, in turns.
 
-    python -m experiments.peers --workloads DIR
-    python -m experiments.peers --workloads DIR --vllm PYTHON --llama DIR    # installed already; else made in --environments
-    python -m experiments.peers --workloads DIR --http    # besides, vllm bench serve and aiperf at our server and vLLM's
+    outrider bench peers --workloads DIR
+    outrider bench peers --workloads DIR --vllm PYTHON --llama DIR    # given installations; else made in --environments
+    outrider bench peers --workloads DIR --http    # also vllm bench serve and aiperf at this server and vLLM's
 
-The yardstick of what is claimed about speed. Systems are installed once, in environments of their own, with pinned versions; one
-that cannot be had is named in a line, and ``n/a`` in the record. Each loads its model once, and waits while others run. The
-memory's roof is read before and after every turn. Turns are kept in ``--kept`` as they come, so that a run which is cut off goes
-on; another setting or revision needs another file. The record has all rounds, and a line for every goal.
+Other systems are installed once, in separate environments with pinned versions; a missing one is named in a line, and ``n/a`` in
+the record. Each system loads its model once, and idles while others run. The memory's speed is read before and after every turn.
+Turns are kept in ``--kept``, so that an interrupted run continues; another setting or revision needs another file.
 """
 
 from __future__ import annotations
@@ -33,18 +32,20 @@ from experiments.peers import environments, over_http
 from experiments.peers.contestants import CONTESTANTS, LLAMA_LOOKUP, NGRAM, SUFFIX, Contestant, Field, Setting, end_tokens
 from experiments.peers.environments import Environments, MissingPeerError, add_environments
 from experiments.peers.gguf_file import PACKAGED, packaged_file, write_gguf
-from experiments.peers.goals import Speeds, goals, summary
 from experiments.peers.rounds import ASKED_ONCE, ONCE, Prompt, Roof, Rounds, llama_bench, place, turns_of
+from experiments.peers.speeds import Speeds
 
 LEVELS = (1, 8, 32)
+TOKENIZER = "smollm2-135m-instruct"  # of models with random weights
+TOGETHER = 4  # prompts of a turn with one request at a time
 
 
 def read_prompts(args: argparse.Namespace, model: str) -> list[Prompt]:
-    """The first records of each workload that fit, the first of all workloads first.
+    """Read the first records of each workload that fit, the first ones of all workloads first.
 
     Raises:
-        PromptFileError: the folder cannot be read, or nothing in it fits.
-        ModelLoadError: the model has no tokenizer that can be used.
+        PromptFileError: the folder cannot be read, or no prompt fits.
+        ModelLoadError: the model has no usable tokenizer.
     """
     tokenizer = load_tokenizer(model)
     found = []
@@ -56,14 +57,14 @@ def read_prompts(args: argparse.Namespace, model: str) -> list[Prompt]:
 
 @contextmanager
 def running(name: str, args: argparse.Namespace, made: Environments, progress: Progress) -> Iterator[tuple[Field, list[Prompt]]]:
-    """The field of a model, which is loaded by whom it is asked of.
+    """Yield the processes of a model, not started yet, and its prompts.
 
     Raises:
-        PromptFileError: there are no prompts that fit.
+        PromptFileError: no prompts fit.
         ModelLoadError: the model cannot be used.
     """
     folder: Path = args.environments
-    naming = argparse.Namespace(**vars(args) | {"model": name})
+    naming = argparse.Namespace(**vars(args) | {"model": name, "tokenizer": TOKENIZER})
     with model_folder(naming) as path, tempfile.TemporaryDirectory() as scratch:
         prompts = read_prompts(args, path)
         longest = max(len(prompt.ids) for prompt in prompts) + args.max_tokens
@@ -90,22 +91,18 @@ def running(name: str, args: argparse.Namespace, made: Environments, progress: P
 
 
 def measure(args: argparse.Namespace, run: Run) -> Results:
-    """All rounds of all models.
+    """Run all rounds of all models.
 
     Raises:
-        PromptFileError: there are no prompts that fit.
+        PromptFileError: no prompts fit.
         ModelLoadError: a model cannot be used.
-        MissingPeerError: our own engine has ended.
-        ValueError: the file of turns is of another setting.
+        MissingPeerError: this project's engine has ended.
+        ValueError: the file of turns has another setting.
     """
     progress = run.progress
-    given = {"vllm": args.vllm, "llama": args.llama, "aiperf": args.aiperf}
-    made = Environments(args.environments, given, args.install, progress.say)
+    made = Environments(args.environments, {"vllm": args.vllm, "llama": args.llama}, args.install, progress.say)
     chosen = [one for one in CONTESTANTS if not args.contestants or one.name in args.contestants]
-    shaping = (
-        "model", "dtype", "threads", "records", "prompt_tokens", "max_tokens", "context", "levels", "together", "clients",
-        "requests",
-    )  # fmt: skip
+    shaping = ("model", "dtype", "threads", "records", "prompt_tokens", "max_tokens", "context", "levels")
     setting = {key: getattr(args, key) for key in shaping} | {"workloads": args.workloads.name, "git": git_state(ROOT)}
     kept, roof = Kept(args.kept, portable(setting), place), Roof(args.threads)
     results: dict[str, Any] = {"models": {}}
@@ -118,7 +115,7 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
 
 
 def figures(models: Mapping[str, Any]) -> dict[str, Any]:
-    """Tokens per second of each contestant by the number of requests; with one it is decoding alone, after the first token."""
+    """Return bars of tokens per second by contestant for each number of requests; for one request, after the first token."""
     panels = {}
     for model, found in models.items():
         for level in sorted({int(level) for row in found["speeds"].values() for level in row}):
@@ -147,70 +144,65 @@ def _measure_model(
         rounds = Rounds(field, kept, roof, args.max_tokens, bench, progress.say)
         systems = {one.system for one in chosen}
         for number in range(args.rounds):
-            turns = list(turns_of(name, number, chosen, prompts, args.levels, args.together))
+            turns = list(turns_of(name, number, chosen, prompts, args.levels, TOGETHER))
             rounds.run([turn for turn in turns if turn[1] is not None or ASKED_ONCE[turn[0]["contestant"]] in systems])
         field.ready("ours")
         told = {name: {key: value for key, value in of.items() if key != "ready"} for name, of in field.told.items()}
     missing = dict(rounds.missing)
     http: dict[str, Any] = {}
-    if args.http:  # after the field has ended: its processes would share the cores
+    if args.http:  # after the processes of the field have ended
         http, faults = over_http.measure(name, args, made, kept, roof, progress.say)
         missing |= faults
     own = [turn for turn in kept.found if turn["model"] == name and "tool" not in turn]
-    speeds = Speeds(own)
+    speeds, roofs = Speeds(own), [value for turn in own for value in turn["roof"]]
+    once = {each: [turn["found"] for turn in speeds.of(each, ONCE)] for each in ASKED_ONCE}
     return {
         "prompts": len(prompts),
         "prompt_tokens": sum(len(prompt.ids) for prompt in prompts),
         "told": told["ours"],
         "resident": {name: of["resident_bytes"] / of["weight_bytes"] for name, of in told.items() if "resident_bytes" in of},
-        "roof_gb_s": [min(found), statistics.median(found), max(found)] if (found := speeds.roofs()) else [],
-        "speeds": summary(speeds, [one.name for one in chosen], args.levels),
-        "llama_bench": {name: speeds.found(name) for name in ASKED_ONCE if name.startswith("llama-bench")},
-        "step": [turn["found"] | {"roof_gb_s": statistics.median(turn["roof"])} for turn in speeds.of("rows", ONCE)],
-        "goals": goals(speeds, told, {prompt.key: prompt.workload for prompt in prompts}, missing),
+        "roof_gb_s": [min(roofs), statistics.median(roofs), max(roofs)] if roofs else [],
+        "speeds": speeds.summary([one.name for one in chosen], args.levels),
+        "step": once.pop("rows"),
+        "llama_bench": once,
         "missing": missing,
         **({"http": http} if http else {}),
     }
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Those of the command."""
+    """Add the options."""
     names, models = [one.name for one in CONTESTANTS], ["smollm2-135m-instruct", "110m"]
     parser.add_argument("--model", nargs="+", default=models, help="folders, names, or sizes of random weights")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--workloads", type=Path, required=True, help="folder of JSON-lines files")
-    parser.add_argument("--tokenizer", default="smollm2-135m-instruct", help="of a model with random weights")
     parser.add_argument("--records", type=int, default=2, help="of each file, the first that fit; default: 2")
     parser.add_argument("--prompt-tokens", type=int, default=1800, help="longer prompts are left out; default: 1800")
     parser.add_argument("--max-tokens", type=int, default=128, help="of an output; default: 128")
     parser.add_argument("--context", type=int, default=4096, help="tokens of prompt and output together; default: 4096")
     parser.add_argument("--threads", type=int, default=2, help="of each contestant; default: 2")
     parser.add_argument("--levels", type=int, nargs="+", default=list(LEVELS), choices=LEVELS, help="requests at once")
-    parser.add_argument("--together", type=int, default=4, help="prompts of a turn with one request at a time; default: 4")
     parser.add_argument("--contestants", nargs="+", choices=names, default=[], metavar="NAME", help=f"of: {', '.join(names)}")
     parser.add_argument("--rounds", type=int, default=3, help="default: 3")
     add_environments(parser)
-    parser.add_argument("--llama", type=Path, help="a folder with llama-server and llama-bench, instead of ones that are made")
-    parser.add_argument("--aiperf", type=Path, help="a Python that has aiperf, instead of one that is made")
-    parser.add_argument("--http", action="store_true", help="besides, vllm bench serve and aiperf at our server and vLLM's")
-    parser.add_argument("--clients", type=int, nargs="+", default=list(LEVELS), help="with --http: at once; default: 1 8 32")
-    parser.add_argument("--requests", type=int, default=44, help="with --http: of a turn, at most; a quarter with one client")
+    parser.add_argument("--llama", type=Path, help="folder of llama-server and llama-bench; default: made in --environments")
+    parser.add_argument("--http", action="store_true", help="also vllm bench serve and aiperf at this server and vLLM's")
     parser.add_argument("--kept", type=Path, default=Path("peers.kept.jsonl"), help="file of the turns so far")
 
 
 BENCH = Bench(
     "peers", __doc__ or "", measure, options,
-    dict.fromkeys(("records", "prompt_tokens", "threads", "rounds", "together", "clients", "requests"), 1) | {"max_tokens": 2},
+    dict.fromkeys(("records", "prompt_tokens", "threads", "rounds"), 1) | {"max_tokens": 2},
     refuses=(MissingPeerError,),
 )  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the bench; 130 where it was interrupted: the same command goes on with the turns that were kept."""
+    """Run the bench; return 130 if interrupted: the same command continues with the turns that were kept."""
     try:
         return run(BENCH, argv)
     except KeyboardInterrupt:
-        print("interrupted: the same command goes on with what is in --kept", file=sys.stderr)
+        print("interrupted: the same command continues with what is in --kept", file=sys.stderr)
         return 130
 
 

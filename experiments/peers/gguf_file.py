@@ -1,4 +1,4 @@
-"""A model's folder as a GGUF file for llama.cpp, in bfloat16 or Q4_1: Llamas whose tokenizer is the packaged model's."""
+"""GGUF files for llama.cpp in bfloat16 or Q4_1, of Llamas with the tokenizer of the packaged model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engine.loading.model_files import PACKAGED_MODELS, checked_wheel, kept_mode
 from experiments.peers.environments import MissingPeerError
 
 PACKAGED = "smollm2-135m-instruct"
-_NAMES = {  # of llama.cpp for ours, one after another
+_NAMES = {  # parts of names and their replacements for llama.cpp, applied in this order
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
@@ -29,10 +29,7 @@ _NAMES = {  # of llama.cpp for ours, one after another
 
 
 def packaged_file(folder: Path) -> Path:
-    """The packaged model's own GGUF file, Q4_1, out of its wheel.
-
-    Args:
-        folder: where it is kept.
+    """Return the packaged model's own GGUF file, Q4_1, extracted from its wheel into a folder.
 
     Raises:
         MissingPeerError: the wheel cannot be fetched.
@@ -52,7 +49,7 @@ def packaged_file(folder: Path) -> Path:
 
 
 def describe_llama(writer: Any, config: PreTrainedConfig) -> None:
-    """Writes the sizes of a Llama."""
+    """Write the sizes of a Llama."""
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -65,7 +62,7 @@ def describe_llama(writer: Any, config: PreTrainedConfig) -> None:
 
 
 def llama_tensors(model: PreTrainedModel) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """A Llama's weights in float32 under llama.cpp's names; rows of queries and keys lie as its rotary positions want them."""
+    """Yield a Llama's weights in float32 by llama.cpp's names, with the rows of queries and keys in the order of its rotation."""
     heads = {"attn_q": model.config.num_attention_heads, "attn_k": model.config.num_key_value_heads}
     for name, weight in model.named_parameters():
         for ours, theirs in _NAMES.items():
@@ -78,17 +75,17 @@ def llama_tensors(model: PreTrainedModel) -> Iterator[tuple[str, np.ndarray[Any,
 
 
 def write_gguf(model: str, kind: str, packaged: Path, path: Path) -> None:
-    """Writes a model in a kind, with the tokenizer of the packaged file.
+    """Write a model with the tokenizer of the packaged file.
 
     Args:
         model: folder of a Llama.
-        kind: ``bf16``, or ``q4_1`` for the matrices; norms are in float32 either way.
+        kind: type of matrices, ``bf16`` or ``q4_1``; norms are in float32.
         packaged: see ``packaged_file``.
-        path: of the new file.
+        path: new file.
 
     Raises:
-        MissingPeerError: it is another family's, or its vocabulary is another.
-        ModelLoadError: the model cannot be used.
+        MissingPeerError: the model is of another family, or has another vocabulary.
+        ModelLoadError: the model cannot be loaded.
     """
     loaded = load_weights(model, torch.bfloat16, "sdpa")
     config, source = loaded.config, gguf.GGUFReader(packaged)

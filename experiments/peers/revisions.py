@@ -1,7 +1,7 @@
-"""This revision beside another: each in a process of its own that loads the model once, the same prompts in turns.
+"""This revision beside another: each in its own process that loads the model once, on the same prompts in turns.
 
-What ``python -m experiments.exact_outputs --against CHECKOUT`` measures. The file is also run with the other revision's sources
-on the path, so that it imports nothing that is new.
+Measured by ``outrider bench outputs --against CHECKOUT``. Each process runs the file of its own revision, so that modules may
+have been renamed in between: do not change what ``serve_timings`` reads and writes.
 """
 
 from __future__ import annotations
@@ -26,20 +26,18 @@ from experiments.bench.record import ROOT, git_state
 from experiments.bench.workloads import run_engine
 
 _ids = count()
-
 CASES = (("plain at 1", PLAIN, 1), ("auto at 1", "auto", 1), ("plain at 8", PLAIN, 8), ("auto at 8", "auto", 8))
 
 
 def serve_timings() -> int:
-    """Times what it reads on stdin, a JSON line each: run with the sources of a revision on the path."""
+    """Read a setting and names of cases as JSON lines on stdin, and answer each with its times."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print is not an answer
+    os.dup2(2, 1)  # libraries print to stdout
     setting = json.loads(sys.stdin.readline())
     path, dtype, threads, context = (setting[key] for key in ("path", "dtype", "threads", "context"))
     model = ModelOptions(path, dtype=dtype, device="cpu", threads=threads, max_model_len=context)
     if setting.get("start"):
-        told = first_answer(model, setting["asks"][0][0])
-        print(json.dumps(told), file=out, flush=True)
+        print(json.dumps(first_answer(model, setting["asks"][0][0])), file=out, flush=True)
         return 0
     engines = {}
     for name, strategy, running in CASES:
@@ -62,34 +60,36 @@ def serve_timings() -> int:
 
 
 def first_answer(model: ModelOptions, prompt: Sequence[int]) -> dict[str, float]:
-    """Answers with a token, as ``outrider generate`` would, and tells the most memory that this process has taken, in MiB."""
+    """Generate a token as ``outrider generate`` does; return the peak memory of this process in MiB."""
     engine = Engine.load(model, EngineOptions(), SpeculationOptions())
     run_engine(engine, [Request("first", prompt, SamplingParams(max_tokens=1))])
     return {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
 
 
 def timing_process(root: Path, setting: dict[str, Any]) -> AbstractContextManager[tuple[Callable[[Any], Any], Any]]:
-    """A process that times cases with the sources below a folder: it is asked by their names. With what it said first."""
-    from experiments.peers.contestants import worker  # here: the other revision may not have it
+    """Run a process that times cases with the sources of a checkout; see ``contestants.worker``."""
+    from experiments.peers.contestants import worker  # here: the process itself needs less
 
-    begin = f"import runpy, sys; sys.path.insert(0, {str(root)!r})"
-    command = [sys.executable, "-c", f"{begin}; runpy.run_path({str(Path(__file__).resolve())!r}, run_name='__main__')"]
+    here = Path(__file__).resolve()
+    place = Path(*here.parts[-3:])
+    own = next((path for path in (root / place, *root.glob(f"*/{place}")) if path.is_file()), here)
+    code = f"import runpy, sys; sys.path.insert(0, {str(root)!r}); runpy.run_path({str(own)!r}, run_name='__main__')"
     log = Path(tempfile.gettempdir()) / f"outrider-{root.name}.log"
-    return worker(f"the process over {root.name}", command, {}, setting, log)
+    return worker(f"the process over {root.name}", [sys.executable, "-c", code], {}, setting, log)
 
 
 def compare(
     other: Path, setting: dict[str, Any], prompts: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]], rounds: int,
     say: Callable[[str], None],
 ) -> dict[str, Any]:  # fmt: skip
-    """Both revisions in turns: tokens per second of each round, and how many times as long this one takes.
+    """Return tokens per second of each round of both revisions, and how many times as long this one takes.
 
     Args:
         other: a checkout.
         setting: ``path``, ``dtype``, ``threads``, ``context`` and ``max_tokens``.
         prompts: token ids of each, and of its references.
-        rounds: after one that warms up.
-        say: is told of each.
+        rounds: after an untimed one.
+        say: receives lines of progress.
 
     Raises:
         MissingPeerError: a process ended.
@@ -112,14 +112,14 @@ def compare(
 
 
 def _starts(other: Path, setting: dict[str, Any], rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Of both revisions, in turns: seconds from a new process to its first token, and the most memory that it takes."""
+    """Return the seconds from a new process to its first token and its peak memory, of both revisions in turns."""
     found: dict[str, dict[str, list[float]]] = {who: {"seconds": [], "peak_mib": []} for who in ("this", "other")}
     for turn in range(rounds + 1):
         for who, root in (("this", ROOT), ("other", other))[:: 1 if turn % 2 else -1]:
             started = time.perf_counter()
             with timing_process(root, setting) as (_, said):
                 seconds = time.perf_counter() - started
-            if turn:  # in the first it may compile
+            if turn:  # the first one may compile
                 found[who]["seconds"].append(seconds)
                 found[who]["peak_mib"].append(said["peak_mib"])
         say(f"starting: round {turn} of {rounds}")

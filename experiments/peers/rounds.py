@@ -1,4 +1,4 @@
-"""The rounds: all contestants in turns on the same prompts, the memory's roof read beside each, and every turn kept in a file."""
+"""Rounds of turns: all contestants on the same prompts, with the memory's speed beside each turn."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ import psutil
 
 from experiments.bench.record import Kept
 from experiments.peers.contestants import Contestant, Field
-from experiments.peers.environments import MissingPeerError
+from experiments.peers.environments import MissingPeerError, Say
 
-Say = Callable[[str], None]
 Turn = dict[str, Any]
-_ROOF_BYTES = 256 << 20  # that each thread reads
+_ROOF_BYTES = 256 << 20  # read by each thread
 _ROOF_PASSES = 4
-_SETTLES_S, _MOMENT_S, _IDLE = 10.0, 0.25, 0.05  # at most; how long is looked; cores in use that are none
+_SETTLES_S, _MOMENT_S, _IDLE = 10.0, 0.25, 0.05  # longest wait; interval; cores in use that count as idle
 ROW_REPEATS, ROW_CONTEXT = 40, 256  # of the timing of single steps
-ONCE = 0  # the level of what is not asked prompts
-ASKED_ONCE = {"rows": "ours", "llama-bench": "llama bf16", "llama-bench Q4_1": "llama q4_1"}  # by name, whose process or file
+ONCE = 0  # level of measurements without prompts
+ASKED_ONCE = {"rows": "ours", "llama-bench": "llama bf16", "llama-bench Q4_1": "llama q4_1"}  # name -> process or file
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What is asked."""
+    """A prompt with its references."""
 
     key: str
     workload: str
@@ -51,7 +50,7 @@ def _total(values: npt.NDArray[np.int64]) -> int:
 
 
 class Roof:
-    """How fast some threads read memory."""
+    """Speed at which some threads read memory."""
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads)
@@ -59,7 +58,7 @@ class Roof:
         self.read()
 
     def read(self) -> float:
-        """GB/s (1e9 bytes), the best of a few passes."""
+        """Measure GB/s (1e9 bytes), the best of a few passes."""
         best = 0.0
         for _ in range(_ROOF_PASSES):
             started = time.perf_counter()
@@ -69,12 +68,12 @@ class Roof:
 
 
 def place(turn: Turn) -> tuple[Any, ...]:
-    """Of a turn in its run."""
+    """Return the key of a turn in its run."""
     return tuple(turn[key] for key in ("model", "round", "level", "part", "contestant"))
 
 
 def asked(contestant: Contestant, prompts: Sequence[Prompt], every: Sequence[Prompt]) -> list[Prompt]:
-    """Those of some prompts that a contestant is asked: one in ``share`` of all."""
+    """Select the prompts that a contestant is asked: those among the first 1/``share`` of every prompt."""
     own = {prompt.key for prompt in every[: -(-len(every) // contestant.share)]}
     return [prompt for prompt in prompts if prompt.key in own]
 
@@ -82,15 +81,9 @@ def asked(contestant: Contestant, prompts: Sequence[Prompt], every: Sequence[Pro
 def turns_of(
     model: str, number: int, contestants: Sequence[Contestant], prompts: Sequence[Prompt], levels: Sequence[int], together: int
 ) -> Iterator[tuple[Turn, Contestant | None, list[Prompt]]]:
-    """The turns of a round in their order, which every other round reverses; those of a level and part stand side by side.
+    """Yield the turns of round ``number``; those of a level and part are adjacent, in an order that every other round reverses.
 
-    Args:
-        model: its name.
-        number: of the round.
-        contestants: of the run.
-        prompts: of the model.
-        levels: requests at once.
-        together: prompts of a turn with one request at a time; with more, a turn has all.
+    A turn has ``together`` prompts with one request at a time, and all prompts with more.
     """
     for name in ASKED_ONCE:
         yield {"model": model, "round": number, "level": ONCE, "part": 0, "contestant": name}, None, []
@@ -105,10 +98,10 @@ def turns_of(
 
 
 def settle() -> bool:
-    """Waits until no process that this one started computes: vLLM's go on for about a second behind their last answer.
+    """Wait until no child process computes: vLLM's go on for about a second after their last answer.
 
     Returns:
-        Whether that came to be, within some seconds.
+        Whether they came to rest in time.
     """
     deadline, before = time.monotonic() + _SETTLES_S, _computed_s()
     while time.monotonic() < deadline:
@@ -121,7 +114,7 @@ def settle() -> bool:
 
 
 def _computed_s() -> dict[int, float]:
-    """The seconds that each process below this one has computed, by its id."""
+    """Return the CPU seconds of each child process by id."""
     found = {}
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has just ended
@@ -131,26 +124,24 @@ def _computed_s() -> dict[int, float]:
 
 
 class Rounds:
-    """Runs turns of one model, and keeps them."""
+    """Runs and keeps the turns of one model."""
 
-    def __init__(
-        self, field: Field, kept: Kept, roof: Roof, max_tokens: int, bench: Callable[[str], dict[str, Any]], say: Say
-    ) -> None:
+    def __init__(self, field: Field, kept: Kept, roof: Roof, max_tokens: int, bench: Callable[[str], Turn], say: Say) -> None:
         """
         Args:
             field: the processes.
-            kept: of the run.
+            kept: turns of the run.
             roof: of this machine.
             max_tokens: of each output.
-            bench: llama.cpp's own of a system, see ``llama_bench``.
-            say: gets a line of progress.
+            bench: runs llama.cpp's own bench for a system, see ``llama_bench``.
+            say: receives lines of progress.
         """
         self._field, self._kept, self._roof = field, kept, roof
         self._max_tokens, self._bench, self._say = max_tokens, bench, say
-        self.missing: dict[str, str] = {}  # by system: why it cannot be had
+        self.missing: dict[str, str] = {}  # by system: why it is not available
 
     def run(self, turns: Sequence[tuple[Turn, Contestant | None, list[Prompt]]]) -> None:
-        """Those that are missing."""
+        """Run the turns that are not kept yet."""
         left = [turn for turn in turns if not self._kept.has(place(turn[0]))]
         began = time.perf_counter()
         for done, (turn, contestant, prompts) in enumerate(left):
@@ -162,31 +153,31 @@ class Rounds:
             rest = f", {spent / done * (len(left) - done) / 60:.0f} min left" if done else ""
             self._say(f"{turn['model']}, round {turn['round'] + 1}: {turn['contestant']}{at} ({done + 1} of {len(left)}{rest})")
             try:
-                self._kept.add(turn | self._measured(turn, contestant, prompts))
+                measured = self._timed_once(system) if contestant is None else self._measured(turn, contestant, prompts)
+                self._kept.add(turn | measured)
             except MissingPeerError as error:
                 if system == "ours":
                     raise
                 self.missing[system] = str(error)
                 self._say(f"n/a: {error}")
 
-    def _measured(self, turn: Turn, contestant: Contestant | None, prompts: Sequence[Prompt]) -> Turn:
-        """What a turn adds: numbers by prompt, the roof before and after, and hashes of the answers, to be compared by."""
-        if contestant is None:
-            self._settle()
-            before = self._roof.read()
-            job = {"mode": "rows", "repeats": ROW_REPEATS, "prompt_tokens": ROW_CONTEXT}
-            system = ASKED_ONCE[turn["contestant"]]
-            found = self._field.ask(system, job) if system == "ours" else self._bench(system)
-            return {"roof": [before, self._roof.read()], "found": found}
-        asks = [[prompt.key, prompt.ids, prompt.references] for prompt in prompts]
-        if turn["part"] == 0:  # loads the model where it is the first time, compiles, reads tables: no part of what is measured
-            few = {"mode": contestant.mode, "running": turn["level"], "max_tokens": 4, "asks": asks[:2], "fresh": "warm"}
-            self._field.ask(contestant.system, few)
-        job = {"mode": contestant.mode, "running": turn["level"], "max_tokens": self._max_tokens, "asks": asks}
-        job["fresh"] = f"{turn['round']}/{turn['level']}/{contestant.name}"
+    def _timed_once(self, system: str) -> Turn:
+        """Return the steps of this engine by rows, or llama.cpp's own bench."""
         self._settle()
         before = self._roof.read()
-        reply = self._field.ask(contestant.system, job)
+        job = {"mode": "rows", "repeats": ROW_REPEATS, "prompt_tokens": ROW_CONTEXT}
+        found = self._field.ask(system, job) if system == "ours" else self._bench(system)
+        return {"roof": [before, self._roof.read()], "found": found}
+
+    def _measured(self, turn: Turn, contestant: Contestant, prompts: Sequence[Prompt]) -> Turn:
+        """Return numbers by prompt, the memory's speed before and after, and hashes of the answers."""
+        asks = [[prompt.key, prompt.ids, prompt.references] for prompt in prompts]
+        job = {"mode": contestant.mode, "running": turn["level"], "max_tokens": self._max_tokens, "asks": asks}
+        if turn["part"] == 0:  # untimed: loads the model, compiles, reads tables
+            self._field.ask(contestant.system, job | {"max_tokens": 4, "asks": asks[:2], "fresh": "warm"})
+        self._settle()
+        before = self._roof.read()
+        reply = self._field.ask(contestant.system, job | {"fresh": f"{turn['round']}/{turn['level']}/{contestant.name}"})
         after = self._roof.read()
         return {
             "roof": [before, after],
@@ -202,11 +193,11 @@ class Rounds:
 
     def _settle(self) -> None:
         if not settle():
-            self._say("the processes of other contestants do not come to rest: what is measured is disturbed by them")
+            self._say("the processes of other contestants do not come to rest and disturb what is measured")
 
 
 def llama_bench(program: Path, model: Path, threads: int) -> dict[str, Any]:
-    """Tokens per second of a prompt of 512 tokens and of an output of 128, as llama.cpp's own bench has them.
+    """Return tokens per second of a prompt of 512 tokens and of an output of 128 in llama.cpp's own bench.
 
     Raises:
         MissingPeerError: it fails.
@@ -215,8 +206,5 @@ def llama_bench(program: Path, model: Path, threads: int) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise MissingPeerError(f"llama-bench fails: {done.stderr.strip()[-200:]}")
-    rows = json.loads(done.stdout)
-    return {
-        "prefill": next(row["avg_ts"] for row in rows if row["n_prompt"]),
-        "decode": next(r["avg_ts"] for r in rows if r["n_gen"]),
-    }
+    speeds = {"prefill" if row["n_prompt"] else "decode": row["avg_ts"] for row in json.loads(done.stdout)}
+    return {kind: speeds[kind] for kind in ("prefill", "decode")}

@@ -1,1 +1,1 @@
-"""Records as pages, tables and figures. In: records. Out: HTML, markdown, SVG."""
+"""Records as tables in documents, on a terminal and on a page. In: records. Out: Markdown, HTML, figures."""

@@ -1,4 +1,4 @@
-"""The figure of ``outrider doctor --calibrate``.
+"""Figure of a calibration.
 
 outrider doctor --calibrate --json > latency.json && python -m experiments.report.latency_figure latency.json --out latency.svg
 """
@@ -14,29 +14,27 @@ from typing import Any
 
 from experiments.bench.figure import draw, panel
 
-Steps = Sequence[Mapping[str, Any]]
 
-
-def latency_figure(told: Mapping[str, Any], out: Path) -> Path:
-    """Step times by rows, by requests and by context, as they were measured and as the fitted curve has them.
+def latency_figure(calibration: Mapping[str, Any], out: Path) -> Path:
+    """Draw step times by rows, by requests and by context, as measured and as the fitted curve has them.
 
     Args:
-        told: what ``outrider doctor --calibrate --json`` printed.
-        out: the file; its name says which kind of picture.
+        calibration: output of ``outrider doctor --calibrate --json``.
+        out: the file; its suffix selects the format.
 
     Raises:
-        KeyError, ValueError: it is not that.
+        KeyError, ValueError: ``calibration`` has another format.
     """
-    steps, near = told["steps"], told["curve"]["context"]
+    steps, near = calibration["steps"], calibration["curve"]["context"]
     alone = [step for step in steps if step["sequences"] == 1]
     several = [step for step in steps if step["sequences"] > 1 or (step["context"] == near and step["rows"] == 1)]
     deep = {step["rows"] for step in alone if step["context"] != near}
-    threads = f", torch threads: {told['threads']}" if told["threads"] else ""
     by_rows = _series([step for step in alone if step["context"] == near], "rows", "")
     by_requests = _series(several, "sequences", "{rows} rows each, {context} tokens before, ")
     by_context = _series([step for step in alone if step["rows"] in deep], "context", "{rows} rows, ")
-    slack = f"up to {told['critical_rows']} rows take {told['slack']} times as long as one"
-    setting = f"{told['model']}, {told['dtype']}, {told['device']}{threads}"
+    slack = f"up to {calibration['critical_rows']} rows take {calibration['slack']} times as long as one"
+    threads = f", torch threads: {calibration['threads']}" if calibration["threads"] else ""
+    setting = f"{calibration['model']}, {calibration['dtype']}, {calibration['device']}{threads}"
     panels = {
         "rows": panel("lines", slack, f"rows of one request behind {near} tokens", "ms per step", by_rows),
         "requests": panel("lines", setting, "requests in the step", "ms per step", by_requests),
@@ -45,8 +43,8 @@ def latency_figure(told: Mapping[str, Any], out: Path) -> Path:
     return draw(panels, out)
 
 
-def _series(steps: Steps, along: str, label: str) -> dict[str, dict[int, float]]:
-    """For each kind of step what was measured and what the curve says, by what is ``along`` the axis."""
+def _series(steps: Sequence[Mapping[str, Any]], along: str, label: str) -> dict[str, dict[int, float]]:
+    """Return measured and fitted times of each kind of step by the value of ``along``; without kinds of one step."""
     series: dict[str, dict[int, float]] = {}
     for step in sorted(steps, key=lambda step: step[along]):
         for words, key in (("measured", "ms"), ("curve", "curve_ms")):
@@ -55,9 +53,9 @@ def _series(steps: Steps, along: str, label: str) -> dict[str, dict[int, float]]
 
 
 def main() -> None:
-    """Draws what the command line names."""
+    """Draw the calibration of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("calibration", help="what outrider doctor --calibrate --json printed; - for stdin")
+    parser.add_argument("calibration", help="output of outrider doctor --calibrate --json; - for stdin")
     parser.add_argument("--out", type=Path, required=True, help="file to write, .svg or .png")
     args = parser.parse_args()
     try:

@@ -1,9 +1,4 @@
-"""``outrider bench report``: records of runs as one HTML page that needs nothing else, with their figures and tables.
-
-A record of any shape is shown (``experiments.report.values``); of those that are known, what matters comes first
-(``experiments.report.tables``), and where a record has a paper's numbers, these stand beside ours (``experiments.report.paper``).
-The page has no script, loads nothing, and tells its text from its markup: names in a record cannot become elements of it.
-"""
+"""``outrider bench report``: records as one HTML page without scripts and external files."""
 
 from __future__ import annotations
 
@@ -13,74 +8,40 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
+from html import escape
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from experiments.bench.record import RESULTS
-from experiments.report.cells import Cell, cell_of
-from experiments.report.drawing import course, linked, marked, spread
-from experiments.report.paper import BesidePaper, beside_paper
+from experiments.report.paper import KEYS, beside_paper, title_of
 from experiments.report.tables import headlines
-from experiments.report.values import Block, Facts, Table, blocks_of
+from experiments.report.values import Table, blocks_of, table_of, text_of
 
-DESCRIPTION = """Records of runs as one HTML page that needs nothing else: figures, tables, machine, papers' numbers beside ours.
+DESCRIPTION = """Records as one HTML page without scripts: machine, tables, figures, papers' numbers beside this run's.
 
-The figures of a record are the .svg files beside it whose names begin with its own. A .jsonl file of rows, such as the metrics of
-a training run, is a table. The page has no script and loads nothing.
+The figures of a record are the .svg files beside it whose names begin with its name. A .jsonl file, such as the metrics of a
+training run, is shown as a table.
 
 examples:
   outrider bench report experiments/results/2026-11-23-peers.json --out peers.html
   outrider bench report --all --out report.html
 """
-_ALL_OPEN = 3  # records of a page that shows all results at once
-_SHORT_REVISION = 10  # characters
-_DAY = re.compile(r"^\d{4}-\d{2}-\d{2}-")  # before the name of a file
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """A picture beside a record."""
-
-    name: str
-    data: str  # as an address that holds it
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """What is shown of one record."""
-
-    stem: str
-    name: str  # of the experiment
-    title: str
-    when: str
-    started: str  # to sort by
-    machine: Facts | None
-    command: str
-    headlines: list[Table]
-    figures: list[Figure]
-    paper: BesidePaper | None
-    results: list[Block]
-    config: list[Block]
-    open: bool  # whether all results are shown at once
-
-    @property
-    def anchor(self) -> str:
-        """Its place on the page."""
-        return "".join(letter if letter.isalnum() else "-" for letter in self.stem)
+_DAY = re.compile(r"^\d{4}-\d{2}-\d{2}-")
+_MARKS = ((re.compile(r"`([^`]+)`"), r"<code>\1</code>"), (re.compile(r"\*\*([^*]+)\*\*"), r"<strong>\1</strong>"))
+_STYLE = """:root { color-scheme: light dark } body { font: 15px/1.5 system-ui, sans-serif; max-width: 1300px; margin: 24px auto }
+body { padding: 0 16px } table { border-collapse: collapse; font-size: 13px; margin: 12px 0 }
+.scroll { overflow-x: auto } th, td { border: 1px solid #8886; padding: 3px 9px; text-align: left; max-width: 46ch }
+img { max-width: 100%; background: white } pre { white-space: pre-wrap } article { border-top: 1px solid #8886 }"""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the page; the exit code, 2 for a file that is no record."""
+    """Write the page; return the exit code, 2 for a file that is not a record."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("outrider bench report", description=DESCRIPTION, formatter_class=raw)
     parser.add_argument("files", type=Path, nargs="*", metavar="RECORD", help=".json files that a bench or an experiment wrote")
     parser.add_argument("--all", action="store_true", help="all records of --results")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of --all; default: experiments/results")
-    parser.add_argument("--title", default="Outrider: measured", help="of the page")
+    parser.add_argument("--title", default="Outrider: measured", help="title of the page")
     parser.add_argument("--out", type=Path, required=True, help="the .html file to write")
     args = parser.parse_args(argv)
     if bool(args.files) == args.all:
@@ -104,19 +65,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """A record, or the rows of a .jsonl file in the form of one.
+    """Read a record, or the rows of a .jsonl file as one.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is no record; the message names the file.
+        OSError: the file cannot be read.
+        ValueError: it is not a record; the message names the file.
     """
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".jsonl":
-            return {
-                "name": _DAY.sub("", path.stem),
-                "results": {"rows": [json.loads(line) for line in text.splitlines() if line.strip()]},
-            }
+            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+            return {"name": _DAY.sub("", path.stem), "results": {"rows": rows}}
         record = json.loads(text)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
@@ -126,104 +85,83 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def render(records: Sequence[tuple[Path, Mapping[str, Any]]], title: str) -> str:
-    """The page's text. Records of one experiment stand together, the latest first.
-
-    Args:
-        records: each with its file, beside which its figures lie.
-        title: of the page.
-    """
-    pages = [_page(path, record, len(records) <= _ALL_OPEN) for path, record in records]
-    by_name: dict[str, list[Page]] = {}
-    for page in sorted(sorted(pages, key=lambda page: page.started, reverse=True), key=lambda page: page.name):
-        by_name.setdefault(page.name, []).append(page)
-    environment = Environment(
-        loader=PackageLoader("experiments.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    """Return the page of some records, each with its file: by name of the experiment, the latest first."""
+    latest = sorted(records, key=lambda each: str(each[1].get("started", "")), reverse=True)
+    ordered = sorted(latest, key=lambda each: str(each[1]["name"]))
+    contents = "".join(f'<li><a href="#{_anchor(path)}">{escape(path.name)}</a></li>' for path, _ in ordered)
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
+    articles = "\n".join(_article(path, record) for path, record in ordered)
+    return (
+        f'<!doctype html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head>\n'
+        f"<body><h1>{escape(title)}</h1><ul>{contents}</ul>\n{articles}\n</body></html>\n"
     )
-    environment.filters |= {"marked": marked, "course": course, "spread": spread, "linked": linked}
-    in_order = [page for entries in by_name.values() for page in entries]
-    return environment.get_template("page.html").render(title=title, pages=in_order, contents=list(by_name.items()))
 
 
-def figures_beside(path: Path) -> list[Figure]:
-    """The .svg files that belong to a record: named as it is, or with more behind its name, but for another record's.
+def _article(path: Path, record: Mapping[str, Any]) -> str:
+    """Return a record's part of the page: its run, main tables, figures, and all the rest folded."""
+    results = record["results"]
+    paper = beside_paper(results)
+    known = {"figures", *(KEYS if paper else ())}
+    rest = blocks_of("", {key: item for key, item in results.items() if key not in known})
+    config = [table for key in ("config", "versions") if record.get(key) for table in blocks_of(key, record[key])]
+    parts = [f"<h2>{escape(path.name)}</h2>", _table(table_of("", ("", ""), _run(record)))]
+    parts += map(_table, headlines(record))
+    for picture in figures_beside(path):  # within an <img> no script of a picture runs
+        data = base64.b64encode(picture.read_bytes()).decode("ascii")
+        parts.append(f'<p><img src="data:image/svg+xml;base64,{data}" alt="{escape(picture.name)}"></p>')
+    if paper:
+        notes = "".join(
+            f"<p>{escape(str(words))}</p>" for words in (results["paper"].get("ran"), *results.get("notes", ())) if words
+        )
+        parts += [f"<h3>Beside the paper: {escape(title_of(results))}</h3>{notes}", *map(_table, paper)]
+    for summary, tables in (("All results", rest), ("Configuration and versions", config)):
+        parts.append(f"<details><summary>{summary}</summary>{''.join(map(_table, tables))}</details>")
+    return f'<article id="{_anchor(path)}">{"".join(parts)}</article>'
 
-    ``day-bench-load.json`` has ``day-bench-load.svg`` and ``day-bench-load-step.svg``; ``day-bench-load-all.svg`` is not among
-    them where there is a ``day-bench-load-all.json``.
+
+def _run(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return name, time, machine, revision, seed, energy and command of a run."""
+    device, git, energy = (record.get(key) or {} for key in ("device", "git", "energy"))
+    revision = f"{git['revision'][:10]}{' and changes' if git.get('dirty') else ''}" if git else None
+    facts = {
+        "experiment": record["name"], "started": record.get("started"), "seconds": record.get("duration_s"),
+        "device": device.get("gpu", device.get("type")), "processor": device.get("cpu"), "cores": device.get("cores"),
+        "torch threads": device.get("torch_threads"), "revision": revision, "seed": record.get("seed"),
+        "joules": energy.get("joules"), "energy meter": energy.get("source"), "command": record.get("command"),
+    }  # fmt: skip
+    return [(key, text_of(value) or str(value)) for key, value in facts.items() if value is not None]
+
+
+def figures_beside(path: Path) -> list[Path]:
+    """Return the .svg files of a record: named like it, or with a suffix, unless another record has the longer name.
+
+    ``day-load.json`` has ``day-load.svg`` and ``day-load-step.svg``, but not ``day-load-all.svg`` if there is a
+    ``day-load-all.json``.
     """
-    beside = sorted(path.parent.iterdir(), key=lambda file: (len(file.stem), file))
-    others = [
-        file.stem for file in beside if file.suffix == ".json" and _belongs(file.stem, path.stem) and file.stem != path.stem
-    ]
-    return [
-        Figure(file.name, _inlined(file))
-        for file in beside
-        if file.suffix == ".svg" and _belongs(file.stem, path.stem) and not any(_belongs(file.stem, other) for other in others)
-    ]
+    others = [file.stem for file in path.parent.glob("*.json") if file != path and _belongs(file.stem, path.stem)]
+    pictures = sorted(path.parent.glob("*.svg"), key=lambda file: (len(file.stem), file))
+    own = [file for file in pictures if _belongs(file.stem, path.stem)]
+    return [file for file in own if not any(_belongs(file.stem, other) for other in others)]
 
 
 def _belongs(name: str, stem: str) -> bool:
     return name == stem or name.startswith(f"{stem}-")
 
 
-def _inlined(picture: Path) -> str:
-    """As an address: within an <img> no script of a picture runs, and the ids of two pictures cannot clash."""
-    return f"data:image/svg+xml;base64,{base64.b64encode(picture.read_bytes()).decode('ascii')}"
+def _anchor(path: Path) -> str:
+    return "".join(letter if letter.isalnum() else "-" for letter in path.name)
 
 
-def _page(path: Path, record: Mapping[str, Any], opened: bool) -> Page:
-    name, results, first = str(record["name"]), record["results"], headlines(record)
-    paper = beside_paper(results)
-    known = {"figures"} | (paper.keys if paper else frozenset())
-    rest = {key: item for key, item in results.items() if key not in known}
-    return Page(
-        stem=path.name,
-        name=name,
-        title=name.replace("-", " ").capitalize(),
-        when=_when(record),
-        started=str(record.get("started", "")),
-        machine=_machine(record),
-        command=str(record.get("command", "")),
-        headlines=first,
-        figures=figures_beside(path),
-        paper=paper,
-        results=blocks_of("", rest),
-        config=_config(record),
-        open=opened or not (first or paper),
-    )
+def _table(table: Table) -> str:
+    head = "".join(f"<th>{_marked(title)}</th>" for title in table.header)
+    rows = "".join(f"<tr>{''.join(f'<td>{_marked(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
+    title = f"<h4>{_marked(table.title)}</h4>" if table.title else ""
+    return f'{title}<div class="scroll"><table><tr>{head}</tr>{rows}</table></div>'
 
 
-def _machine(record: Mapping[str, Any]) -> Facts | None:
-    """What computed, at which revision, with which seed, and the model of those that have one."""
-    device, git, energy, config = (record.get(key) or {} for key in ("device", "git", "energy", "config"))
-    model = {} if config.get("random_model") else {"model": config.get("model")}
-    told: dict[str, Any] = {
-        "device": device.get("gpu", device.get("type")),
-        "processor": device.get("cpu"),
-        "cores": device.get("cores"),
-        "torch threads": device.get("torch_threads"),
-        **model,
-        "random model": config.get("random_model"),
-        "type": config.get("dtype"),
-        "revision": f"{git['revision'][:_SHORT_REVISION]}{' and changes' if git.get('dirty') else ''}" if git else None,
-        "seed": record.get("seed"),
-        "joules": energy.get("joules"),
-        "energy meter": energy.get("source"),
-    }
-    pairs = tuple((key, cell_of(value) or Cell(str(value))) for key, value in told.items() if value is not None)
-    return Facts("machine", pairs) if pairs else None
-
-
-def _config(record: Mapping[str, Any]) -> list[Block]:
-    found = {key: record[key] for key in ("config", "versions") if record.get(key)}
-    return [block for key, value in found.items() for block in blocks_of(key, value)]
-
-
-def _when(record: Mapping[str, Any]) -> str:
-    """Day and time of the start, and how long it took."""
-    parts = []
-    if "started" in record:
-        parts.append(f"{datetime.fromisoformat(record['started']):%d %B %Y, %H:%M} UTC")
-    if "duration_s" in record:
-        seconds = record["duration_s"]
-        parts.append(f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s")
-    return ", ".join(parts)
+def _marked(text: str) -> str:
+    """Escape a text, and render its `code` and **bold** parts."""
+    shown = escape(text)
+    for pattern, replacement in _MARKS:
+        shown = pattern.sub(replacement, shown)
+    return shown

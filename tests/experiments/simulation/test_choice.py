@@ -91,8 +91,8 @@ def test_the_map_is_a_table_that_shows_losses_too() -> None:
     alone = {"tensor": kind("auto", 200.0), "lookahead": kind("jacobi", 100.0), "one": kind(PLAIN, 50.0)}
     cells = {"7b": {"2": {"1": alone, "64": {}}}, "70b": {"2": {"1": {"tensor": kind(PLAIN, 9.0)}, "64": {}}}}
     table = form_map({"cells": cells})
-    assert [title for _, title in table.header] == ["", "GPUs", "1 at once", "64 at once"]
-    assert [[cell.text for cell in row] for row in table.rows] == [
-        ["7b", "2", "tensor, auto (LP 0.50)", "nothing fits"],
-        ["70b", "2", "tensor, plain", "nothing fits"],
-    ]
+    assert table.header == ("", "GPUs", "1 at once", "64 at once")
+    assert table.rows == (
+        ("7b", "2", "tensor, auto (LP 0.50)", "nothing fits"),
+        ("70b", "2", "tensor, plain", "nothing fits"),
+    )
