@@ -1,4 +1,4 @@
-"""Imports go down only; each room keeps to its libraries and says what it is for; documents hang together."""
+"""Imports go down only, each room keeps to its libraries, docstrings are plain English, and documents name what exists."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import ast
 import importlib.util
 import re
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,21 +35,8 @@ LIBRARIES: dict[str, set[str]] = {
     "cache_service": {"numpy", "redis", "pybreaker"},
     "actors": _SERVING,
     "cluster": _SERVING
-    | {
-        "fastapi",
-        "starlette",
-        "httptools",
-        "uvicorn",
-        "grpc",
-        "pydantic",
-        "pydantic_core",
-        "typer",
-        "rich",
-        "markdown_it",
-        "httpx",
-        "yaml",
-        "opentelemetry",
-    },
+    | {"fastapi", "starlette", "httptools", "uvicorn", "grpc", "pydantic", "pydantic_core", "typer", "rich", "markdown_it"}
+    | {"httpx", "yaml", "opentelemetry"},
     "experiments": (_SERVING - {"ray"})
     | {"typer", "rich", "gguf", "numba", "httpx", "openai", "yaml", "matplotlib", "playwright", "simpy", "markupsafe"}
     | {"langchain_core", "langchain_openai", "langchain_postgres", "langchain_qdrant", "langchain_text_splitters"}
@@ -56,40 +45,26 @@ LIBRARIES: dict[str, set[str]] = {
 
 WITHOUT_PYDANTIC = {"decoding", "engine", "cache_service"}
 
-# Files with a rule of their own: the engine's slices load where pydantic and yaml are not installed.
-FILES: dict[str, set[str]] = {
-    "configs/slices.py": set(),
-    "configs/__init__.py": set(),
-}
+# Files of the standard library alone: the engine's slices load where pydantic and yaml are not installed.
+STANDARD_LIBRARY_ONLY = {"configs/slices.py", "configs/__init__.py"}
 
 
 def violations(file: str, source: str) -> list[str]:
-    """What is wrong with the imports of one file, wherever in it they stand.
-
-    Args:
-        file: path from the repository, such as ``engine/engine.py``.
-        source: the text of the file.
-    """
+    """Return the bad imports of a file, ``engine/engine.py`` for example, wherever in it they stand."""
     room = file.split("/")[0]
-    libraries = FILES.get(file, LIBRARIES[room])
-    rooms = BELOW[room] | {room}
+    allowed = LIBRARIES[room] | BELOW[room] | {room} if file not in STANDARD_LIBRARY_ONLY else set()
     found = []
     for line, name in imported(ast.parse(source), file):
-        top = name.split(".")[0]
-        bad = (
-            (top not in rooms or (room == "configs" and file in FILES))
-            if top in BELOW
-            else top not in libraries | sys.stdlib_module_names
-        )
-        # The room of the slices holds pydantic too: what runs without pydantic imports the slices alone.
-        bad |= room in WITHOUT_PYDANTIC and top == "configs" and not name.startswith("configs.slices")
+        bad = name.split(".")[0] not in allowed | sys.stdlib_module_names
+        # Other modules of configs need pydantic.
+        bad |= room in WITHOUT_PYDANTIC and name.startswith("configs") and not name.startswith("configs.slices")
         if bad:
             found.append(f"{file}:{line} imports {name}")
     return found
 
 
 def imported(tree: ast.AST, file: str) -> list[tuple[int, str]]:
-    """Line and full name of every import: ``from configs import schema`` is ``configs.schema``."""
+    """Return line and full name of every import: ``from configs import schema`` is ``configs.schema``."""
     names = []
     package = file.split("/")[:-1]
     for node in ast.walk(tree):
@@ -112,38 +87,35 @@ def _called(function: ast.expr) -> str | None:
     return function.id if isinstance(function, ast.Name) else None
 
 
-def sources() -> list[Path]:
-    paths = (path for room in BELOW for path in (REPOSITORY / room).rglob("*.py"))
-    return sorted(path for path in paths if path.parent.name != "client_scripts")  # run where nothing of ours is installed
+def sources() -> dict[str, str]:
+    """Return the text of each source by its path from the repository."""
+    paths = (path for room in BELOW for path in sorted((REPOSITORY / room).rglob("*.py")))
+    own = (path for path in paths if path.parent.name != "client_scripts")  # run where nothing of ours is installed
+    return {path.relative_to(REPOSITORY).as_posix(): path.read_text(encoding="utf-8") for path in own}
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda path: path.relative_to(REPOSITORY).as_posix())
-def test_imports_go_down_only(path: Path) -> None:
-    assert violations(path.relative_to(REPOSITORY).as_posix(), path.read_text(encoding="utf-8")) == []
+SOURCES = sources()
 
 
-PRODUCT = [room for room in BELOW if room != "experiments"]
+@pytest.mark.parametrize("file", SOURCES)
+def test_imports_go_down_only(file: str) -> None:
+    assert violations(file, SOURCES[file]) == []
+
+
 README_LINES = 150
 # Docstrings of the product are plain English: a sentence in the imperative, or a noun phrase (ruff's D401 sees the first alone).
 FIRST_WORDS = {"What", "Of", "Who", "Whose", "As", "Has", "Says", "Where"}
 BANNED = re.compile(r"\b(told|nobody|of its own|in place of|is there)\b", re.IGNORECASE)
 
 
-def folders() -> list[Path]:
-    return sorted(
-        {path.parent for room in BELOW for path in (REPOSITORY / room).rglob("*.py") if path.parent.name != "client_scripts"}
-    )
+def test_every_folder_and_module_has_a_docstring() -> None:
+    folders = {file.rpartition("/")[0] for file in SOURCES}
+    assert {f"{folder}/__init__.py" for folder in folders} <= SOURCES.keys()
+    assert [file for file, source in SOURCES.items() if not ast.get_docstring(ast.parse(source))] == []
 
 
-@pytest.mark.parametrize("folder", folders(), ids=lambda path: path.relative_to(REPOSITORY).as_posix())
-def test_a_folder_says_what_it_is_for(folder: Path) -> None:
-    docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
-    assert docstring and docstring.splitlines()[0].endswith(".")
-
-
-def test_every_module_says_what_it_is() -> None:
-    silent = [path for path in sources() if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))]
-    assert silent == []
+def product() -> Iterator[tuple[str, ast.Module]]:
+    return ((file, ast.parse(source)) for file, source in SOURCES.items() if not file.startswith("experiments/"))
 
 
 def faults_of(docstring: str) -> list[str]:
@@ -153,13 +125,12 @@ def faults_of(docstring: str) -> list[str]:
 
 def test_docstrings_are_plain_english() -> None:
     found = {}
-    for room in PRODUCT:
-        for path in (REPOSITORY / room).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                    faults = faults_of(ast.get_docstring(node) or "")
-                    if faults:
-                        found[f"{path.relative_to(REPOSITORY)}: {getattr(node, 'name', '')}"] = faults
+    for file, tree in product():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                faults = faults_of(ast.get_docstring(node) or "")
+                if faults:
+                    found[f"{file}: {getattr(node, 'name', '')}"] = faults
     assert found == {}
 
 
@@ -169,14 +140,10 @@ def test_private_english_in_docstrings_is_found() -> None:
     assert faults_of("Return what the model computes. Of several, the last.") == []
 
 
-def test_a_class_of_the_product_has_a_name_of_its_own() -> None:
-    places: dict[str, list[str]] = {}
-    for room in PRODUCT:
-        for path in (REPOSITORY / room).rglob("*.py"):
-            for node in ast.parse(path.read_text(encoding="utf-8")).body:
-                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                    places.setdefault(node.name, []).append(path.relative_to(REPOSITORY).as_posix())
-    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+def test_classes_of_the_product_have_different_names() -> None:
+    nodes = (node for _, tree in product() for node in tree.body)
+    names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef) and not node.name.startswith("_"))
+    assert [name for name, times in names.items() if times > 1] == []
 
 
 def test_the_readme_is_read_in_minutes() -> None:
@@ -210,12 +177,12 @@ def test_files_that_documents_name_are_there() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of the headings of a page, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_floors_have_no_cycle() -> None:
+def test_rooms_have_no_cycle() -> None:
     for room, below in BELOW.items():
         assert room not in below
         assert all(room not in BELOW[other] for other in below)

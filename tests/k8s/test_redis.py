@@ -6,6 +6,7 @@ behind a proxy that ends TLS with the same certificate.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -35,13 +36,11 @@ from tests.helpers.network import ending_tls, free_port
 from tests.helpers.redis_user import use_every_command
 from tests.helpers.waiting import eventually
 from tests.k8s.made_secrets import Made, make_secrets
-from tests.k8s.manifests import K8S, quantity
+from tests.k8s.manifests import K8S, load_all, pods_of, quantity
 
-BASE = K8S / "base"
 SHARED, STATE = "outrider-redis", "outrider-gcs-redis"
-CONFIGURATIONS = {SHARED: "redis.conf", STATE: "gcs-redis.conf"}
-MANIFESTS = {SHARED: "redis.yaml", STATE: "gcs-redis.yaml"}
-IDENTITY = Identity("a1", "b2", 5000)
+FILES = {SHARED: K8S / "base" / "redis", STATE: K8S / "base" / "gcs-redis"}  # .yaml, .conf
+REFUSED = (redis.AuthenticationError, redis.exceptions.AuthorizationError)
 
 
 def programs() -> tuple[Path, bool]:
@@ -60,19 +59,9 @@ def programs() -> tuple[Path, bool]:
 PROGRAMS, KNOWS_TLS = programs()
 
 
-@pytest.fixture(scope="module", params=[pytest.param(KNOWS_TLS, id="tls" if KNOWS_TLS else "without-the-tls-lines")])
-def secured(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
-
-
 @pytest.fixture(scope="module")
 def made() -> Made:
     return make_secrets()
-
-
-def settings(name: str) -> dict[str, str]:
-    lines = (line.strip() for line in (BASE / CONFIGURATIONS[name]).read_text().splitlines())
-    return dict(line.split(maxsplit=1) for line in lines if line and not line.startswith("#"))
 
 
 @dataclass
@@ -82,43 +71,39 @@ class Pod:
     name: str
     folder: Path
     made: Made
-    secured: bool
     port: int = field(default_factory=free_port)
     inspector: str = field(default_factory=lambda: secrets.token_hex(16))  # password of a user who reads the settings
     process: subprocess.Popen[bytes] | None = None
 
     def __post_init__(self) -> None:
-        documents = list(yaml.safe_load_all((BASE / MANIFESTS[self.name]).read_text()))
-        (workload,) = (document for document in documents if document["kind"] == "StatefulSet")
-        template = workload["spec"]["template"]["spec"]
-        (self.container,) = template["containers"]
-        volumes = {volume["name"]: volume for volume in template["volumes"]}
+        (pods,) = pods_of(load_all(FILES[self.name].with_suffix(".yaml").read_text()))
+        (self.container,) = pods.containers
         (self.folder / "data").mkdir(parents=True)
         for mount in self.container["volumeMounts"]:
-            volume = volumes.get(mount["name"], {})
-            if "secret" in volume:
-                self.made.write(volume["secret"]["secretName"], self.there(mount["mountPath"]))
+            if "secret" in pods.volumes[mount["name"]]:
+                self.made.write(pods.volumes[mount["name"]]["secret"]["secretName"], self.there(mount["mountPath"]))
         if self.name == SHARED:
             with self.there("/etc/redis/acl/users.acl").open("a") as file:
                 file.write(f"\nuser inspector on >{self.inspector} ~* -@all +config|get +info\n")
-        path = self.there("/etc/redis/redis.conf")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(f"{key} {value}\n" for key, value in self.rewritten().items()))
+        configuration = "".join(f"{key} {value}\n" for key, value in self.settings().items())
+        self.there("/etc/redis/redis.conf").write_text(configuration)
 
     def there(self, path: str) -> Path:
         return self.folder / path.lstrip("/")
 
-    def rewritten(self) -> dict[str, str]:
-        """Return the settings with paths below the folder, and the free port."""
-        found = {key: str(self.there(value)) if value.startswith("/") else value for key, value in settings(self.name).items()}
-        if not self.secured:
+    def settings(self) -> dict[str, str]:
+        """Return the settings of the configuration file with paths below the folder, and the free port."""
+        lines = (line.strip() for line in FILES[self.name].with_suffix(".conf").read_text().splitlines())
+        pairs = (line.split(maxsplit=1) for line in lines if line and not line.startswith("#"))
+        found = {key: str(self.there(value)) if value.startswith("/") else value for key, value in pairs}
+        if not KNOWS_TLS:
             found = {key: value for key, value in found.items() if not key.startswith("tls-")} | {"port": found["tls-port"]}
         return {key: str(self.port) if key.endswith("port") and value != "0" else value for key, value in found.items()}
 
     def run(self, command: list[str], **more: Any) -> subprocess.Popen[bytes]:
         """Start a command of the manifest."""
         changes = {"/etc/redis": str(self.there("/etc/redis")), "redis-cli": f"redis-cli -p {self.port}"}
-        if not self.secured:
+        if not KNOWS_TLS:
             changes = {"--tls --cacert /etc/redis/tls/ca.crt ": ""} | changes
         words = command
         for old, new in changes.items():
@@ -131,7 +116,8 @@ class Pod:
         return subprocess.Popen([binary, *words[1:]], env={**os.environ, "PATH": path, **environment}, **more)
 
     def probe(self, kind: str = "readinessProbe") -> bool:
-        with self.run(self.container[kind]["exec"]["command"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as probing:
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        with self.run(self.container[kind]["exec"]["command"], **quiet) as probing:
             return probing.wait() == 0
 
     def start(self) -> None:
@@ -149,7 +135,7 @@ class Pod:
     @contextmanager
     def client(self, host: str = "localhost", **options: Any) -> Iterator[redis.Redis]:
         """Yield a client of the server's own port that trusts the authority."""
-        if self.secured:
+        if KNOWS_TLS:
             options = {"ssl": True, "ssl_ca_certs": str(self.there("/etc/redis/tls/ca.crt"))} | options
         once = Retry(NoBackoff(), 0)
         with redis.Redis(host, self.port, socket_timeout=5.0, retry=once, **options) as client:
@@ -170,8 +156,8 @@ class Pod:
 
 
 @contextmanager
-def running(name: str, folder: Path, made: Made, secured: bool) -> Iterator[Pod]:
-    pod = Pod(name, folder, made, secured)
+def running(name: str, folder: Path, made: Made) -> Iterator[Pod]:
+    pod = Pod(name, folder, made)
     try:
         pod.start()
         yield pod
@@ -180,8 +166,8 @@ def running(name: str, folder: Path, made: Made, secured: bool) -> Iterator[Pod]
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory, made: Made, secured: bool) -> Iterator[Pod]:
-    with running(SHARED, tmp_path_factory.mktemp("shared"), made, secured) as pod:
+def shared(tmp_path_factory: pytest.TempPathFactory, made: Made) -> Iterator[Pod]:
+    with running(SHARED, tmp_path_factory.mktemp("shared"), made) as pod:
         yield pod
 
 
@@ -190,7 +176,7 @@ def url(shared: Pod) -> Iterator[str]:
     """Yield ``redis_url`` of the overlays with this host and port, and the password of a pod's environment."""
     with ExitStack() as stack:
         folder, port = shared.there("/etc/redis/tls"), shared.port
-        if not shared.secured:
+        if not KNOWS_TLS:
             port = stack.enter_context(ending_tls(folder / "tls.crt", folder / "tls.key", shared.port))
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setenv(PASSWORD_VARIABLE, shared.user["password"])
@@ -209,7 +195,8 @@ def test_the_user_outrider_can_do_what_replicas_and_the_operator_do(url: str) ->
     store.close()
     options = CacheOptions(snapshot_s=0.05, lease_s=0.6, retry_s=0.1)
     access = CacheAccess(options, url, b"of the tests", ("acme",))
-    admin, server = CacheAdmin(access, IDENTITY), CacheServer(access, IDENTITY, {})
+    identity = Identity("a1", "b2", 5000)
+    admin, server = CacheAdmin(access, identity), CacheServer(access, identity, {})
     server.start()
     try:
         assert admin.preload([list(range(100)), list(range(50))]) == 2
@@ -239,9 +226,9 @@ def test_the_user_outrider_can_do_nothing_else(shared: Pod, command: str) -> Non
         assert client.ping()
 
 
-def test_nobody_comes_in_without_a_password(shared: Pod) -> None:
-    for user in ({}, {"password": "x"}, {"username": "default", "password": ""}, {"username": "outrider", "password": "probe"}):
-        with pytest.raises((redis.AuthenticationError, redis.exceptions.AuthorizationError)), shared.client(**user) as client:
+def test_a_connection_needs_a_password(shared: Pod) -> None:
+    for user in ({"username": "default", "password": ""}, {"username": "outrider", "password": "probe"}):
+        with pytest.raises(REFUSED), shared.client(**user) as client:
             client.ping()
 
 
@@ -253,8 +240,8 @@ def test_a_connection_needs_tls_and_the_authority(shared: Pod, url: str, tmp_pat
         with pytest.raises((redis.RedisError, OSError)):
             store.ping()
         store.close()
-    if shared.secured:
-        assert settings(SHARED)["port"] == "0" and shared.read_back()["port"] == "0"
+    if KNOWS_TLS:
+        assert shared.settings()["port"] == "0" == shared.read_back()["port"]
 
 
 def test_the_user_of_the_probe_can_only_ping(shared: Pod) -> None:
@@ -265,37 +252,31 @@ def test_the_user_of_the_probe_can_only_ping(shared: Pod) -> None:
                 client.execute_command(*command.split())
 
 
-def own_address() -> str | None:
-    """Return an address of this machine that is not a loopback one; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return None
-        address: str = probe.getsockname()[0]
-        return None if address.startswith("127.") else address
+def own_address() -> str:
+    """Return an address of this machine, a loopback one if it has no other; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect(("192.0.2.1", 9))
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"
 
 
 @pytest.mark.parametrize("name", [SHARED, STATE])
-def test_the_life_of_a_pod(name: str, tmp_path: Path, made: Made, secured: bool) -> None:
-    with running(name, tmp_path / "pod", made, secured) as pod:
+def test_the_life_of_a_pod(name: str, tmp_path: Path, made: Made) -> None:
+    with running(name, tmp_path / "pod", made) as pod:
         assert pod.probe("readinessProbe") and pod.probe("livenessProbe")
         found = pod.read_back()
-        for key, value in pod.rewritten().items():
+        for key, value in pod.settings().items():
             if key == "maxmemory":
                 value = str(int(value[:-2]) * {"mb": 1 << 20, "gb": 1 << 30}[value[-2:]])
             assert found[key] == value.strip('"'), key
         assert found["maxmemory-policy"] == "noeviction"
         limit = quantity(pod.container["resources"]["limits"]["memory"])
         assert int(found["maxmemory"]) <= 0.8 * float(limit)  # a fork that writes needs memory, too
-        with pytest.raises((redis.AuthenticationError, redis.exceptions.AuthorizationError)), pod.client() as client:
-            client.ping()
-        address = own_address()
-        if address is not None:  # Redis' protected mode would refuse other machines
-            names = {"ssl_check_hostname": False} if secured else {}
-            with pod.client(address, **names, **pod.user) as client:
-                assert client.ping()
-        with pod.client(**pod.user) as client:
+        for user in ({}, {"password": "probe"}):
+            with pytest.raises(REFUSED), pod.client(**user) as client:
+                client.ping()
+        names = {"ssl_check_hostname": False} if KNOWS_TLS else {}
+        with pod.client(own_address(), **names, **pod.user) as client:  # which Redis' protected mode would refuse
             client.set("{outrider}:kept", "yes")
         pod.stop()
         assert not pod.probe("readinessProbe") and not pod.probe("livenessProbe")
@@ -304,7 +285,7 @@ def test_the_life_of_a_pod(name: str, tmp_path: Path, made: Made, secured: bool)
             assert client.get("{outrider}:kept") == b"yes"
 
 
-def test_the_password_is_no_argument(tmp_path: Path, made: Made, secured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_password_is_no_argument(tmp_path: Path, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """Redis hides its arguments when it runs, but not before."""
     programs, seen = tmp_path / "programs", tmp_path / "seen"
     programs.mkdir()
@@ -313,7 +294,7 @@ def test_the_password_is_no_argument(tmp_path: Path, made: Made, secured: bool, 
     program.write_text(f'#!/bin/sh\necho $$ "$@" > {seen}\nexec {PROGRAMS}/redis-server "$@"\n')
     program.chmod(0o755)
     monkeypatch.setitem(globals(), "PROGRAMS", programs)
-    with running(STATE, tmp_path / "pod", made, secured) as pod, pod.client(**pod.user) as client:
+    with running(STATE, tmp_path / "pod", made) as pod, pod.client(**pod.user) as client:
         assert client.ping() and pod.process is not None
         pid, *arguments = seen.read_text().split()
         assert int(pid) == pod.process.pid  # by exec: the signal of Kubernetes reaches Redis
