@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from experiments.bench.record import Kept
-from experiments.peers import rounds
+from experiments.peers import revisions, rounds
 from experiments.peers.__main__ import main
 from experiments.peers.contestants import CONTESTANTS, Field, Setting
 from experiments.peers.environments import Environments, MissingPeerError
-from experiments.peers.revisions import CASES, compare
 from experiments.peers.rounds import ASKED_ONCE, Prompt, Roof, Rounds, asked, place, settle, turns_of
 from experiments.peers.speeds import Speeds
 from experiments.report.speeds import peers
@@ -154,20 +153,25 @@ def test_end_to_end_beside_transformers(
     assert "Outrider, plain" in out.out and "round 1: plain at 1, part 1" in out.err
 
 
-@pytest.mark.slow
-def test_two_revisions_in_turns(tiny_model: Path, tmp_path: Path) -> None:
-    """A checkout with its own copy of the script runs that copy."""
-    root = Path(__file__).resolve().parents[2]
-    script = root / "experiments" / "peers" / "revisions.py"
-    own = tmp_path / "renamed" / "experiments" / "peers" / "revisions.py"
-    own.parent.mkdir(parents=True)
-    marked = f"import runpy, pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n"
-    own.write_text(f"{marked}runpy.run_path({str(script)!r}, run_name='__main__')\n", encoding="utf-8")
-    setting = {"path": str(tiny_model), "dtype": "float32", "threads": 1, "context": 64, "max_tokens": 4}
-    found = compare(tmp_path, setting, [([5, 6, 7], []), ([8, 9], [])], 1, lambda line: None)
-    assert (tmp_path / "ran").exists() and found["cases"].keys() == {*(name for name, _, _ in CASES), "prefill"}
-    assert all(case["times_as_long"] > 0 and len(case["tokens_per_s"]["other"]) == 1 for case in found["cases"].values())
-    assert found["start"]["this"]["seconds"][0] > 0 and found["start"]["other"]["peak_mib"][0] > 0
+_TIMED = """
+import json, sys
+starts = json.loads(sys.stdin.readline()).get("start")
+print(json.dumps({{"peak_mib": {seconds}}} if starts else {{"ready": True}}), flush=True)
+for line in sys.stdin:
+    print(json.dumps({{"wall_s": 1.0, "decode_s": {seconds}, "tokens": 10}}), flush=True)
+"""
+
+
+def test_two_revisions_in_turns_run_the_file_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, folder, seconds in (("this", "experiments", 1.0), ("other", "renamed/experiments", 2.0)):
+        script = tmp_path / name / folder / "peers" / "revisions.py"
+        script.parent.mkdir(parents=True)
+        script.write_text(_TIMED.format(seconds=seconds), encoding="utf-8")
+    monkeypatch.setattr(revisions, "ROOT", tmp_path / "this")
+    found = revisions.compare(tmp_path / "other", {"path": "m"}, [([5, 6, 7], [])], 2, lambda line: None)
+    assert found["cases"].keys() == {*(name for name, _, _ in revisions.CASES), "prefill"}
+    assert all(case["times_as_long"] == 0.5 and case["tokens_per_s"]["other"] == [5.0, 5.0] for case in found["cases"].values())
+    assert found["start"]["this"]["peak_mib"] == [1.0, 1.0] and found["start"]["other"]["peak_mib"] == [2.0, 2.0]
 
 
 @pytest.mark.parametrize(
