@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from cache_service.namespace import hash_key
-from experiments.bench.engines.models import model_folder
 from engine.text.tokenizer import load_tokenizer
+from experiments.bench.engines.models import model_folder
 from experiments.bench.record import ROOT, Kept
 from experiments.bench.workloads import first_that_fit
 from experiments.peers.contestants import started, vllm_command, vllm_environment
