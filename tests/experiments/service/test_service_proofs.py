@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from experiments.bench.run import arguments
+from experiments.bench.run import Bench, arguments
 from experiments.service import clients, disconnects, fuzz, overload
 from experiments.service.__main__ import TRIALS, main
 from experiments.service.asks import KINDS, Answer, Ask, Choice, ask, make_asks
@@ -130,7 +130,7 @@ def test_records_keep_no_folders_and_colours_of_other_tools() -> None:
         (disconnects.BENCH, ["--waves", "0"]), (overload.BENCH, ["--factor", "0"]), (clients.BENCH, ["--cases", "0"]),
         (fuzz.BENCH, ["--cases", "0"]), (disconnects.BENCH, ["--clients", "1"]),
     ],
-    ids=str,
+    ids=lambda given: given.name if isinstance(given, Bench) else " ".join(given),
 )  # fmt: skip
 def test_impossible_options_are_refused(bench: Any, options: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
