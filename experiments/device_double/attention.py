@@ -11,9 +11,12 @@ def attend_slots(
     slot: Tensor, start: Tensor, position: Tensor, entry: Tensor, path: Tensor, tiles: Tensor,
     scale: float, window: int, softcap: float, block_rows: int,
 ) -> None:  # fmt: skip
-    """Compute the operation ``outrider::slot_attention`` in float64, each row by itself in the order of the text.
+    """Compute what the operation ``outrider::slot_attention`` does, with the same arguments, in float64.
 
-    Assert that the rows are laid out as the kernels need them.
+    Each row is computed by itself over what it sees in the order of the text: its bits depend on nothing else.
+
+    Raises:
+        AssertionError: the rows are not laid out as the kernels need them.
     """
     tiled = [row for first, count in tiles.tolist() for row in range(first, first + count)]
     assert tiled == (position >= 0).nonzero()[:, 0].tolist(), tiled  # each row that computes something is in one tile

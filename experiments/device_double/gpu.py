@@ -34,7 +34,7 @@ _CAPTURING = "operation not permitted when stream is capturing"
 
 
 class DoubleError(AssertionError):
-    """The program would compute wrong numbers, or crash, on a GPU."""
+    """The program does what shows as wrong numbers, or as a crash, on a GPU."""
 
 
 class DoubleTensor(torch.Tensor):
@@ -71,7 +71,7 @@ class DoubleTensor(torch.Tensor):
 
 
 class _Mode(TorchDispatchMode):
-    """Mode that sees the operations of one thread, including those that make tensors."""
+    """Sees the operations of one thread, those that make tensors included."""
 
     def __init__(self, gpu: DoubleGpu) -> None:
         super().__init__()
@@ -99,9 +99,11 @@ class DoubleStream:
         self.gpu, self.index, self.done, self.seen = gpu, index, 0, dict[DoubleStream, int]()
 
     def wait_stream(self, stream: DoubleStream) -> None:
+        """See ``engine.accelerator.Stream``."""
         self.seen |= stream.seen | {stream: stream.done}
 
     def record_event(self) -> DoubleEvent:
+        """See ``engine.accelerator.Stream``."""
         return DoubleEvent(self, self.gpu.recorded(self.index))
 
 
@@ -113,6 +115,7 @@ class DoubleEvent:
     place: int
 
     def synchronize(self) -> None:
+        """See ``engine.accelerator.Event``."""
         self.stream.gpu.wait(self.stream.index, self.place)
 
 
@@ -135,6 +138,7 @@ class DoubleGraph:
         self.operations: list[_Recorded] = []
 
     def replay(self) -> None:
+        """See ``engine.accelerator.Graph``."""
         self._gpu.queue(self.index, "replays", self._execute)
 
     def _execute(self) -> None:
@@ -168,10 +172,10 @@ class _Thread(threading.local):
 class DoubleGpu:
     """``engine.accelerator.Accelerator`` over GPUs whose numbers lie in the memory of the CPU.
 
-    It fails as a GPU would: on an operation over two devices or outside of ``current``, on work on a stream without a wait, on a
-    capture that waits for the host or copies from its pageable memory. Copies from pinned memory, and replays behind them, happen
-    as late as the program allows, so that a buffer that is filled again too early shows. ``counts`` has the launches, replays,
-    copies (``to_device``, ``to_host``) and waits of the host since the start, and all of them as ``calls``.
+    It fails where a GPU would: an operation over two devices, one outside of ``current``, work on a stream that nobody waits for,
+    a capture that waits for the host or copies from its pageable memory. A copy from pinned memory, and a replay behind it, take
+    place as late as the program allows, so that a buffer that is filled again too early shows. ``counts`` has the launches,
+    replays, copies (``to_device``, ``to_host``) and waits of the host since the start, and all of them as ``calls``.
     """
 
     def __init__(self, gpus: int = 2, capability: tuple[int, int] = (8, 0), memory_gib: float = 80.0) -> None:
@@ -187,19 +191,26 @@ class DoubleGpu:
         self._fault: tuple[int, Exception] | None = None  # calls until it happens
         self.broken: Exception | None = None  # of a GPU that was lost: every later call raises it
 
+    # ---- Accelerator --------------------------------------------------------------------------------------------------------
+
     def unavailable(self) -> str | None:
+        """See ``Accelerator``."""
         return None
 
     def device_count(self) -> int:
+        """See ``Accelerator``."""
         return len(self._gpus)
 
     def name(self, device: torch.device) -> str:
+        """See ``Accelerator``."""
         return "double of a GPU"
 
     def uuid(self, device: torch.device) -> str:
+        """See ``Accelerator``."""
         return f"GPU-double-{_index(device)}"
 
     def capability(self, device: torch.device) -> tuple[int, int]:
+        """See ``Accelerator``."""
         return self._capability
 
     def has_kernels(self, dtype: torch.dtype) -> bool:
@@ -207,6 +218,7 @@ class DoubleGpu:
         return dtype.is_floating_point
 
     def memory(self, device: torch.device) -> tuple[int, int]:
+        """See ``Accelerator``."""
         return self._total, self._total
 
     def reserved(self, device: torch.device) -> int:
@@ -218,6 +230,7 @@ class DoubleGpu:
 
     @contextlib.contextmanager
     def current(self, device: torch.device) -> Iterator[None]:
+        """See ``Accelerator``."""
         if device.type != "cuda":
             yield
             return
@@ -237,17 +250,21 @@ class DoubleGpu:
             thread.active -= 1
 
     def synchronize(self, device: torch.device) -> None:
+        """See ``Accelerator``."""
         self._raise_broken()
         self.wait(_index(device))
 
     def new_stream(self, device: torch.device) -> DoubleStream:
+        """See ``Accelerator``."""
         return DoubleStream(self, _index(device))
 
     def current_stream(self, device: torch.device) -> DoubleStream:
+        """See ``Accelerator``."""
         return self._stream(_index(device))
 
     @contextlib.contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
+        """See ``Accelerator``."""
         streams = self._thread.streams
         before, streams[stream.index] = streams.get(stream.index), stream
         try:
@@ -259,11 +276,13 @@ class DoubleGpu:
                 streams[stream.index] = before
 
     def pinned(self, size: int) -> torch.Tensor:
+        """See ``Accelerator``."""
         made = torch.zeros(size, dtype=torch.int32)
         self._pinned.add(made.untyped_storage().data_ptr())
         return made
 
     def graph_pool(self) -> Any:
+        """See ``Accelerator``."""
         return object()
 
     def capture(self, device: torch.device, pool: Any, forward: Callable[[], torch.Tensor]) -> tuple[DoubleGraph, torch.Tensor]:
@@ -302,7 +321,10 @@ class DoubleGpu:
         return module
 
     def fail_at(self, call: int, error: Exception) -> None:
-        """Have the n-th call from now on, counted from 1, raise an error; any but out of memory also loses the GPU."""
+        """Have the n-th launch, replay, copy or wait from now on, counted from 1, raise an error.
+
+        After ``torch.AcceleratorError`` the GPU is lost, and so is every later call.
+        """
         self._fault = call, error
 
     def counted(self, step: Callable[[], Any]) -> Counter[str]:
@@ -457,7 +479,7 @@ class DoubleGpu:
     # ---- below: order -------------------------------------------------------------------------------------------------------
 
     def queue(self, index: int, kind: str, work: Callable[[], Any]) -> None:
-        """Queue work of a device until its results are needed."""
+        """Queue work of a device that takes place when somebody needs its results."""
         with self._lock:
             self._call(kind)
             if self._thread.capture is not None:
@@ -548,7 +570,7 @@ def _index(device: torch.device) -> int:
 
 
 def _on_cpu(given: Any) -> Any:
-    """Return arguments with doubles replaced by their numbers, and GPUs by the CPU."""
+    """Return arguments with the numbers of doubles in their place, and the CPU in that of a GPU."""
     given = tree_map_only(DoubleTensor, lambda tensor: tensor.numbers, given)
     given = tree_map_only(torch.device, lambda device: torch.device("cpu"), given)
     return {name: each for name, each in given.items() if name != "pin_memory"} if isinstance(given, dict) else given

@@ -1,4 +1,4 @@
-"""Device guard that does nothing, with which a build without CUDA handles tensors that say ``cuda:0``."""
+"""Lets torch handle tensors that say ``cuda:0`` in a build without CUDA, by a device guard that does nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ static const bool ready = (torch::utils::set_requires_device_init(at::kCUDA, fal
 
 
 def unavailable() -> str | None:
-    """Return why the double cannot be used here; None if it can."""
+    """Return why there can be no double here, for a test that is skipped; None where there can."""
     if torch.cuda.is_available():
         return "there is a GPU, of which no double is needed"
     if shutil.which(_compiler()) is None:
@@ -41,7 +41,11 @@ def unavailable() -> str | None:
 
 @cache
 def load_guard() -> None:
-    """Compile the guard once for this torch, and load it into this process; raise ``RuntimeError`` if it does not compile."""
+    """Compile the guard once for this torch, in two seconds, and load it into this process.
+
+    Raises:
+        RuntimeError: it cannot be compiled.
+    """
     digest = hashlib.sha256(f"{_SOURCE} {torch.__version__} {torch.__file__}".encode()).hexdigest()[:16]
     library = cache_folder() / f"device-guard-{digest}.so"
     try:

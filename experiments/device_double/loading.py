@@ -12,8 +12,10 @@ from engine.environment import environment
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """Have transformers read weights to the double within a block, in this thread, the only one whose device is current."""
-    # Without its warm-up, which asks ``torch.cuda`` for free memory.
+    """Have transformers read weights to the double within a block: in this thread, the only one whose device is current.
+
+    Transformers also asks ``torch.cuda`` how much memory it can take at once; that is left out.
+    """
     warm_up = modeling.caching_allocator_warmup
     modeling.caching_allocator_warmup = lambda *_: None
     try:

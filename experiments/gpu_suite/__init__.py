@@ -1,1 +1,1 @@
-"""Checks and measurements of a GPU in one call: ``outrider bench gpu``. In: a machine with a GPU. Out: a record and a table."""
+"""All that is to be measured on a GPU, in one call. In: a machine with a GPU. Out: a record and a short table."""

@@ -1,4 +1,4 @@
-"""Pytest plugin of the part ``tests``; it replaces tests/conftest.py, which needs more packages than pytest."""
+"""Plugin of pytest for the part ``tests``, in the place of tests/conftest.py, which needs more packages than pytest."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ CUT_OFF = "no time is left for more tests"
 
 
 def pytest_configure(config: Any) -> None:
-    """Register the markers of the project's tests."""
+    """Name the markers of the project's tests."""
     for name in ("gpu", "slow", "timeout"):
         config.addinivalue_line("markers", f"{name}: see pyproject.toml")
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Skip tests marked ``gpu`` if torch sees no CUDA device."""
+    """Skip tests marked ``gpu`` where torch sees no CUDA device."""
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -27,6 +27,6 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
 
 def pytest_runtest_protocol(item: Any) -> None:
-    """Stop if no time is left."""
+    """Stop where no time is left."""
     if time.time() > float(os.environ.get(ENDS, "inf")):
         item.session.shouldstop = CUT_OFF

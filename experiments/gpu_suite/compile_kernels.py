@@ -1,13 +1,16 @@
 """Compile the attention kernels for GPUs that are not here: registers, shared memory and spills, by model family and card.
 
-``outrider bench gpu kernels`` writes a record and prints its table. Triton brings the assembler, so neither a GPU nor a driver is
-needed. Nothing runs, and nothing here is a time.
+    python -m experiments.gpu_suite.compile_kernels                  # writes a record and prints its table
+    python -m experiments.gpu_suite.compile_kernels --record FILE    # prints the table of a record
+
+Triton brings the assembler, so neither a GPU nor a driver is needed. Nothing runs, and nothing here is a time.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import re
 import subprocess
@@ -29,19 +32,19 @@ from experiments.bench.record import RESULTS, write_record
 
 KERNELS = {"context": context_kernel, "path": path_kernel}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-CLEAN = "clean"  # verdict of a cell: no spills, fits, and both kernels round alike
+CLEAN = "clean"  # verdict of a cell: no spills, fits, and both kernels compute alike
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Attention of a layer."""
+    """Attention of a layer; ``source`` says where the figures are from."""
 
-    source: str  # model on the Hugging Face Hub whose config.json has these figures
     heads: int
     kv_heads: int
     head_dim: int
     window: int | None = None
     softcap: float | None = None
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,21 +64,22 @@ ARCHS = {
     (10, 0): Arch("B200", 228, 64),
     (12, 0): Arch("RTX 50", 100, 48),
 }
+_CONFIG = "config.json of {} on the Hugging Face Hub"
 FAMILIES = {
-    "Llama-3.1-8B": Shape("meta-llama/Llama-3.1-8B", 32, 8, 128),
-    "Llama-3.2-1B": Shape("meta-llama/Llama-3.2-1B", 32, 8, 64),
-    "Llama-2-7B": Shape("meta-llama/Llama-2-7b-hf", 32, 32, 128),
-    "Qwen2.5-7B": Shape("Qwen/Qwen2.5-7B", 28, 4, 128),
-    "Qwen2.5-14B": Shape("Qwen/Qwen2.5-14B", 40, 8, 128),
-    "Qwen3-0.6B": Shape("Qwen/Qwen3-0.6B", 16, 8, 128),
-    "Mistral-7B-v0.1": Shape("mistralai/Mistral-7B-v0.1", 32, 8, 128, 4096),
-    "Gemma-2-9B, windowed layers": Shape("google/gemma-2-9b", 16, 8, 256, 4096, 50.0),
-    "Gemma-2-9B, other layers": Shape("google/gemma-2-9b", 16, 8, 256, None, 50.0),
-    "Gemma-3-12B, windowed layers": Shape("google/gemma-3-12b-pt", 16, 8, 256, 1024),
-    "Gemma-3-12B, other layers": Shape("google/gemma-3-12b-pt", 16, 8, 256),
-    "SmolLM2-135M": Shape("HuggingFaceTB/SmolLM2-135M", 9, 3, 64),
-    "Phi-3-mini-4k": Shape("microsoft/Phi-3-mini-4k-instruct", 32, 32, 96, 2047),
-    "StarCoderBase-1B (MQA)": Shape("bigcode/starcoderbase-1b", 16, 1, 128),
+    "Llama-3.1-8B": Shape(32, 8, 128, source=_CONFIG.format("meta-llama/Llama-3.1-8B")),
+    "Llama-3.2-1B": Shape(32, 8, 64, source=_CONFIG.format("meta-llama/Llama-3.2-1B")),
+    "Llama-2-7B": Shape(32, 32, 128, source=_CONFIG.format("meta-llama/Llama-2-7b-hf")),
+    "Qwen2.5-7B": Shape(28, 4, 128, source=_CONFIG.format("Qwen/Qwen2.5-7B")),
+    "Qwen2.5-14B": Shape(40, 8, 128, source=_CONFIG.format("Qwen/Qwen2.5-14B")),
+    "Qwen3-0.6B": Shape(16, 8, 128, source=_CONFIG.format("Qwen/Qwen3-0.6B")),
+    "Mistral-7B-v0.1": Shape(32, 8, 128, 4096, source=_CONFIG.format("mistralai/Mistral-7B-v0.1")),
+    "Gemma-2-9B, windowed layers": Shape(16, 8, 256, 4096, 50.0, _CONFIG.format("google/gemma-2-9b")),
+    "Gemma-2-9B, other layers": Shape(16, 8, 256, None, 50.0, _CONFIG.format("google/gemma-2-9b")),
+    "Gemma-3-12B, windowed layers": Shape(16, 8, 256, 1024, None, _CONFIG.format("google/gemma-3-12b-pt")),
+    "Gemma-3-12B, other layers": Shape(16, 8, 256, source=_CONFIG.format("google/gemma-3-12b-pt")),
+    "SmolLM2-135M": Shape(9, 3, 64, source=_CONFIG.format("HuggingFaceTB/SmolLM2-135M")),
+    "Phi-3-mini-4k": Shape(32, 32, 96, 2047, source=_CONFIG.format("microsoft/Phi-3-mini-4k-instruct")),
+    "StarCoderBase-1B (MQA)": Shape(16, 1, 128, source=_CONFIG.format("bigcode/starcoderbase-1b")),
 }
 
 
@@ -98,7 +102,7 @@ def compiled(kernel: Any, capability: tuple[int, int], shape: Shape, dtype: str)
 
 
 def arithmetic(code: Any, rows: int) -> list[str]:
-    """Return what fixes the order of additions: the products' instructions, and the layouts of products and row sums on threads.
+    """Return what fixes the order of additions: the products' instructions, and how they and a row's sums lie on threads.
 
     Products of Hopper and before are values of the intermediate form, Blackwell's lie in tensor memory.
     """
@@ -119,7 +123,7 @@ def instructions(code: Any) -> list[str]:
 
 
 def resources(code: Any) -> dict[str, int]:
-    """Return the registers and spilled bytes of a thread, and the shared memory of a block."""
+    """Return the registers of a thread, the bytes that it spills, and the bytes of shared memory of a block."""
     import triton
 
     with tempfile.NamedTemporaryFile() as file:
@@ -132,7 +136,7 @@ def resources(code: Any) -> dict[str, int]:
 
 
 def programs(arch: Arch, warps: int, registers: int, shared_bytes: int, tensor_columns: int) -> dict[str, int]:
-    """Return how many programs fit an SM, by each of its resources."""
+    """Return how many programs an SM has room for, by each of its resources."""
     of_warp = -(-registers * 32 // 256) * 256  # registers are given out by 256, and warps to four quarters of an SM
     by = {
         "registers": (65536 // of_warp) // 4 * 4 // warps,
@@ -143,7 +147,7 @@ def programs(arch: Arch, warps: int, registers: int, shared_bytes: int, tensor_c
 
 
 def compile_cell(family: str, capability: tuple[int, int], dtype: str) -> dict[str, Any]:
-    """Return the resources of both kernels for a family on a GPU, and a verdict."""
+    """Return what both kernels take for a family on a GPU, and a verdict."""
     arch, shape = ARCHS[capability], FAMILIES[family]
     sizes = block_sizes(capability, shape.head_dim, DTYPES[dtype])
     codes = {name: compiled(kernel, capability, shape, dtype) for name, kernel in KERNELS.items()}
@@ -162,7 +166,7 @@ def compile_cell(family: str, capability: tuple[int, int], dtype: str) -> dict[s
 
 
 def verdict(cell: Mapping[str, Any], arch: Arch) -> str:
-    """Return ``CLEAN``, or the fault of a cell."""
+    """Return ``CLEAN``, or what a reader must know of a cell."""
     if cell["contracted"] or not cell["same_arithmetic"]:
         return "the kernels round differently"
     if max(cell[name]["shared_bytes"] for name in KERNELS) > (arch.shared_kib - 1) << 10:
@@ -171,13 +175,13 @@ def verdict(cell: Mapping[str, Any], arch: Arch) -> str:
     return f"spills {', '.join(f'{count} B a thread in {name}' for name, count in spilled.items())}" if spilled else CLEAN
 
 
-def compile_all() -> list[dict[str, Any]]:
-    """Return the cells of all families, GPUs and types, compiled in a process per core."""
+def compile_all(processes: int) -> list[dict[str, Any]]:
+    """Return the cells of all families, GPUs and types, compiled in so many processes."""
     keys = list(itertools.product(FAMILIES, ARCHS, DTYPES))
-    cells = []
     with tempfile.TemporaryDirectory() as cache:
-        os.environ["TRITON_CACHE_DIR"] = cache  # without code from an earlier compiler
-        with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        os.environ["TRITON_CACHE_DIR"] = cache  # so that code which an earlier compiler made is not taken
+        cells = []
+        with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
             for cell in pool.map(compile_cell, *zip(*keys, strict=True)):
                 cells.append(cell)
                 where = f"{cell['family']}, {cell['arch']}, {cell['dtype']}"
@@ -207,12 +211,18 @@ def _entry(cell: Mapping[str, Any]) -> str:
     return both if cell["verdict"] == CLEAN else f"{both}; {cell['verdict']}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Compile, write the record and print the table."""
-    parser = argparse.ArgumentParser(prog="outrider bench gpu kernels", description=__doc__)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.gpu_suite.compile_kernels", description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
-    args, started = parser.parse_args(argv), datetime.now(UTC)
-    cells = compile_all()
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile at once")
+    parser.add_argument("--record", type=Path, help="print the table of this record, and compile nothing")
+    args = parser.parse_args(arguments)
+    if args.record is not None:
+        print(table(json.loads(args.record.read_text(encoding="utf-8"))["results"]["cells"]))
+        return 0
+    started = datetime.now(UTC)
+    cells = compile_all(args.processes)
     config = {
         "families": {name: asdict(shape) for name, shape in FAMILIES.items()},
         "archs": {f"sm_{major}{minor}": asdict(arch) for (major, minor), arch in ARCHS.items()},
@@ -221,3 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(table(cells))
     print(path.name, file=sys.stderr)
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

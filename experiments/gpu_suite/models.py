@@ -1,7 +1,8 @@
-"""Llama-shaped models with random weights, made on the device in seconds, their runners, and the batches of timed steps."""
+"""Llama-shaped models of random weights, made on the device in seconds, and the runners that compute their steps."""
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +14,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from configs.slices import EngineOptions, SpeculationOptions
+from configs.slices import EngineOptions
 from decoding.request import Request, SamplingParams
-from decoding.sampling.ranking import argmax_rows
 from decoding.tree import DraftTree
 from engine.errors import ModelLoadError
 from engine.forward.attention import TREE_ATTENTION
@@ -25,24 +25,22 @@ from engine.forward.runner import ModelRunner
 from engine.forward.runners import make_runner
 from engine.loading.model import LoadedModel
 from experiments.bench.engines.guided import stock_twin
-from experiments.bench.engines.shared_model import SharedModel
-from experiments.gpu_suite.device import Case, empty_cache
-from experiments.gpu_suite.worker import Report, Setting, UnavailableError, one_line
+from experiments.gpu_suite.device import empty_cache
+from experiments.gpu_suite.report import Report, Setting, UnavailableError, one_line
 
-SEED = 0  # of weights, trees and made-up texts
-DRAFT_ROWS = 256  # entries of a KV slot behind the context, for the widest tree
+DRAFT_ROWS = 256  # entries of a KV slot behind the context: of the widest tree
 _STD = 0.02  # of the weights
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Shape of a model, and what is measured with it."""
+    """A model's shape, and how it is measured."""
 
     shape: dict[str, Any]
     context: int = 8448  # tokens of prompt and output together
-    contexts: tuple[int, int] = (512, 2048)  # entries in front of the timed steps
+    contexts: tuple[int, int] = (512, 2048)  # entries in front of the steps that are timed
     rows: tuple[int, ...] = (1, 4, 16, 64)  # of those steps
-    prompts: tuple[int, ...] = (2048, 8192)  # tokens of the timed prefills
+    prompts: tuple[int, ...] = (2048, 8192)  # tokens of the prefills that are timed
     batches: tuple[int, ...] = (8, 32, 64, 256)  # requests at once
 
 
@@ -65,18 +63,23 @@ SIZES: dict[str, Size] = {
 }
 
 
-def llama_config(shape: dict[str, Any], context: int = 16_384) -> LlamaConfig:
-    """Return the configuration of a shape, without special tokens."""
-    return LlamaConfig(**shape, max_position_embeddings=context, bos_token_id=None, eos_token_id=None, pad_token_id=None)
-
-
 @torch.no_grad()
-def device_model(size: str, device: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Return a model whose weights are drawn on the device; no copy of them is ever on the CPU."""
+def device_model(size: str, device: str, dtype: torch.dtype, seed: int, attention: str = TREE_ATTENTION) -> PreTrainedModel:
+    """A Llama whose weights are drawn where they stay: no copy of them is ever on the CPU.
+
+    Args:
+        size: a key of ``SIZES``.
+        device: torch's name of it.
+        dtype: of weights and activations.
+        seed: same seed and device, same weights.
+        attention: transformers' name of the attention function.
+    """
+    config = LlamaConfig(
+        **SIZES[size].shape, max_position_embeddings=16_384, bos_token_id=None, eos_token_id=None, pad_token_id=None
+    )
     with torch.device(device):
-        config = llama_config(SIZES[size].shape)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=TREE_ATTENTION).eval()
-    torch.manual_seed(SEED)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
+    torch.manual_seed(seed)
     assert all(buffer.device.type == torch.device(device).type for buffer in model.buffers()), size
     for weight in model.parameters():
         assert weight.device.type == torch.device(device).type and weight.dtype == dtype, (weight.device, weight.dtype)
@@ -87,26 +90,27 @@ def device_model(size: str, device: str, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def save_model(setting: Setting, size: str, folder: Path) -> None:
+def save_model(size: str, device: str, dtype: torch.dtype, seed: int, folder: Path) -> None:
     """Write the folder of a random model for ``Engine.load``. Its tokenizer has a word for each of 256 tokens."""
-    device = "cpu" if setting.double else setting.device
-    device_model(size, device, getattr(torch, setting.dtype)).save_pretrained(folder)
+    device_model(size, device, dtype, seed).save_pretrained(folder)
     words = Tokenizer(WordLevel({f"<{number}>": number for number in range(256)}, "<0>"))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
 
 
 def build_runner(kind: str, model: PreTrainedModel, capacity: int, running: int = 1) -> ModelRunner:
-    """Return a runner; call it outside of inference mode, because the slots are also written outside of it.
+    """Return a runner. Not to be called in inference mode: its slots are written to outside of it, too.
 
     Args:
-        kind: ``strict``, the default: rows have the same bits beside any others (``engine.forward.exactness``), with graphs if
-            possible; ``rounding``: graphs of any number of rows; ``compiled``: those of compiled layers; ``eager``: no graphs.
+        kind: ``strict``, the default form: rows that have the same bits in any company (``engine.forward.exactness``), as graphs
+            where there can be any; ``rounding``, graphs of any number of rows; ``compiled``, those of compiled layers; ``eager``,
+            kernel by kernel (``ModelRunner``).
+        model: to run.
         capacity: entries of a KV slot.
         running: KV slots.
 
     Raises:
-        UnavailableError: the device has no such runner.
-        ModelLoadError: see ``make_runner``.
+        UnavailableError: there is none of this kind on such a device.
+        ModelLoadError: it cannot be built, or does not keep what it promises.
     """
     if kind == "eager":
         return ModelRunner(model, running, capacity)
@@ -117,59 +121,51 @@ def build_runner(kind: str, model: PreTrainedModel, capacity: int, running: int 
         options = EngineOptions(max_running=running, kv_slots=running, exact=exact, compile=kind == "compiled")
         return make_runner(model, capacity, options)
     finally:
-        for module in model.modules():  # the kinds share the model: graphs keep compiled layers, later calls do not use them
+        for module in model.modules():  # other kinds share the model: what is captured stays, what is called anew is as it was
             module._compiled_call_impl = None
-
-
-def engines(loaded: LoadedModel, runner: ModelRunner, folder: Path, guided: bool = True) -> SharedModel:
-    """Return a factory of engines over a runner with one slot, which take turns.
-
-    Args:
-        folder: for the latency curve.
-        guided: every row is computed, and known outputs are committed; else the model's own.
-    """
-    options = EngineOptions(max_running=1, prefix_caching=False)
-    return SharedModel(loaded, options, SpeculationOptions().most_draft_tokens, guided, runner=runner, kept=folder)
 
 
 @dataclass(slots=True)
 class Bench:
-    """A model, and its runners, which are made at their first use."""
+    """One model and its runners, made when they are first asked for."""
 
     size: str
     setting: Setting
-    twin: PreTrainedModel  # transformers' own model, made before any runner changes modules
+    twin: PreTrainedModel  # made first: whatever a runner does to the model, these are the weights as they were
     loaded: LoadedModel
     ready_s: float
-    _runners: dict[str, ModelRunner | UnavailableError] = field(default_factory=dict)
+    _runners: dict[str, ModelRunner] = field(default_factory=dict)
+    _failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def capacity(self) -> int:
+        """Entries of the KV slot."""
+        return SIZES[self.size].context + DRAFT_ROWS
 
     def folder(self, kind: str) -> Path:
-        """Return the folder of the latency curve of a kind's runner, which all parts share."""
+        """For the latency curve of a kind's runner, which every part of the run uses."""
         return self.setting.scratch / self.size / kind
 
     def runner(self, kind: str, report: Report) -> ModelRunner:
-        """Return the runner of a kind; raise as ``build_runner``, and ``UnavailableError`` if that failed before."""
+        """Of a kind; raises as ``build_runner``, and ``UnavailableError`` where that failed before."""
         report.using(kind)
+        if kind in self._failed:
+            raise UnavailableError(self._failed[kind])
         if kind not in self._runners:
             report.say(f"building the {kind} runner of {self.size}")
             try:
-                self._runners[kind] = build_runner(kind, self.loaded.model, SIZES[self.size].context + DRAFT_ROWS)
-            except (UnavailableError, ModelLoadError) as error:
-                own = isinstance(error, UnavailableError)
-                self._runners[kind] = UnavailableError(str(error) if own else f"failed before: {one_line(error)}")
+                self._runners[kind] = build_runner(kind, self.loaded.model, self.capacity)
+            except UnavailableError as error:
+                self._failed[kind] = str(error)
                 raise
-        found = self._runners[kind]
-        if isinstance(found, UnavailableError):
-            raise found
-        return found
-
-    def engines(self, kind: str, report: Report, guided: bool = True) -> SharedModel:
-        """Return ``engines`` over the runner of a kind."""
-        return engines(self.loaded, self.runner(kind, report), self.folder(kind), guided)
+            except ModelLoadError as error:
+                self._failed[kind] = f"failed before: {one_line(error)}"
+                raise
+        return self._runners[kind]
 
 
 def bench(setting: Setting, report: Report, kept: dict[str, Any]) -> Bench:
-    """Return the job's model: the one that the worker holds, or a new one that replaces it."""
+    """The job's model: the one that the worker holds, or another one in its place."""
     size = report.job.size
     assert size is not None, report.job
     found = kept.get("bench")
@@ -177,23 +173,28 @@ def bench(setting: Setting, report: Report, kept: dict[str, Any]) -> Bench:
         del found
         release(setting, kept)
         began = time.perf_counter()
-        model = device_model(size, setting.device, getattr(torch, setting.dtype))
+        model = device_model(size, setting.device, getattr(torch, setting.dtype), setting.seed)
         loaded = LoadedModel(model, None, f"random-{size}", SIZES[size].context, ())
-        found = kept["bench"] = Bench(size, setting, stock_twin(model), loaded, time.perf_counter() - began)
+        found = Bench(size, setting, stock_twin(model), loaded, time.perf_counter() - began)
+        kept["bench"] = found
         report.say(f"made {size}: {model.num_parameters() / 1e9:.2f} billion parameters in {found.ready_s:.1f} s")
-    counted = {"num_parameters": found.loaded.model.num_parameters(), "made_s": round(found.ready_s, 2)}
-    report.found["model"] = {"size": size, **SIZES[size].shape, **counted}
+    report.found["model"] = {
+        "size": size, **SIZES[size].shape, "num_parameters": found.loaded.model.num_parameters(),
+        "made_s": round(found.ready_s, 2),
+    }  # fmt: skip
     return found
 
 
 def release(setting: Setting, kept: dict[str, Any]) -> None:
     """Drop the model that the worker holds, for a part that loads its own."""
     kept.pop("bench", None)
+    gc.collect()
     empty_cache(setting.device)
 
 
 def step_bytes(runner: ModelRunner, entries: int) -> dict[str, int]:
-    """Return the bytes that a step must read: all weights, without untied embeddings, and the KV of ``entries``."""
+    """What a step must read at the least, in bytes: every weight once, but for the embeddings, of which it takes single rows, and
+    the KV of ``entries``."""
     model = runner.model
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     weights = sum(weight.nbytes for weight in model.parameters())
@@ -203,32 +204,31 @@ def step_bytes(runner: ModelRunner, entries: int) -> dict[str, int]:
 
 
 @torch.no_grad()
-def fill_slot(runner: ModelRunner, entries: int) -> None:
-    """Write random keys and values to the first entries of slot 0."""
+def fill_slot(runner: ModelRunner, entries: int, seed: int) -> None:
+    """Random keys and values at the first entries of slot 0."""
     cache, shape = runner.cache, runner.cache.shape
     cache.prefixes.clear()
-    torch.manual_seed(SEED)
+    torch.manual_seed(seed)
     for layer in range(shape.first_layer, shape.first_layer + shape.layers):
         keys, values = torch.randn(2, shape.kv_heads, entries, shape.head_dim, device=shape.device).to(shape.dtype)
         cache.write(layer, 0, 0, keys, values)
 
 
-def random_tree(rows: int, vocab_size: int) -> DraftTree:
-    """Return a tree of random tokens. The parent of a row is one of the eight rows before it: some places are deep, some wide."""
-    draw = np.random.default_rng(rows)
+def random_tree(rows: int, vocab_size: int, seed: int) -> DraftTree:
+    """A tree of random tokens; each row's parent is one of the eight rows before it, so that there are deep and wide places."""
+    draw = np.random.default_rng(seed)
     parents = [-1, *(int(draw.integers(max(0, row - 8), row)) for row in range(1, rows))]
     tokens = draw.integers(0, vocab_size, rows).astype(np.int32)
     return DraftTree(tokens, np.array(parents, np.int32), np.zeros(rows, np.int8), rows)
 
 
-def tree_batch(tree: DraftTree, context: int) -> Batch:
-    """Return one forward over a tree behind ``context`` entries of slot 0."""
+def tree_work(tree: DraftTree, context: int) -> Work:
+    """A tree behind so many entries of slot 0."""
     request = Request("timed", np.zeros(context + 1, np.int32), SamplingParams(max_tokens=len(tree) + 1))
     request.slot = 0
-    return pack([Work(request, context, context + 1, tree, frozenset())])
+    return Work(request, context, context + 1, tree, frozenset())
 
 
-def step_case(runner: ModelRunner, rows: int, context: int) -> Case:
-    """Return a step of one sequence: the forward of a random tree, and the argmax that waits for it."""
-    batch = tree_batch(random_tree(rows, runner.model.config.vocab_size), context)
-    return Case(lambda: runner.forward(batch), argmax_rows)
+def tree_batch(tree: DraftTree, context: int) -> Batch:
+    """One forward over a tree behind so many entries of slot 0."""
+    return pack([tree_work(tree, context)])

@@ -1,13 +1,11 @@
-"""Table of computed plans of models on four GPUs, in Markdown: ``outrider bench gpu plans``.
+"""Prints what models come to on four GPUs, as a table in Markdown: ``python -m experiments.gpu_suite.plan_table``.
 
 Each cell is a start with the defaults, planned from a configuration in ``model_configs`` and a card's data sheet.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from transformers.utils import logging
@@ -41,16 +39,13 @@ def cell(model: str, card: Card) -> str:
 
 
 def table() -> str:
-    """Return the table."""
+    """Return the whole table."""
     lines = [f"| model | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]
     for model in (*SERVED, *LARGE, *ROUNDED):
         lines.append(f"| {model} | {' | '.join(cell(model, CARDS[name]) for name in COLUMNS)} |")
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table."""
-    argparse.ArgumentParser(prog="outrider bench gpu plans", description=__doc__).parse_args(argv)
+if __name__ == "__main__":
     logging.set_verbosity_error()
     print(table())
-    return 0

@@ -1,9 +1,10 @@
-"""Prompts with known outputs, as tokens of a model's vocabulary, for models with random weights."""
+"""What models of random weights are driven along: prompts with known outputs, as tokens of a model's vocabulary."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -11,16 +12,15 @@ from cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
 from cluster.cli.generate.prompt_file import PromptFileError
 from experiments.bench.engines.contestants import Prompt
 from experiments.bench.workloads import interleaved
-from experiments.gpu_suite.models import SEED, SIZES, Bench
-from experiments.gpu_suite.worker import Report, Setting
+from experiments.gpu_suite.report import Report, Setting
 
-_NAMES = ("specbench_rag.jsonl", "llma_rag.jsonl")  # read from a folder of workloads that has them: retrieval-augmented answers
-_RECORDS, _MADE_UP = 12, 4  # of all workloads together; without workloads
+NAMES = ("specbench_rag.jsonl", "llma_rag.jsonl")  # in a folder of workloads: retrieval-augmented answers
+_MADE_UP = 4  # records, where no workloads are given
 _LIMIT = 40  # records of a file that are looked at
 
 
 class ByteTokenizer(TextTokenizer):
-    """Tokenizer with one token per byte, if none is given: the same drafts, with four times as many tokens."""
+    """A token a byte, where no tokenizer is given: drafts of the same text, but four times as many tokens."""
 
     def __init__(self) -> None:
         self.end_token_id, self.vocab_size = 256, 257
@@ -30,29 +30,49 @@ class ByteTokenizer(TextTokenizer):
         return [list(text.encode()) for text in texts]
 
 
-def prompts_for(bench: Bench, report: Report) -> list[Prompt]:
-    """Return the prompts of a part's model; see ``read_texts``."""
-    return read_texts(bench.setting, bench.loaded.vocab_size, SIZES[bench.size].context, report)
+def workload_files(paths: Sequence[Path]) -> list[Path]:
+    """The files among ``paths``; of a folder those of ``NAMES``, or else all its workloads.
+
+    Raises:
+        PromptFileError: there is no such file, or a folder holds none.
+    """
+    files: list[Path] = []
+    for path in paths:
+        if not path.is_dir():
+            if not path.is_file():
+                raise PromptFileError(f"--workloads {path}: there is no such file or folder")
+            files.append(path)
+            continue
+        named = [path / name for name in NAMES if (path / name).is_file()] or sorted(path.glob("*.jsonl"))
+        if not named:
+            raise PromptFileError(f"--workloads {path} holds no .jsonl file")
+        files += named
+    return files
 
 
 def read_texts(setting: Setting, vocab_size: int, context: int, report: Report) -> list[Prompt]:
-    """Return records of each workload in turns, or made-up ones, and describe them in the report.
+    """Records in turns from each workload, or made-up ones; what they are goes into the report.
 
-    Token ids are renumbered to fit the vocabulary; equal ids stay equal. Records with more than ``context`` tokens of prompt and
-    output are left out. Raises ``PromptFileError`` if a file cannot be read, or no record fits.
+    Token ids are renumbered, so that they fit any vocabulary: which of them are equal stays as it is.
+
+    Args:
+        setting: names the workloads and the tokenizer.
+        vocab_size: of the model.
+        context: tokens of prompt and output together; longer records are left out.
+        report: is told what the tokens are.
+
+    Raises:
+        PromptFileError: a file cannot be read, or no record fits.
     """
     if not setting.workloads:
         report.found["texts"] = {"source": "made up: no --workloads", "records": _MADE_UP}
-        return made_up(_MADE_UP, vocab_size, min(context // 4, 600), setting.max_tokens)
+        return made_up(_MADE_UP, vocab_size, min(context // 4, 600), setting.max_tokens, setting.seed)
     tokenizer = ByteTokenizer() if setting.tokenizer is None else TextTokenizer(setting.tokenizer)
-    files = [file for path in setting.workloads for file in (_files_of(path) if path.is_dir() else [path])]
-    lists = []
-    for file in files:
-        texts = read_known_texts(file, tokenizer, setting.max_tokens, _LIMIT)
-        lists.append([Prompt.of(text) for text in texts if len(text.prompt_ids) + len(text.output_ids) < context])
-    prompts = list(interleaved(lists))[:_RECORDS]
+    files = workload_files(setting.workloads)
+    lists = [_fitting(path, tokenizer, setting.max_tokens, context) for path in files]
+    prompts = [prompt for _, prompt in zip(range(setting.records), interleaved(lists), strict=False)]
     if not prompts:
-        raise PromptFileError(f"no record of {', '.join(path.name for path in files) or 'no file'} fits {context} tokens")
+        raise PromptFileError(f"no record of {', '.join(path.name for path in files)} fits {context} tokens")
     report.found["texts"] = {
         "source": [path.name for path in files],
         "tokens": "bytes: no --tokenizer" if setting.tokenizer is None else setting.tokenizer.name,
@@ -63,12 +83,16 @@ def read_texts(setting: Setting, vocab_size: int, context: int, report: Report) 
     return renumbered(prompts, vocab_size)
 
 
-def _files_of(folder: Path) -> list[Path]:
-    return [folder / name for name in _NAMES if (folder / name).is_file()] or sorted(folder.glob("*.jsonl"))
+def _fitting(path: Path, tokenizer: TextTokenizer, max_tokens: int, context: int) -> list[Prompt]:
+    texts = read_known_texts(path, tokenizer, max_tokens, _LIMIT)
+    return [Prompt.of(text) for text in texts if len(text.prompt_ids) + len(text.output_ids) < context]
 
 
 def renumbered(prompts: Sequence[Prompt], vocab_size: int) -> list[Prompt]:
-    """Return the texts with ids 0, 1, 2, ... in the order of their first use, up to the text that exceeds the vocabulary."""
+    """The same texts with the ids 0, 1, 2, ... in the order in which they come, at most as many as there are in the vocabulary.
+
+    Texts behind the first that needs more are left out.
+    """
     ids: dict[int, int] = {}
 
     def number(tokens: Sequence[int]) -> list[int]:
@@ -83,9 +107,9 @@ def renumbered(prompts: Sequence[Prompt], vocab_size: int) -> list[Prompt]:
     return made
 
 
-def made_up(records: int, vocab_size: int, num_prompt: int, num_output: int) -> list[Prompt]:
-    """Return random prompts whose outputs are spans of them between random tokens. Gains on them do not hold for real text."""
-    draw = np.random.default_rng(SEED)
+def made_up(records: int, vocab_size: int, num_prompt: int, num_output: int, seed: int) -> list[Prompt]:
+    """Random prompts whose outputs are spans of them between random tokens: what copying gains says nothing of real text."""
+    draw = np.random.default_rng(seed)
     prompts = []
     for number in range(records):
         ids = draw.integers(0, vocab_size, num_prompt).tolist()
@@ -97,7 +121,8 @@ def made_up(records: int, vocab_size: int, num_prompt: int, num_output: int) -> 
     return prompts
 
 
-def nearly(outputs: Sequence[Sequence[int]], vocab_size: int) -> list[list[int]]:
-    """Return outputs with a tenth of the tokens changed, so that drafts are refused in places."""
-    draw = np.random.default_rng(SEED)
-    return [[(token + 1) % vocab_size if draw.random() < 0.1 else token for token in output] for output in outputs]
+def known_of(prompt: Prompt) -> list[int]:
+    """The output that is followed."""
+    known: Any = prompt.known
+    assert known, prompt.id
+    return list(known)

@@ -24,7 +24,7 @@ from engine.errors import ModelLoadError
 from engine.loading import memory
 from engine.loading.model import load_model, load_weights, model_revision
 from engine.loading.weights.quantized import refuse_unusable
-from experiments.gpu_suite.formats import Packing, packings, save_checkpoints
+from experiments.gpu_suite.parts.quantized import Packing, packings, save_checkpoints
 from tests.helpers.models import FAMILIES, run, save_model
 
 FORMATS = packings(32)

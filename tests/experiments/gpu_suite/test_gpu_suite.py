@@ -15,16 +15,19 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from experiments.device_double.guard import unavailable
-from experiments.gpu_suite import gpu_tests
-from experiments.gpu_suite.__main__ import HELPS, NEEDS, arguments, main
-from experiments.gpu_suite.suite import PARTS, Suite, plan, print_table
-from experiments.gpu_suite.worker import Job, Report, Setting, Worker, is_fatal
+from experiments.gpu_suite.jobs import Worker
+from experiments.gpu_suite.parts import tests
+from experiments.gpu_suite.plan import PARTS, plan
+from experiments.gpu_suite.record import RunningRecord, print_table
+from experiments.gpu_suite.report import Job, Report, Setting, is_fatal
+from experiments.gpu_suite.suite import HELPS, NEEDS, Suite, arguments, main
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = "tests.experiments.gpu_suite.test_gpu_suite"
@@ -87,26 +90,37 @@ def run_bare(folder: Path, *options: str, broken: str = "none") -> Run:
     return ran, json.loads(paths[0].read_text())
 
 
+@pytest.fixture(scope="module")
+def bare_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of all parts on the CPU, as on a bare machine."""
+    folder = tmp_path_factory.mktemp("bare")
+    (folder / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    return run_bare(
+        folder, "--device", "cpu", "--workloads", str(folder / "a.jsonl"), "--kinds", "strict,rounding,eager",
+        "--revision", "abc", "--real-model", str(ROOT / "demo_model"), "--max-tokens", "32",
+        broken="experiments.gpu_suite.parts.profile",
+    )  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1000)  # where nothing was compiled before
-def test_every_part_runs_on_a_bare_machine_and_one_that_fails_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
-    ran, record = run_bare(
-        tmp_path, "--device", "cpu", "--workloads", str(tmp_path / "a.jsonl"), "--kinds", "strict,rounding,eager",
-        "--revision", "abc", "--real-model", str(ROOT / "demo_model"), "--max-tokens", "32",
-        broken="experiments.gpu_suite.ranks",
-    )  # fmt: skip
+def test_every_part_runs_on_a_bare_machine_and_one_that_fails_is_named(bare_run: Run) -> None:
+    ran, record = bare_run
     assert ran.returncode == 1, ran.stdout + ran.stderr  # a part failed
     jobs = {job["part"]: job for job in record["results"]["jobs"]}
     assert set(jobs) == set(PARTS)
-    failed = jobs.pop("ranks")
+    failed = jobs.pop("profile")
     assert failed["state"] == "failed" and "broken on purpose" in failed["error"][-1]
-    assert "ranks: failed: ImportError: broken on purpose" in ran.stdout
+    assert "profile tiny" in ran.stdout and "FAILED: ImportError: broken on purpose" in ran.stdout
     assert {part: job["state"] for part, job in jobs.items()} == dict.fromkeys(jobs, "done"), ran.stdout
     assert "rounding: n/a: needs CUDA and Triton" in ran.stdout
     assert record["config"]["revision"] == "abc" and str(ROOT) not in json.dumps(record)
     assert "CPU" in record["results"]["environment"]["times"]
-    found = {part: job["found"] for part, job in jobs.items()}
+
+
+@pytest.mark.slow
+def test_figures_of_the_parts_fit_together(bare_run: Run) -> None:
+    found = {job["part"]: job["found"] for job in bare_run[1]["results"]["jobs"]}
     assert found["steps"]["roof_gb_s"] == found["ceilings"]["read_best_gb_s"]
     for kind in ("strict", "eager"):
         cases = found["steps"][kind]["cases"]
@@ -115,22 +129,22 @@ def test_every_part_runs_on_a_bare_machine_and_one_that_fails_is_named(tmp_path:
             assert case["over_one_row"]["min"] <= case["over_one_row"]["median"] <= case["over_one_row"]["max"]
             assert case["of_roof"]["median"] == pytest.approx(case["least_ms"] / case["wall_ms"]["median"], rel=0.3)
         rows = found["end_to_end"][kind]["contestants"]
-        assert all(row["identical"] == row["runs"] for row in rows.values())
+        assert {name: row["wrong"] for name, row in rows.items()} == dict.fromkeys(rows, 0)
         assert rows["autoregressive"]["tokens_per_step"] == 1.0 == rows["autoregressive"]["ratio"]["median"]
         assert rows["llma"]["tokens_per_step"] > 3  # the output is in the prompt, and the tokens are bytes
         for row in found["strict"][kind].values():
-            assert row["identical"] + len(row["parted_at"]) == row["runs"] > 0
+            assert row["identical"] + len(row["parted_at"]) == row["outputs"] > 0
         assert set(found["prefill"][kind]) == {"96", "512"}
         for batch in ("2", "8"):
             assert set(found["batches"][kind][batch]) == {"greedy", "sampled"}
-    assert "transformers' generate" in found["end_to_end"]["strict"]["contestants"]
-    assert all(row["identical"] == row["runs"] for row in found["strict"]["strict"].values())
+    assert "generate" in found["end_to_end"]["strict"]["contestants"]
+    assert all(row["identical"] == row["outputs"] for row in found["strict"]["strict"].values())
     formats = [row for name, row in found["quantized"].items() if name != "warnings"]
     assert len(formats) == 5 and {row["most_apart"] for row in formats} == {0.0}
-    assert found["smoke"]["go"] and found["smoke"]["tiny"]["exact"] and found["any_rows"]["check"] is None
+    assert found["smoke"]["go"] and found["smoke"]["tiny"]["exact"] and found["smoke"]["any_rows"]["check"] is None
     assert found["real"]["model"]["name"] == "demo_model"
-    drafted = found["real"]["contestants"]["llma"]
-    assert drafted["identical"] == drafted["runs"] > 0
+    assert found["real"]["llma"]["identical"] == found["real"]["llma"]["compared"] > 0
+    assert found["ranks"]["identical"] == found["ranks"]["outputs"] > 0 == found["ranks"]["losses"]
 
 
 @pytest.mark.slow
@@ -159,7 +173,7 @@ def test_the_gpu_path_runs_through_every_part_on_the_double_and_a_run_can_go_on(
     profile = found["profile"]["rounding"]["16"]
     assert 0 < sum(kernel["ms"] for kernel in profile["longest"]) <= profile["step_ms"] * 1.001
     assert "strict" in found["host"] and found["ranks"]["identical"] == found["ranks"]["outputs"]
-    assert "meaningless" in record["results"]["environment"]["times"] and record["device"]["type"] == "double"
+    assert "mean nothing" in record["results"]["environment"]["times"] and record["device"]["type"] == "double"
 
 
 def fine(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
@@ -234,8 +248,8 @@ class Scripted(Worker):
 
 
 def suite(folder: Path, worker: Worker, budget_s: float) -> Suite:
-    args = argparse.Namespace(budget_s=budget_s, device="cpu", out=folder)
-    return Suite(args, Setting(), worker, datetime.now(UTC), {"python": "3"})
+    args = argparse.Namespace(budget_s=budget_s)
+    return Suite(args, RunningRecord({}, 0, datetime.now(UTC), "cpu", folder, {}), worker, Setting())
 
 
 def test_a_kind_that_costs_a_worker_is_left_out_from_then_on(tmp_path: Path) -> None:
@@ -250,8 +264,7 @@ def test_a_kind_that_costs_a_worker_is_left_out_from_then_on(tmp_path: Path) -> 
     ]  # fmt: skip
     assert [entry["state"] for entry in run.jobs] == ["done", "done"] and run.jobs[0]["before"]["kind"] == "strict"
     (path,) = tmp_path.iterdir()
-    results = json.loads(path.read_text())["results"]
-    assert (results["environment"], results["barred_kinds"], len(results["jobs"])) == ({"python": "3"}, ["strict"], 2)
+    assert json.loads(path.read_text())["results"]["barred_kinds"] == ["strict"]
 
 
 def test_what_does_not_fit_into_the_budget_is_skipped_and_what_does_runs(
@@ -267,11 +280,14 @@ def test_what_does_not_fit_into_the_budget_is_skipped_and_what_does_runs(
     assert "tests SKIPPED: needs about 75 s, 20 s are left" in capsys.readouterr().out
 
 
-def test_the_most_useful_jobs_come_first_and_a_call_of_eight_minutes_has_room_for_every_size() -> None:
+def test_the_order_of_the_jobs_is_that_of_their_worth() -> None:
+    names = [job.name for job in plan(list(PARTS), ("8b", "7b"))]
+    assert names[:5] == ["smoke", "tests", "ceilings", "steps 8b", "prefill 8b"]
+    assert names.index("batches 7b") < names.index("end_to_end 8b") and len(names) == len(set(names)) == len(PARTS) + 3
+
+
+def test_a_call_of_eight_minutes_has_room_for_every_size() -> None:
     jobs = plan(list(PARTS), ("8b", "7b", "1b", "13b"))
-    names = [job.name for job in jobs]
-    assert names[:6] == ["smoke", "any_rows", "tests", "ceilings", "steps 8b", "prefill 8b"]
-    assert names.index("batches 7b") < names.index("end_to_end 8b") and len(names) == len(set(names)) == len(PARTS) + 9
     last = max(number for number, job in enumerate(jobs) if job.size == "13b")
     assert sum(job.estimate_s for job in jobs[: last + 1]) <= 470
     assert sum(job.estimate_s for job in jobs[last + 1 :]) < 470 / 2  # what --resume goes on with
@@ -282,14 +298,14 @@ def test_a_resumed_run_keeps_results_and_runs_what_has_none(tmp_path: Path) -> N
     worker = Scripted(done, done)
     run = suite(tmp_path, worker, 100.0)
     states = {"ceilings": "done", "steps": "failed", "prefill": "running", "real": "n/a"}
-    sizes = {"steps": "8b", "prefill": "8b"}
-    found = {"found": {"read_best_gb_s": 3.0}}
-    entries = [{"part": part, "size": sizes.get(part), "state": state, **found} for part, state in states.items()]
-    run.resume(tmp_path / "before.json", entries)
+    run.resume([
+        {"part": part, "size": "8b" if part in ("steps", "prefill") else None, "state": state, "found": {"read_best_gb_s": 3.0}}
+        for part, state in states.items()
+    ])  # fmt: skip
     for job in plan(list(states), ["8b"]):
         run.run(job)
     assert [name for name, _ in worker.asked] == ["steps 8b", "prefill 8b"]
-    assert run._setting.read_gb_s == 3.0 and len(run.jobs) == 4 and [path.name for path in tmp_path.iterdir()] == ["before.json"]
+    assert run._setting.read_gb_s == 3.0 and len(run.jobs) == 4
 
 
 @pytest.mark.parametrize(
@@ -320,7 +336,7 @@ def test_what_is_imported_is_what_the_suite_needs(tmp_path: Path) -> None:
     names = [
         path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
         for path in sorted((ROOT / "experiments/gpu_suite").rglob("*.py"))
-        if path.name not in ("compile_kernels.py", "plan_table.py")
+        if path.name not in ("__main__.py", "compile_kernels.py", "plan_table.py")
     ]
     code = f"import importlib, sys; [importlib.import_module(name) for name in {names}]; print(*sys.modules)"
     ran = subprocess.run(
@@ -352,23 +368,28 @@ def test_bad_arguments_are_named(options: list[str], said: str, capsys: pytest.C
     assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
+def test_the_defaults_are_those_of_the_help() -> None:
+    args = arguments(["--device", "cpu"])
+    assert args.parts == list(PARTS) and args.sizes == ("8b", "7b", "1b", "13b") and args.kinds == ("strict", "rounding")
+
+
 def test_files_with_tests_are_found_by_their_text_and_their_outcome_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "tests/engine/measures/test_energy.py" in gpu_tests.marked_files()
+    assert "tests/engine/measures/test_energy.py" in tests.marked_files()
     folder = tmp_path / "tests" / "engine"
     folder.mkdir(parents=True)
     (folder / "test_b.py").write_text("import pytest\n\n\n@pytest.mark.gpu\ndef test_one():\n    assert 1 == 2\n")
     (folder / "test_a.py").write_text("import not_there\n")
     (tmp_path / "tests" / "conftest.py").write_text("import not_there\n")
-    assert gpu_tests.marked_files(tmp_path) == ["tests/engine/test_b.py"]
+    assert tests.marked_files(tmp_path) == ["tests/engine/test_b.py"]
     (tmp_path / "own.ini").write_text("[pytest]\naddopts = --noconftest\n")
-    monkeypatch.setattr(gpu_tests, "ROOT", tmp_path)
-    monkeypatch.setattr(gpu_tests, "_INI", "own.ini")
-    monkeypatch.setattr(gpu_tests, "marked_files", lambda: ["tests/engine/test_b.py"])
-    report = Report(Job("tests", None, "", 1.0), 60.0, lambda message: None)
+    monkeypatch.setattr(tests, "ROOT", tmp_path)
+    monkeypatch.setattr(tests, "_INI", "own.ini")
+    monkeypatch.setattr(tests, "marked_files", lambda: ["tests/engine/test_b.py"])
+    report = Report(Job("tests", None, "", 1.0), 60.0, lambda kind, value: None)
     with pytest.raises(RuntimeError, match=r"failures in tests/engine/test_b\.py"):
-        gpu_tests.measure(Setting(), report, {})
+        tests.measure(Setting(), report, {})
     (found,) = report.found["by_file"].values()
     assert found["exit_code"] == 1 and report.found["failures"][0].startswith("FAILED tests/engine/test_b.py::test_one")
     assert report.lines[0]["verdict"] == "MISSED"
@@ -377,14 +398,31 @@ def test_files_with_tests_are_found_by_their_text_and_their_outcome_is_told(
 def test_tests_for_which_no_time_is_left_do_not_begin_and_are_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     test = tmp_path / "test_a.py"
     test.write_text("import pytest\n\n\n@pytest.mark.gpu\ndef test_one():\n    pass\n")
-    monkeypatch.setattr(gpu_tests, "marked_files", lambda: [str(test)])
-    report = Report(Job("tests", None, "", 1.0), 60.0, lambda message: None)
-    monkeypatch.setattr(gpu_tests.time, "time", lambda: 0.0)
-    gpu_tests.measure(Setting(), report, {})
-    assert gpu_tests.CUT_OFF in report.lines[0]["value"] and report.lines[0]["verdict"] == "met"
+    monkeypatch.setattr(tests, "marked_files", lambda: [str(test)])
+    report = Report(Job("tests", None, "", 1.0), 60.0, lambda kind, value: None)
+    monkeypatch.setattr(tests.time, "time", lambda: 0.0)
+    tests.measure(Setting(), report, {})
+    assert tests.CUT_OFF in report.lines[0]["value"] and report.lines[0]["verdict"] == "met"
+
+
+def test_the_record_is_one_file_that_is_replaced_whole(tmp_path: Path) -> None:
+    record = RunningRecord({}, 0, datetime.now(UTC), "cpu", tmp_path, {"python": "3"})
+    for number in range(3):
+        record.write({"jobs": [number]})
+    assert [path.name for path in tmp_path.iterdir()] == [record.path.name] if record.path else False
+    results = json.loads((tmp_path / str(record.path)).read_text())["results"]
+    assert results == {"environment": {"python": "3"}, "jobs": [2]}
 
 
 def test_only_errors_that_cost_the_device_are_fatal() -> None:
     assert is_fatal(RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"))
     assert not is_fatal(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"))
     assert not is_fatal(RuntimeError("out of resource: shared memory, Required: 300000, Hardware limit: 232448"))
+
+
+def test_draws_are_of_the_seed() -> None:
+    from experiments.gpu_suite.texts import made_up
+
+    one, same, other = (made_up(2, 500, 40, 30, seed) for seed in (1, 1, 2))
+    assert one == same != other and all(len(prompt.known or ()) == 30 for prompt in one)
+    assert np.isin(one[0].known, range(500)).all()

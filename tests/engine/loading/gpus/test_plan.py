@@ -227,7 +227,7 @@ def test_a_card_is_found_however_it_is_written() -> None:
 
 
 def test_the_document_says_what_the_plans_say() -> None:
-    """``outrider bench gpu plans`` prints it."""
+    """``python -m experiments.gpu_suite.plan_table`` prints it."""
     text = (Path(__file__).resolve().parents[4] / "docs" / "gpu.md").read_text(encoding="utf-8")
     _, _, behind = text.partition("<!-- table: plan -->\n")
     assert behind.partition("<!-- end -->")[0].strip() == table()

@@ -1,7 +1,7 @@
-"""The project's tests marked ``gpu``, run by pytest in separate processes.
+"""The project's tests that need a GPU, run by pytest in processes of their own.
 
-``experiments/gpu_suite/pytest.ini`` asks for no plugin and no conftest: the project's own need packages that a machine with a GPU
-may lack.
+They have a configuration of their own, ``experiments/gpu_suite/pytest.ini``, which asks for no plugin and no conftest: the
+project's own needs packages that a machine with a GPU may lack.
 """
 
 from __future__ import annotations
@@ -20,26 +20,31 @@ from typing import Any
 from experiments.bench.record import ROOT
 from experiments.gpu_suite.bare import CUT_OFF, ENDS
 from experiments.gpu_suite.device import is_cuda
-from experiments.gpu_suite.worker import Report, Setting, UnavailableError
+from experiments.gpu_suite.report import Report, Setting, UnavailableError
 
 _FOLDERS = ("tests/decoding", "tests/engine", "tests/lossless")
+_MARK = re.compile(r"pytest\.mark\.gpu\b")
 _INI = "experiments/gpu_suite/pytest.ini"
-_WORKERS = 4  # each runs the tests of one file, so that a fault on the device ends the others of that file alone
-# Runs on the double, where no test marked gpu does.
+_WORKERS = 4  # each has the tests of one file, so that a fault on the device ends the others of that file alone
+# What runs on the double, where nothing that is marked gpu does.
 _ON_DOUBLE = ("tests/engine/forward/test_gpu_double.py", "several_layers and strict")
 _KEPT_CHARS = 3000  # of the output for a file
-_GRACE_S = 20.0  # for a running test when the time is up
+_FINE = (0, 5)  # exit codes of pytest: all passed or were skipped; nothing was collected
+_GRACE_S = 20.0  # for a test that runs when the time is up
 
 
 def marked_files(root: Path = ROOT) -> list[str]:
-    """Return the files with tests marked ``gpu``, found by their text: others need not be importable here."""
-    files = [path for folder in _FOLDERS for path in sorted((root / folder).rglob("test_*.py"))]
-    marked = (path for path in files if re.search(r"pytest\.mark\.gpu\b", path.read_text(encoding="utf-8")))
-    return [str(path.relative_to(root)) for path in marked]
+    """The files with tests marked ``gpu``, found by their text: others need not be importable here."""
+    return [
+        str(path.relative_to(root))
+        for folder in _FOLDERS
+        for path in sorted((root / folder).rglob("test_*.py"))
+        if _MARK.search(path.read_text(encoding="utf-8"))
+    ]
 
 
 def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
-    """Run the tests. On a CPU they are collected and skipped; on the double some of its tests run.
+    """The part ``tests``. On a CPU the tests are collected and skipped; on the double of a GPU some of its own tests run.
 
     Raises:
         UnavailableError: no file has such a test.
@@ -55,26 +60,31 @@ def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
     groups = [[file] for file in files] if is_cuda(setting.device) else [files]
     with ThreadPoolExecutor(_WORKERS) as pool:
         outcomes = list(pool.map(partial(_run, chosen=chosen, report=report), groups))
-    report.found |= {"by_file": {}, "failures": []}
-    wrong = []
-    for group, (code, output) in zip(groups, outcomes, strict=True):
-        file, summary = " ".join(group), summary_line(output)
-        report.found["by_file"][file] = {"exit_code": code, "summary": summary, "output": output[-_KEPT_CHARS:]}
-        failures = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-        report.found["failures"] += failures
+    ran = {" ".join(group): outcome for group, outcome in zip(groups, outcomes, strict=True)}
+    report.found["by_file"] = {
+        file: {"exit_code": code, "summary": summary_line(output), "output": output[-_KEPT_CHARS:]}
+        for file, (code, output) in ran.items()
+    }
+    failures = [line for _, output in ran.values() for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    report.found["failures"] = failures
+    for file, (code, output) in ran.items():
+        what = f"{len(files)} files" if " " in file else Path(file).name
         cut = f", {CUT_OFF}" if CUT_OFF in output else ""
-        fine = code in (0, 5) or bool(cut and not failures)  # 5: nothing was collected
-        wrong += [] if fine else [file]
-        what = Path(file).name if len(group) == 1 else f"{len(group)} files"
-        report.line(what, summary + cut, goal="no failure", met=fine)
-    for failure in report.found["failures"][:10]:
+        report.line(what, summary_line(output) + cut, goal="no failure", met=_is_fine(code, output))
+    for failure in failures[:10]:
         report.line("", failure[:150])
+    wrong = [file for file, (code, output) in ran.items() if not _is_fine(code, output)]
     if wrong:
         raise RuntimeError(f"pytest: failures in {', '.join(wrong)}")
 
 
+def _is_fine(code: int | None, output: str) -> bool:
+    """Return whether no test failed of those for which there was time."""
+    return code in _FINE or (CUT_OFF in output and not re.search(r"^(FAILED|ERROR) ", output, re.MULTILINE))
+
+
 def _run(files: Sequence[str], chosen: list[str], report: Report) -> tuple[int | None, str]:
-    """Return pytest's exit code for some files, None if it did not end in time, and its output."""
+    """Return the exit code of pytest over some files, None where it did not end in time, and its output."""
     command = [sys.executable, "-m", "pytest", "-c", _INI, "--rootdir", ".", *chosen, *files]
     command += ["-p", "no:cacheprovider", "-q", "--tb=short", "-rfE"]
     own = {"PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
@@ -93,7 +103,7 @@ def _run(files: Sequence[str], chosen: list[str], report: Report) -> tuple[int |
 
 
 def summary_line(output: str) -> str:
-    """Return pytest's last line with counts of tests, or else the last line."""
+    """Pytest's last line that says what became of the tests, or the last one there is."""
     lines = [line.strip("= ") for line in output.splitlines() if line.strip()]
-    counts = [line for line in lines if re.search(r"\d+ (passed|failed|skipped|error|deselected)|no tests ran", line)]
-    return (counts or lines or ["no output"])[-1]
+    telling = [line for line in lines if re.search(r"\d+ (passed|failed|skipped|error|deselected)|no tests ran", line)]
+    return telling[-1] if telling else lines[-1] if lines else "no output"

@@ -10,39 +10,43 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+import torch
 
 from actors.lookahead.executor import LookaheadParallelExecutor
 from actors.lookahead.link import connect
 from actors.lookahead.rank import RankServer
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
-from decoding.request import PLAIN, Request, SamplingParams
+from decoding.request import Request, SamplingParams
+from engine.accelerator import accelerator
 from engine.engine import Engine, load_runner
 from engine.executor import LocalExecutor
 from engine.forward.runner import ModelRunner
 from experiments.bench.workloads import run_engine
 from experiments.gpu_suite import models
-from experiments.gpu_suite.device import is_cuda, measured_on, reserved_gib
-from experiments.gpu_suite.texts import nearly
-from experiments.gpu_suite.worker import Report, Setting
+from experiments.gpu_suite.device import is_cuda, measured_on
+from experiments.gpu_suite.report import Report, Setting
 
 _SHARE = 0.45  # of the GPU's memory, for each rank
 _SECRET = b"of two processes on one machine"
 _START_S = 120.0
 _GROUP = ParallelismOptions(mode="lookahead", rank_timeout_s=30.0, step_timeout_s=60.0, check_steps=8, adaptive=False)
 _SPECULATION = SpeculationOptions("llma")
-_REQUESTS, _PROMPT = 4, 128  # at once, tokens of a prompt
+_REQUESTS, _PROMPT, _WRONG_SHARE = 4, 128, 0.1  # tokens of a prompt; tokens of a reference that are others than the output's
 
 
 def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
-    """Compare outputs of the leader alone with those of both ranks; raise if they differ, or a rank was lost."""
+    """The part ``ranks``: outputs of the leader alone, and of both.
+
+    Raises:
+        RuntimeError: outputs differ, or a rank was lost.
+    """
     models.release(setting, kept)
     large = is_cuda(setting.device)
     size, tokens = ("1b", 128) if large else ("tiny", 24)
     folder = setting.scratch / "ranks" / size
-    models.save_model(setting, size, folder)
-    # On a CPU and on the double, a KV slot of the whole context takes the memory of the machine.
-    length = None if large else 512
-    model = ModelOptions(str(folder), dtype=setting.dtype, device=setting.device, max_model_len=length)  # type: ignore[arg-type]
+    models.save_model(size, "cpu" if setting.double else setting.device, getattr(torch, setting.dtype), setting.seed, folder)
+    # A KV slot of the whole context takes the memory of the machine on a CPU and on the double.
+    model = ModelOptions(str(folder), dtype=setting.dtype, device=setting.device, max_model_len=None if large else 512)  # type: ignore[arg-type]
     options = EngineOptions(max_running=_REQUESTS, gpu_memory_utilization=_SHARE)
     groups: list[LookaheadParallelExecutor] = []
 
@@ -51,32 +55,28 @@ def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
         return groups[0]
 
     engine = Engine.load(model, options, _SPECULATION, 2, lead)
-    prompts = [ids.tolist() for ids in np.random.default_rng(models.SEED).integers(0, 256, (_REQUESTS, _PROMPT))]
+    prompts = [ids.tolist() for ids in np.random.default_rng(setting.seed).integers(0, 256, (_REQUESTS, _PROMPT))]
     params = SamplingParams(tokens, ignore_eos=True)
-    outputs, _ = _run(engine, [Request(f"plain-{at}", ids, params, strategy=PLAIN) for at, ids in enumerate(prompts)])
-    references = nearly(outputs, 256)
-
-    def drafted(name: str) -> tuple[list[list[int]], float]:
-        return _run(engine, [Request(f"{name}-{at}", ids, params, [references[at]]) for at, ids in enumerate(prompts)])
-
-    alone, alone_s = drafted("alone")
-    report.found["leader_reserved_gib"] = reserved_gib(setting.device)
+    outputs, _ = _run(engine, [Request(f"plain-{at}", ids, params, strategy="autoregressive") for at, ids in enumerate(prompts)])
+    references = _nearly(outputs, setting.seed)
+    alone, alone_s = _run(engine, [Request(f"alone-{at}", ids, params, [references[at]]) for at, ids in enumerate(prompts)])
+    report.found["leader_reserved_gib"] = _reserved_gib(setting)
     report.say("the leader is ready")
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    follower = context.Process(target=_follow, args=(theirs, setting, model, options))
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    follower = multiprocessing.get_context("spawn").Process(target=_follow, args=(theirs, setting, model, options))
     follower.start()
     theirs.close()
     try:
         if not ours.poll(_START_S):
             raise RuntimeError(f"the second rank was not ready after {_START_S:.0f} s")
-        address, report.found["follower_reserved_gib"] = ours.recv()
+        address, reserved = ours.recv()
+        report.found["follower_reserved_gib"] = reserved
         groups[0].add_rank(1, connect(address, _SECRET, _START_S))
-        both, both_s = drafted("both")
+        both, both_s = _run(engine, [Request(f"both-{at}", ids, params, [references[at]]) for at, ids in enumerate(prompts)])
         state = groups[0].state(2)
         groups[0].remove_rank(1)
     except EOFError as error:
-        raise RuntimeError("the second rank ended before it was ready: see its error above") from error
+        raise RuntimeError("the second rank ended before it was ready: its error stands above") from error
     finally:
         ours.close()
         follower.join(10.0)
@@ -84,14 +84,16 @@ def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
             follower.kill()
             follower.join()
     same = sum(one == plain == other for one, plain, other in zip(both, outputs, alone, strict=True))
-    speeds = {name: round(_REQUESTS * tokens / seconds, 1) for name, seconds in (("alone", alone_s), ("both", both_s))}
+    count = len(prompts) * tokens
     report.found |= {
         "identical": same, "outputs": len(prompts), "ready": state.ready, "losses": state.losses, "last_loss": state.last_loss,
-        "disagreements": state.disagreements, "divergences": state.divergences, "tokens_per_s": speeds,
+        "disagreements": state.disagreements, "divergences": state.divergences,
+        "tokens_per_s": {"leader alone": round(count / alone_s, 1), "two ranks": round(count / both_s, 1)},
     }  # fmt: skip
+    speeds = report.found["tokens_per_s"]
     what = f"two ranks of {size}, {_SHARE} of the memory each"
     report.line(what, f"{same} of {len(prompts)} identical", "", "all", same == len(prompts))
-    report.line("tok/s of the leader alone, of both", f"{speeds['alone']:.1f}, {speeds['both']:.1f}")
+    report.line("tok/s of the leader alone, of both", f"{speeds['leader alone']:.1f}, {speeds['two ranks']:.1f}")
     if same < len(prompts) or state.ready != (0, 1) or state.losses or state.disagreements:
         raise RuntimeError(f"{same} of {len(prompts)} outputs are identical, and the group is {state}")
 
@@ -101,12 +103,12 @@ def _follow(connection: Connection, setting: Setting, model: ModelOptions, optio
     with measured_on(setting.device, setting.double):
         _, runner = load_runner(model, options, _SPECULATION, 2)
         server = RankServer(LocalExecutor(runner), _SECRET, _GROUP)
-        connection.send((server.address, reserved_gib(setting.device)))
+        connection.send((server.address, _reserved_gib(setting)))
         try:
             connection.recv()
         except EOFError:
             server.close()
-    os._exit(0)  # threads of the server may be in torch, and would abort the process
+    os._exit(0)  # threads of the server may be in torch, and would have the process abort
 
 
 def _run(engine: Engine, requests: Sequence[Request]) -> tuple[list[list[int]], float]:
@@ -114,3 +116,14 @@ def _run(engine: Engine, requests: Sequence[Request]) -> tuple[list[list[int]], 
     began = time.perf_counter()
     run_engine(engine, requests)
     return [request.output_ids.tolist() for request in requests], time.perf_counter() - began
+
+
+def _nearly(outputs: Sequence[list[int]], seed: int) -> list[list[int]]:
+    """Return outputs with some tokens changed, so that drafts are refused in places."""
+    draw = np.random.default_rng(seed)
+    return [[(token + 1) % 256 if draw.random() < _WRONG_SHARE else token for token in output] for output in outputs]
+
+
+def _reserved_gib(setting: Setting) -> float | None:
+    device = torch.device(setting.device)
+    return round(accelerator().reserved(device) / 2**30, 2) if device.type == "cuda" else None
