@@ -64,7 +64,7 @@ test-all: lint ## lint, then every test that this machine can run
 	@echo "test-all: pytest"
 	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
-prove: install-dev ## the long proofs (marker proof), two hours; their record goes to experiments/results
+prove: install-dev ## the long proofs (marker proof), hours; their record goes to experiments/results
 	@$(BIN)/python -m pytest -n 0 --proof experiments/results $(ARGS)
 
 validate-k8s: install-dev ## every check of the Kubernetes manifests, without a cluster

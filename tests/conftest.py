@@ -79,7 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def proof(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What the test adds to the record of a long proof. Tests that ask for it are part of the proofs and of every other run."""
+    """Return the test's entry in the record of the long proofs. Tests that use it are part of the proofs and of other runs."""
     return request.config.stash[PROVED].setdefault(request.node.nodeid, {})
 
 
@@ -103,16 +103,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Chooses the long proofs or all else, and puts what takes long first; skips tests marked ``gpu`` without a CUDA device."""
+    """Select the long proofs or the other tests, slow units first. Skip tests marked ``gpu`` without a CUDA device."""
     proving = config.getoption("--proof") is not None
-    left_out = [
-        item
-        for item in items
-        if (item.get_closest_marker("proof") is None) == proving
-        and not (proving and "proof" in getattr(item, "fixturenames", ()))
-    ]
+    chosen, left_out = list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        is_proof = item.get_closest_marker("proof") is not None
+        wanted = is_proof or "proof" in getattr(item, "fixturenames", ()) if proving else not is_proof
+        (chosen if wanted else left_out).append(item)
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in set(left_out)]
+    items[:] = chosen
     items.sort(key=lambda item: (work_unit(item.nodeid) != "ray", not item.nodeid.startswith("tests/lossless/")))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:

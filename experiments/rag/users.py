@@ -1,4 +1,4 @@
-"""Those who ask: they play a day over HTTP, in streams, and note what they were told, and when."""
+"""Clients that stream a day's requests over HTTP and note answers and times."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ import psutil
 from experiments.rag.traffic import PAIRED, Asked
 from experiments.service.asks import Ask, ask
 
-WARM_UP = "warm-up"  # the tenant of a server's first requests
-_LONG = {"report", "edit"}  # kinds whose answers may have a third more tokens
+WARM_UP = "warm-up"  # tenant of a server's first requests
 _TIMEOUT_S = 300.0
-_SETTLES_S, _QUIET, _QUIET_PERCENT = 90.0, 8, 20.0  # at most; seconds in a row at so little of all cores
+_SETTLES_S, _QUIET, _QUIET_PERCENT = 90.0, 8, 20.0  # time limit; required seconds with at most this load of all cores
 _WARMING = Asked("", 0, "new", "bank", 0, ("The library opens at nine. On Sundays it stays closed.",), ("When does it open?",))
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What came of a request."""
+    """The answer to a request, and its times."""
 
     kind: str
     text: str
-    seconds: float  # from its sending to its end
-    first_s: float  # to its first text
+    seconds: float  # of the whole request
+    first_s: float  # to the first text
     tokens: int
     prompt_tokens: int
     cached_tokens: int  # of the prompt
@@ -37,35 +36,30 @@ class Told:
 
 
 def api_key(tenant: str) -> str:
-    """Of a tenant of an experiment's own server."""
+    """Return the API key of a tenant of an experiment's server."""
     return f"outrider-rag-{tenant}"
 
 
+def pair_tenants(pairs: int) -> list[str]:
+    """Return the tenants of ``Users.play_pairs``."""
+    return ["stranger", *(f"{way}-{number}" for number in range(pairs) for way in ("cold", "warm"))]
+
+
+@dataclass(frozen=True, slots=True)
 class Users:
     """Clients of a server."""
 
-    def __init__(self, client: httpx.AsyncClient, model: str, max_tokens: int, references: bool) -> None:
-        """
-        Args:
-            client: with the server as its base.
-            model: its name.
-            max_tokens: of an answer; reports and edits may have a third more.
-            references: whether documents go along as ``reference_documents``, too.
-        """
-        self._client, self._model, self._max_tokens, self._references = client, model, max_tokens, references
+    client: httpx.AsyncClient  # with the server as its base URL
+    model: str
+    max_tokens: int  # of an answer; reports and edits may have a third more
+    references: bool  # whether documents are also sent as ``reference_documents``
 
     async def ask(self, asked: Asked, tenant: str, answers: Mapping[str, str]) -> Told:
-        """One request, by a tenant's key.
-
-        Args:
-            asked: the request.
-            tenant: who asks.
-            answers: of the requests before it, see ``Asked.messages``.
-        """
-        most = self._max_tokens * 4 // 3 if asked.kind in _LONG else self._max_tokens
+        """Send a request with a tenant's key; ``answers`` holds those of the earlier requests in ``asked.earlier``."""
+        most = self.max_tokens * 4 // 3 if asked.kind in ("report", "edit") else self.max_tokens
         body: dict[str, Any] = {"messages": asked.messages(answers), "max_tokens": most, "temperature": 0, "stream": True}
         body["stream_options"] = {"include_usage": True}
-        if self._references:
+        if self.references:
             body["reference_documents"] = asked.documents
         first: list[float] = []
         headers, began = {"Authorization": f"Bearer {api_key(tenant)}"}, time.monotonic()
@@ -74,19 +68,15 @@ class Users:
             if text and not first:
                 first.append(time.monotonic() - began)
 
-        answer = await ask(self._client, self._model, Ask(asked.kind, "chat/completions", body), came, headers)
+        answer = await ask(self.client, self.model, Ask(asked.kind, "chat/completions", body), came, headers)
         seconds, usage = time.monotonic() - began, answer.usage
         return Told(
             asked.kind, answer.texts.get(0, ""), seconds, first[0] if first else seconds, usage.get("completion_tokens", 0),
             usage.get("prompt_tokens", 0), (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0, answer.error,
         )  # fmt: skip
 
-    async def warm_up(self, count: int) -> None:
-        """So many requests at once, for what only a server's first requests wait for."""
-        await asyncio.gather(*(self.ask(_WARMING, WARM_UP, {}) for _ in range(count)))
-
     async def settled(self) -> None:
-        """Waits until a server computes nothing: after its first answers ours measures how long its steps take."""
+        """Wait until the server computes nothing: after its first answers this project's measures the times of its steps."""
         deadline, quiet = time.monotonic() + _SETTLES_S, 0
         await asyncio.to_thread(psutil.cpu_percent)
         while quiet < _QUIET and time.monotonic() < deadline:
@@ -96,16 +86,16 @@ class Users:
     async def play(
         self, day: Sequence[Asked], clients: int, seconds: float, note: Callable[[str], None]
     ) -> tuple[dict[str, Told], float]:
-        """A day: so many at a time ask, each when the next request is due and it has its answer.
+        """Play a day: each client sends the next request when it is due and the client's last one is answered.
 
         Args:
-            day: in the order of their coming.
-            clients: how many ask.
-            seconds: the length of the day; 0: all is due at once.
-            note: is told how far it is.
+            day: requests in the order of their times.
+            clients: number of them.
+            seconds: length of the day; 0: all requests are due at once.
+            note: receives the progress.
 
         Returns:
-            What they were told, by key, and the seconds from the first request to the last answer.
+            The answers by key, and the seconds from the first request to the last answer.
         """
         loop, left, told = asyncio.get_running_loop(), iter(day), dict[str, Told]()
         answers: dict[str, asyncio.Future[str]] = {asked.key: loop.create_future() for asked in day}
@@ -123,12 +113,12 @@ class Users:
         return told, time.monotonic() - began
 
     async def play_pairs(self, pairs: Sequence[tuple[Asked, Asked]], note: Callable[[str], None]) -> dict[str, Told]:
-        """The second request of each pair, cold and warm: by a tenant that has had nothing, and by one that has had the first.
+        """Send the second request of each pair cold and warm: for a tenant without requests, and for one that sent the first.
 
-        Of ``other_tenant`` a third one has had the first. Which of the two asks first changes from pair to pair of a kind.
+        Of ``other_tenant`` a third tenant sent the first. The order of cold and warm alternates among the pairs of a kind.
 
         Returns:
-            What they were told, by the tenant: ``cold-0``, ``warm-0``, ``cold-1``, ...
+            The answers by tenant: ``cold-0``, ``warm-0``, ``cold-1``, ...
 
         Raises:
             RuntimeError: a request failed.
@@ -145,15 +135,10 @@ class Users:
         return told
 
 
-def pair_tenants(pairs: int) -> list[str]:
-    """The tenants of ``Users.play_pairs``."""
-    return ["stranger", *(f"{way}-{number}" for number in range(pairs) for way in ("cold", "warm"))]
-
-
 @asynccontextmanager
 async def users_of(url: str, model: str, max_tokens: int, references: bool, warm_up: int) -> AsyncIterator[Users]:
-    """Users of the server at an address, after so many requests at once that warm it up; the others as for ``Users``."""
+    """Yield users of the server at an address, after ``warm_up`` concurrent requests that take the cost of first requests."""
     async with httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S) as client:
         found = Users(client, model, max_tokens, references)
-        await found.warm_up(warm_up)
+        await asyncio.gather(*(found.ask(_WARMING, WARM_UP, {}) for _ in range(warm_up)))
         yield found

@@ -11,14 +11,7 @@ from experiments.rag.conversation import Message, Stream
 
 
 def answers(url: str, key: str, model: str, max_tokens: int) -> Stream:
-    """How a server answers, greedy.
-
-    Args:
-        url: of the server.
-        key: an API key.
-        model: its name.
-        max_tokens: of an answer.
-    """
+    """Return a stream of greedy answers of a server."""
     chat = ChatOpenAI(base_url=f"{url}/v1", api_key=key, model=model, max_tokens=max_tokens, temperature=0)
 
     def stream(messages: list[Message], extra: dict[str, Any]) -> Iterator[str]:

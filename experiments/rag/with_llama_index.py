@@ -1,4 +1,4 @@
-"""Answers through LlamaIndex's class for servers with OpenAI's API, and the embedding model as LlamaIndex takes it."""
+"""Answers through LlamaIndex's class for servers with OpenAI's API, and the embedding model as a class of LlamaIndex."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from experiments.rag.embeddings import MiniLM
 
 
 class MiniLMEmbedding(BaseEmbedding):
-    """``MiniLM`` for ``embed_model``."""
+    """``MiniLM`` for the argument ``embed_model``."""
 
     @cached_property
     def _model(self) -> MiniLM:
@@ -35,7 +35,7 @@ class MiniLMEmbedding(BaseEmbedding):
 
 
 def answers(url: str, key: str, model: str, max_tokens: int) -> Stream:
-    """As ``with_langchain.answers``."""
+    """Return a stream of greedy answers of a server."""
     llm = OpenAILike(api_base=f"{url}/v1", api_key=key, model=model, max_tokens=max_tokens, temperature=0, is_chat_model=True)
 
     def stream(messages: list[Message], extra: dict[str, Any]) -> Iterator[str]:

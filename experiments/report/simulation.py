@@ -81,5 +81,5 @@ def _winner(kinds: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def answer(results: Results) -> Table:
-    """What ``--find`` found."""
+    """Return the deployment that ``--find`` found."""
     return table_of("", ("what was found",), [[line] for line in results.get("answer") or ()])

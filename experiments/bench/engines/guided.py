@@ -18,7 +18,6 @@ from engine.executor import LocalExecutor, Outcome, Verifier
 from engine.forward.attention import TREE_ATTENTION
 from engine.forward.batch import Work
 from engine.forward.runner import ModelRunner
-from experiments.bench.engines.known import KnownOutputs
 from experiments.bench.options import SIZES
 
 _CERTAIN = 3e4  # logit of a known token: the highest, and finite in float16
@@ -47,7 +46,7 @@ def stock_twin(model: PreTrainedModel) -> PreTrainedModel:
 class GuidedVerifier(Verifier):
     """Verifier that makes the known token win below each row on the known path; other rows keep the model's output."""
 
-    def __init__(self, known: KnownOutputs) -> None:
+    def __init__(self, known: Mapping[str, Sequence[int]]) -> None:
         super().__init__()
         self._known = known
         self.ranked = True  # whether drafters may rank the target's tokens; else its logits are neither changed nor passed on
@@ -58,7 +57,7 @@ class GuidedVerifier(Verifier):
         assert work.tree is not None
         greedy, rows, tokens = target.ids, [], []
         reached = [0]
-        for token in self._known.rest(work.request):
+        for token in self._known[work.request.request_id][work.request.num_output :]:
             greedy[reached] = token
             rows += reached
             tokens += [token] * len(reached)
@@ -78,10 +77,10 @@ class GuidedExecutor(LocalExecutor):
     It raises logits only if a drafter ranks tokens, so that other steps cost as much as a real model's.
     """
 
-    def __init__(self, runner: ModelRunner, known: Mapping[str, Sequence[int]]) -> None:
-        """Follow ``known`` (request id -> output); a ``KnownOutputs`` is shared and not copied."""
+    def __init__(self, runner: ModelRunner, known: dict[str, Sequence[int]]) -> None:
+        """Follow ``known`` (request id -> output), which engines may share: an output is set before its request is added."""
         super().__init__(runner)
-        self.known = known if isinstance(known, KnownOutputs) else KnownOutputs(known)
+        self.known = known
         self._verifier = self._guided = GuidedVerifier(self.known)
 
     def execute(self, works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:

@@ -64,7 +64,7 @@ class Replayed:
 
 
 class ReplayReplica:
-    """A replica in a process of its own; each call waits for it, and ``with`` ends it."""
+    """Replica in another process; each call waits for it, and ``with`` ends it."""
 
     def __init__(self, setting: Setting, shares: bool) -> None:
         """Start the process and wait until it has loaded the other replicas' outputs, if it ``shares``."""

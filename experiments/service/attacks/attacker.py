@@ -68,17 +68,16 @@ class Attacker:
             self._process.start()
             theirs.close()
         assert self._pipe is not None
-        try:
+        answer: object = None
+        # A process that has ended breaks the pipe. Like one that does not answer, it is replaced, and ``stop`` reports it.
+        with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
             self._pipe.send(message)
-            if self._pipe.poll(within_s):
-                answer = self._pipe.recv()
-                if isinstance(answer, Exception):
-                    raise answer
-                return answer
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            pass  # it has ended
-        self.close()
-        return None
+            answer = self._pipe.recv() if self._pipe.poll(within_s) else None
+        if isinstance(answer, Exception):
+            raise answer
+        if answer is None:
+            self.close()
+        return answer
 
 
 def attacker_cores() -> list[int]:

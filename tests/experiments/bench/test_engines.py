@@ -17,7 +17,7 @@ from decoding.budget.latency import StepLoad
 from decoding.drafters import STRATEGIES
 from decoding.drafters.base import Drafter, TargetRows
 from decoding.replay import replay_workload
-from decoding.request import Acceptance, Request, SamplingParams
+from decoding.request import Acceptance, Request
 from decoding.strategy_choice import parse_strategy
 from decoding.tree import DraftTree
 from engine.loading.hybrids import is_hybrid
@@ -26,7 +26,6 @@ from engine.text.tokenizer import load_tokenizer
 from experiments.bench.engines.competition import Tally, decode_ratios, where_time_goes
 from experiments.bench.engines.contestants import Prompt, Run, make_request
 from experiments.bench.engines.guided import random_model, stock_twin
-from experiments.bench.engines.known import KnownOutputs
 from experiments.bench.engines.measures import full_load_s, measured, rows_of_a_cell
 from experiments.bench.engines.shared_model import SharedModel
 from experiments.bench.engines.stock_batching import StockBatching
@@ -84,14 +83,6 @@ def test_the_engine_emits_the_known_output_in_the_steps_of_a_replay(
     assert (run.steps, run.drafted, run.accepted_by_source) == (replay.steps, replay.drafted, replay.accepted_by_source)
     assert [Prompt.of(prompt.text()) for prompt in known] == known
     assert strategy == "autoregressive" or run.steps < sum(map(len, run.outputs))
-
-
-def test_a_tree_is_verified_against_the_known_output() -> None:
-    request = Request("r", [1], SamplingParams(max_tokens=5))
-    request.commit([4])
-    tree = DraftTree(np.array([4, 5, 9, 6], np.int32), np.array([-1, 0, 0, 1], np.int32), np.zeros(4, np.int8), 4)
-    outputs = KnownOutputs({"r": [4, 5, 6, 7, 0]})
-    assert outputs.accept(request, tree) == Acceptance((1, 3), 7) and outputs.rest(request) == [5, 6, 7, 0]
 
 
 def test_drafters_see_the_known_token_on_the_known_path_and_the_model_beside_it(

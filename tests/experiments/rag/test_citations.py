@@ -1,10 +1,10 @@
-"""Which sentences of an answer are given the number of a passage."""
+"""Sentences of an answer get the number of the passage that contains their words."""
 
 from __future__ import annotations
 
 import pytest
 
-from experiments.rag.citations import cited
+from experiments.rag.conversation import cited
 
 HOURS = "The library opens at nine in the morning. On Sundays it stays closed."
 LOANS = "Books are lent for four weeks."
@@ -23,11 +23,11 @@ MUSEUM = "The museum opens at nine in the morning."
         ("", ""),
     ],
 )
-def test_a_sentence_has_the_number_of_whose_words_it_has(answer: str, told: str) -> None:
+def test_sentence_has_the_number_of_the_passage_with_its_words(answer: str, told: str) -> None:
     for size in (1, 3, 100):
         pieces = [answer[start : start + size] for start in range(0, len(answer), size)]
         assert "".join(cited(pieces, [HOURS, LOANS, MUSEUM])) == told
 
 
-def test_nothing_waits_for_the_end_of_a_sentence() -> None:
+def test_pieces_are_not_held_until_the_end_of_a_sentence() -> None:
     assert list(cited(["Books ", "are lent"], [LOANS]))[:2] == ["Books ", "are lent"]

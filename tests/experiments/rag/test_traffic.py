@@ -1,4 +1,4 @@
-"""An enterprise's day of requests: a function of its seed, in all kinds, akin as they say."""
+"""An enterprise's day of requests: a function of its seed, with all kinds and their relations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def document(number: int) -> str:
 
 @pytest.fixture
 def workloads(tmp_path: Path) -> Path:
-    """Single questions, conversations, summaries, and code that is none of these."""
+    """Return a folder with single questions, conversations, summaries, and code, which is none of these."""
     single = [
         {"id": f"s/{n}", "prompt": f"Passage: {document(n)}\n\nQuestion: how many piers has harbour {n}\nAnswer:", "output": "o"}
         | {"ref_kind": "doc", "references": [document(n)]}
