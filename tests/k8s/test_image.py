@@ -21,6 +21,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from tests.k8s.dockerfile import context, line_of, stages
 from tests.k8s.manifests import REPOSITORY as ROOT
 from tests.k8s.manifests import overlay, ray_pods
 
@@ -36,28 +37,12 @@ REPOSITORY_ONLY = ("experiments/LOG.md", "experiments/results/", "client_scripts
 Program = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def _stages() -> dict[str, list[tuple[str, str]]]:
-    """Return the instructions of each stage of the Dockerfile, from ``("FROM", base)`` on."""
-    text = re.sub(r"^\s*#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE).replace("\\\n", "")
-    found: dict[str, list[tuple[str, str]]] = {}
-    for line in filter(None, text.splitlines()):
-        name, _, rest = line.partition(" ")
-        base, _, stage = rest.partition(" AS ")
-        if name == "FROM":
-            found[stage] = [("FROM", base)]
-        else:
-            list(found.values())[-1].append((name, rest.strip()))
-    return found
-
-
-STAGES = _stages()
+STAGES = stages()
 
 
 def texts(stage: str, name: str) -> list[str]:
     """Return the instructions of a name that make up a stage, those of the stages below it first."""
-    base = STAGES[stage][0][1]
-    own = [text for instruction, text in STAGES[stage] if instruction == name]
-    return [*(texts(base, name) if base in STAGES else ()), *own]
+    return [one.line for each in line_of(STAGES, stage) for one in each.of(name)]
 
 
 def variables(stage: str, name: str) -> dict[str, str]:
@@ -67,21 +52,6 @@ def variables(stage: str, name: str) -> dict[str, str]:
 
 def run(*command: str | Path, cwd: Path = ROOT, **more: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(word) for word in command], cwd=cwd, capture_output=True, text=True, check=False, **more)
-
-
-def context() -> set[str]:
-    """Return the files that a build is given: the last pattern of .dockerignore that matches a path or a parent decides."""
-    lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
-    tokens = {"**/": "(?:.*/)?", "*": "[^/]*", ".": r"\."}
-    expression = {line: re.sub(r"\*\*/|\*|\.", lambda match: tokens[match[0]], line.lstrip("!")) for line in lines}
-
-    def is_given(path: Path) -> bool:
-        names = [path.relative_to(ROOT).as_posix(), *(parent.as_posix() for parent in path.relative_to(ROOT).parents)]
-        return [line for line in lines if any(re.fullmatch(expression[line], name) for name in names)][-1].startswith("!")
-
-    tops = [top for top in ROOT.iterdir() if is_given(top)]  # no pattern gives what is below an ignored top
-    files = [path for top in tops for path in [top, *top.rglob("*")] if path.is_file()]
-    return {path.relative_to(ROOT).as_posix() for path in files if is_given(path)}
 
 
 def test_hadolint_finds_nothing() -> None:
@@ -98,7 +68,8 @@ def test_a_target_is_its_environment_and_the_source(target: str) -> None:
     assert texts(target, "RUN")[-1].endswith("&& python -m cluster.cli.launch.compile_ahead --image")
     lists = [f"-r {name}.txt" for name in ("requirements", "tracing", "baselines")]
     assert all(name in " ".join(texts(f"{target}-environment", "RUN")) for name in lists)
-    assert STAGES["weights"] == [("FROM", "scratch"), ("COPY", "--from=model . /model")]
+    assert STAGES["weights"].base == "scratch"
+    assert [(one.name, one.line) for one in STAGES["weights"].instructions] == [("COPY", "--from=model . /model")]
 
 
 def test_the_image_for_gpus_has_flash_attn_and_the_driver_besides() -> None:
@@ -117,8 +88,9 @@ def test_an_image_has_the_programs_and_the_user_of_the_pods(target: str) -> None
     assert {"bash", "grep", "wget", "openssl", "gcc", "g++", "libc6-dev"} <= set(installed) and "ninja" in PINS
     path = "PATH=/opt/outrider/bin:"
     assert f"ENV {path}" in f"ENV {texts(target, 'ENV')[0]}" and f'echo "{path}\\$PATH" > /etc/profile.d/' in base
-    user, group = STAGES[target][-1][1].split(":")
-    assert STAGES[target][-1][0] == "USER" and int(user) > 0
+    last = STAGES[target].instructions[-1]
+    user, group = last.text.split(":")
+    assert last.name == "USER" and int(user) > 0
     assert f"groupadd --gid {group} ray" in base
     assert f"useradd --uid {user} --gid {group} --create-home --home-dir /home/ray" in base
     for pods in ray_pods(overlay("dgx-8xa100")):
@@ -141,7 +113,7 @@ def test_the_build_is_given_the_packages_and_no_model_test_or_record() -> None:
 
 
 def test_versions_are_those_of_the_project() -> None:
-    name, _, digest = STAGES["base"][0][1].partition("@")
+    name, _, digest = STAGES["base"].base.partition("@")
     python = re.fullmatch(r"python:(3\.\d+)(\.\d+)-slim-bookworm", name)
     assert python is not None and re.fullmatch("sha256:[0-9a-f]{64}", digest)
     project = PROJECT["project"]
@@ -200,10 +172,9 @@ def test_build_arguments_choose_the_cuda_and_the_gpus(given: dict[str, str], ind
     arguments = {"FLASH_ATTN_CUDA_ARCHS": ""}
     lines: list[str] = []
     for stage in ("cuda-environment", "flash-attn"):
-        own = [text for name, text in STAGES[stage] if name == "ARG"]
-        for name, _, value in (text.partition("=") for text in own):
+        for name, _, value in (one.text.partition("=") for one in STAGES[stage].of("ARG")):
             arguments[name] = given.get(name, re.sub(r"\$(\w+)", lambda match: arguments[match[1]], value))
-        script = re.sub(r"^--mount=\S+ +", "", texts(stage, "RUN")[-1])
+        script = STAGES[stage].of("RUN")[-1].text
         told = run("/bin/bash", "-euo", "pipefail", "-c", _SAID + script, env=arguments)
         assert told.returncode == 0, told.stderr
         lines += told.stdout.splitlines()
