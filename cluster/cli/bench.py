@@ -17,7 +17,6 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_optio
 _BENCHES = {
     "strategies": "Every strategy on the same prompts, compared with generate, its prompt lookup and its assisted generation",
     "load": "Strategies under load: 1 to 32 clients, and Poisson arrivals",
-    "draft-models": "Strategies with a draft model: speed, J/token, perplexity, compared with the numbers of a paper",
     "paper": "Tables and figures of a paper (llma, trie, ngrammys, jacobi, mjsd), compared with its own numbers",
     "scaling": "One worker compared with lookahead, tensor and pipeline parallelism and replicas, for one and for many requests",
     "rag": "A day of enterprise requests about documents: replicas, sharing, routing, cold and warm, compared with vLLM",

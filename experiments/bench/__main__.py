@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from experiments.bench.run import run, run_named
+from experiments.bench.run import run_named
 
 BENCHES = {
     "strategies": "experiments.bench.strategies",
     "load": "experiments.bench.load",
-    "draft-models": "experiments.papers.draft_models.bench",
-    "paper": "experiments.papers.commands",
+    "paper": "experiments.papers.__main__",
     "scaling": "experiments.bench.scaling.command",
     "rag": "experiments.rag.bench",
     "report": "experiments.report.page",
@@ -26,10 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return report(rest)
     if name == "paper":
-        from experiments.papers.commands import chosen
+        from experiments.papers.__main__ import main as paper
 
-        bench, rest = chosen(rest)
-        return 2 if bench is None else run(bench, rest, f"outrider bench paper {bench.name.removeprefix('bench-paper-')}")
+        return paper(rest)
     return run_named(BENCHES, "outrider bench", [name, *rest])
 
 

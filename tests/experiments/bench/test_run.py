@@ -106,7 +106,7 @@ def test_numbers_with_commas() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["strategies", *(pytest.param(name, marks=pytest.mark.slow) for name in ("load", "draft-models", "scaling"))]
+    "name", ["strategies", *(pytest.param(name, marks=pytest.mark.slow) for name in ("load", "scaling"))]
 )
 def test_the_command_hands_its_options_to_the_bench(name: str) -> None:
     command = [sys.executable, "-m", "cluster.cli.main", "bench", name, "--prompts", "p.jsonl", "--repeats", "0"]
