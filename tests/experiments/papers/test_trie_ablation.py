@@ -75,11 +75,8 @@ def test_every_part_and_capacity_is_replayed() -> None:
     texts = [known([60 + number], [*PHRASE, number]) for number in range(4)]
     said: list[str] = []
     parts, capacities = ablate(texts[:2], texts[2:], 1000, said.append)
-    paper = load("trie")  # the labels are those of its tables
-    assert (
-        parts.keys() == paper.rows_of("table 5")["AntRAG"].keys()
-        and capacities.keys() == paper.rows_of("table 6")["AntRAG"].keys()
-    )
+    labels = [load("trie").rows_of(table)["AntRAG"].keys() for table in ("table 5", "table 6")]
+    assert [parts.keys(), capacities.keys()] == labels
     assert parts["without output branches"].tokens_per_step < parts["full"].tokens_per_step  # what outputs share is in no prompt
     assert capacities["capacity 16x"].tokens_per_step == parts["full"].tokens_per_step
     assert all(reached.trie_s > 0 for reached in (*parts.values(), *capacities.values()))
