@@ -16,7 +16,9 @@ import pytest
 
 from cluster.cli.generate.prompt_file import read_prompts
 from decoding.request import Acceptance
+from decoding.strategy_choice import StrategyChoice
 from decoding.tree import DraftTree
+from engine.measures.energy import EnergyMeter
 from experiments.bench.__main__ import main
 from experiments.bench.engines.contestants import Prompt, Run
 from experiments.bench.progress import Progress
@@ -29,8 +31,6 @@ from experiments.papers.beside import (
     NOT_TESTABLE,
     UNDECIDED,
     VERDICTS,
-    Found,
-    beside,
     judged,
 )
 from experiments.papers.commands import PAPERS, bench_of
@@ -39,8 +39,8 @@ from experiments.papers.kept import Entry, KeptContestant, KeptRuns
 from experiments.papers.llma import counted
 from experiments.papers.ngrammys import Seen, shares
 from experiments.papers.numbers import published
-from experiments.papers.numbers.published import Claim, Figure, Paper, PaperTable, figure_of, load
-from experiments.papers.stage import load_stage, similar
+from experiments.papers.numbers.published import Claim, Figure, figure_of, load
+from experiments.papers.stage import load_stage, race, similar
 
 SENTENCE = "The quick brown fox jumps over the lazy dog. "
 
@@ -184,20 +184,6 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
         needed.append(row["power"]["needed"])
     assert 0.92 <= held / runs <= 0.975
     assert 0.5 < told / runs < 0.9 and 20 < np.median(needed) < 60
-
-
-def test_results_hold_both_sides_of_a_table() -> None:
-    paper = Paper(
-        "p", "arXiv 0", "Title", "ran", {"d": "data"},
-        (PaperTable("table 1", "3", "speeds", {"7B": {"speed-up": Figure(2.5, 0.1)}}),),
-        (Claim("table 1", "d", "speedup", "a", "b", "a is faster"), Claim("table 1", "d", "speedup", "b", "c", "not measured")),
-    )  # fmt: skip
-    measures = {"d": {"a": {"speedup": of(1.5, 1.5)}, "b": {"speedup": of(1.0, 1.0)}}}
-    results = beside(paper, Found(measures, {"table 1": {"demo": {"speed-up": 1.5}}}), {"model": "demo"})
-    entry = results["tables"]["table 1"]
-    assert entry["paper"] == {"7B": {"speed-up": {"mean": 2.5, "spread": 0.1}}} and entry["here"] == {"demo": {"speed-up": 1.5}}
-    assert {verdict: count for verdict, count in results["verdicts"].items() if count} == {DIRECTION_ONLY: 1, NOT_MEASURED: 1}
-    assert json.loads(json.dumps(results)) == results
 
 
 def test_the_scaling_law_is_the_papers_and_its_fit_finds_it_again() -> None:
@@ -385,6 +371,47 @@ def test_what_a_drafter_remembers_is_taught_again_to_one_that_goes_on() -> None:
     second.renew()
     assert [second.run([prompt]).outputs for prompt in prompts] == [[[1]], [[2]], [[3]]]
     assert second.outputs == {(1, "0"): [1], (1, "1"): [2], (1, "2"): [3]} and runs.measured == 5
+
+
+class Metered(EnergyMeter):
+    """Counter that adds 3 J with each reading."""
+
+    joules = 0.0
+
+    def _counted_j(self) -> float:
+        self.joules += 3.0
+        return self.joules
+
+
+def test_energy_and_texts_of_a_sampled_race() -> None:
+    """Joules are those of the counted runs; a text is compared with plain decoding's of the same repeat."""
+
+    class Sampled:
+        def __init__(self, name: str) -> None:
+            self.name, self.repeat = name, 0
+            self.engine = SimpleNamespace(memory=None)
+
+        def renew(self) -> None:
+            self.repeat += 1
+
+        def run(self, prompts: Sequence[Prompt]) -> Run:
+            outputs = [[self.repeat, int(prompt.id), int(self.name == "lossy" and prompt.id == "1")] for prompt in prompts]
+            return Run(outputs, 3 * len(prompts), 0.0, 0.0)
+
+    names = iter(("plain", "exact", "lossy"))
+    quiet = SimpleNamespace(say=lambda text: None, note=lambda text: None)
+    stage = SimpleNamespace(runs=KeptRuns(meter=Metered()), repeats=2, max_tokens=3, progress=quiet)
+    rows = race(
+        stage,  # type: ignore[arg-type]
+        "race",
+        SimpleNamespace(guide=None),  # type: ignore[arg-type]
+        [Prompt(str(number), [1], []) for number in range(4)],
+        dict.fromkeys(("exact", "lossy"), StrategyChoice("", "llma", {})),
+        contestant=lambda make: Sampled(next(names)),  # type: ignore[arg-type, return-value]
+        quality=lambda prompt, outputs: (1.0, len(outputs)),
+    )
+    assert {label: row["differing"].mean for label, row in rows.items()} == {"plain": 0.0, "exact": 0.0, "lossy": 1.0}
+    assert all(row["J/token"].mean == 3.0 / 3 and row["J/token"].samples == ((6.0, 6.0),) * 4 for row in rows.values())
 
 
 def test_workloads_are_taken_from_a_folder_and_a_preset_fills_what_is_not_given(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from decoding.request import PLAIN
-from experiments.report.simulation import form_map
 from experiments.simulation.__main__ import main
 from experiments.simulation.forms import Brought, Machine, best_of, read_drafts
 from experiments.simulation.hardware import GPUS, MODELS
@@ -81,17 +80,3 @@ def test_a_record_without_ranks_is_refused(tmp_path: Path, capsys: pytest.Captur
     path.write_text("{}")
     assert main(["forms", str(path)]) == 2
     assert "no record of outrider bench scaling with tokens per step" in capsys.readouterr().err
-
-
-def test_the_map_is_a_table_that_shows_losses_too() -> None:
-    def kind(strategy: str, speed: float) -> dict[str, Any]:
-        return {"strategy": strategy, "tokens_per_s": speed, "tokens_per_step": 1.0}
-
-    alone = {"tensor": kind("auto", 200.0), "lookahead": kind("jacobi", 100.0), "one": kind(PLAIN, 50.0)}
-    cells = {"7b": {"2": {"1": alone, "64": {}}}, "70b": {"2": {"1": {"tensor": kind(PLAIN, 9.0)}, "64": {}}}}
-    table = form_map({"cells": cells})
-    assert [title for _, title in table.header] == ["", "GPUs", "1 at once", "64 at once"]
-    assert [[cell.text for cell in row] for row in table.rows] == [
-        ["7b", "2", "tensor, auto (LP 0.50)", "nothing fits"],
-        ["70b", "2", "tensor, plain", "nothing fits"],
-    ]

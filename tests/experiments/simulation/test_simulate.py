@@ -13,7 +13,7 @@ import pytest
 from decoding.budget.latency import LatencyCurve
 from experiments.bench.engines.traffic import poisson
 from experiments.simulation.__main__ import main
-from experiments.simulation.command import answer, arrivals, cheapest, nearest, read_goal, usd_per_million
+from experiments.simulation.command import arrivals, cheapest, nearest, read_goal, usd_per_million
 from experiments.simulation.papers import row
 
 TEXT = "the quick brown fox jumps over the lazy dog and a request travels from the door to the engine and back again"
@@ -81,17 +81,6 @@ def test_a_measured_curve_and_clients(
     assert "p99<0.01: the best is" in shown.out and "record" not in shown.err
     shown = run(capsys, *common, "--find", "tokens_per_s>1")
     assert "2 clients: 1 x 1 GPU with auto meets tokens_per_s>1: 1 GPU, " in shown.out
-
-
-def test_an_answer_says_why() -> None:
-    def row(deployment: str, gpus: int, p99: float) -> dict[str, Any]:
-        return goal_row(gpus, p99, 0.5) | {"traffic": "2 clients", "deployment": deployment, "strategy": "auto"}
-
-    rows = [row("1 x 1 GPU", 1, 4.0), row("1 x 2 GPUs tensor", 2, 1.0), row("1 x 2 GPUs lookahead", 2, 1.5)]
-    (line,) = answer({"rows": rows, "found": cheapest(rows, read_goal("p99<2"))}, "p99<2")
-    assert line.endswith("; no fewer GPUs do, and 1 x 2 GPUs lookahead with auto has 1.50 times its p99")
-    (line,) = answer({"rows": rows[:1], "found": rows[:1]}, "p99<5")
-    assert line.endswith("; no fewer were tried")
 
 
 def test_goals_and_prices() -> None:
