@@ -19,7 +19,6 @@ BENCHES = {
     "load": "Benchmark strategies under load: concurrent clients and Poisson arrivals.",
     "scaling": "Benchmark lookahead, tensor and pipeline parallelism and replicas against one worker.",
     "paper": "Reproduce the tables and figures of a paper: llma, trie, ngrammys, jacobi or mjsd.",
-    "draft-models": "Benchmark strategies with a draft model: speed, energy and perplexity.",
     "replay": "Replay known outputs without a model: strategies, sharing or trie.",
     "rag": "Benchmark a day of enterprise requests about documents.",
     "peers": "Benchmark against transformers, vLLM and llama.cpp.",

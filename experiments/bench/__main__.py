@@ -13,7 +13,6 @@ COMMANDS = {  # name -> module with ``BENCH``, or with ``main(argv) -> int``
     "load": "experiments.bench.load",
     "scaling": "experiments.bench.scaling.command",
     "paper": "experiments.papers.__main__",
-    "draft-models": "experiments.papers.draft_models.bench",
     "replay": "experiments.bench.memory.__main__",
     "rag": "experiments.rag.bench",
     "peers": "experiments.peers.__main__",

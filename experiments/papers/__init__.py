@@ -1,1 +1,1 @@
-"""The tables and figures of five papers, run on what is at hand. In: prompts. Out: tables beside the papers' own."""
+"""Tables and figures of five papers, measured locally. In: prompts. Out: tables and statements compared with the papers."""

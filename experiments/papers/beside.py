@@ -1,4 +1,4 @@
-"""A run beside the paper: the tables of both, and which of the paper's statements hold here."""
+"""Comparison of a run with a paper: tables of both, and a verdict on each of the paper's statements."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from typing import Any
 from experiments.papers.numbers.published import ALL, Claim, Figure, Paper, Value
 
 Rows = dict[str, dict[str, Value]]  # row -> column -> number
-Sections = dict[str, Rows]  # name of a table or figure of the paper -> what was measured here
+Sections = dict[str, Rows]  # name of a table or figure of the paper -> measurements
 HELD, DIRECTION_ONLY, FAILS, UNDECIDED = "held", "direction only", "fails", "undecided"
 NOT_TESTABLE, NOT_MEASURED = "not testable here", "not measured"
 VERDICTS = (HELD, DIRECTION_ONLY, FAILS, UNDECIDED, NOT_TESTABLE, NOT_MEASURED)
-_UNTOLD = "the interval of this run holds both directions"
+_UNDECIDED = "the interval of this run holds both directions"
 _NO_SAMPLES = "one measurement, by which chance cannot be told"
 _NO_SIZE, _OTHER_SIZE = "the paper gives no size", "the paper's size is outside the interval of this run"
 _ROUNDING = 1e-12
-_MOST = 20.0  # a logarithm above which a ratio says nothing
+_MOST_LOG = 20.0  # bound of the logarithm of a ratio
 
 
 @dataclass(slots=True)
 class Found:
-    """What a run of a paper's tables found."""
+    """Measurements of a run."""
 
     measures: dict[str, dict[str, dict[str, Figure]]] = field(default_factory=dict)  # dataset -> label -> metric
     tables: Sections = field(default_factory=dict)
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> see ``experiments.bench.figure``
-    notes: list[str] = field(default_factory=list)  # what is not as in the paper
+    notes: list[str] = field(default_factory=list)  # differences from the paper
 
 
 @dataclass(frozen=True, slots=True)
-class _Apart:
-    """How far the preferred one is ahead here: the logarithm of a ratio, or a difference where a value is not above 0."""
+class _Lead:
+    """Lead of the preferred measurement: logarithm of a ratio, or a difference if a value is not above 0."""
 
     ahead: float
-    error: float  # standard error; infinite where there are no samples to tell it by
-    freedom: int  # samples less one
+    error: float  # standard error; infinite without samples
+    freedom: int  # number of samples minus one
     is_ratio: bool
 
     @property
     def interval(self) -> tuple[float, float]:
-        """In which it lies with 95 %."""
+        """Return its 95 % interval."""
         reach = self.error * _t_quantile(self.freedom) if self.error else 0.0
         return self.ahead - reach, self.ahead + reach
 
@@ -52,27 +52,26 @@ class _Apart:
 def judged(
     claims: Sequence[Claim], measures: Mapping[str, Mapping[str, Mapping[str, Figure]]], device: str = "cpu"
 ) -> list[dict[str, Any]]:
-    """Each statement with both values of this run and what follows from them.
+    """Return the verdict on each statement.
 
     Args:
         claims: statements of a paper.
         measures: dataset -> label -> metric -> figure.
-        device: it ran on. On a CPU nothing is concluded of a statement that is ``beyond`` one, unless what a CPU lacks speaks
-            ``against`` it and its direction holds all the same.
+        device: type of the device. On a CPU nothing is concluded of a statement that is ``beyond`` one, unless the CPU works
+            ``against`` it and its direction holds even so.
 
     Returns:
-        For each ``here``, both values, None where they were not measured; ``ratio``, how many times better the preferred one is;
-        ``interval`` of it with 95 %, by the records, which both sides share unless datasets are compared; three answers; and the
-        ``verdict`` that follows, one of ``VERDICTS``, with ``why`` where it is not ``held``:
+        For each ``here``, both values, None if not measured; ``ratio``, how many times better the preferred one is; its 95 %
+        ``interval`` over the records, paired unless datasets are compared; and the ``verdict``, one of ``VERDICTS``, with
+        ``why`` unless it is ``held``. It follows from three answers:
 
-        - ``direction``: whether the whole interval lies on the paper's side of 1; None where 1 is in it. Of two that are the same
-          to the paper, whether all of it lies within the tolerance.
-        - ``size``: the paper's ratio, lowest and highest (``paper``), ours over the nearest of it (``of_paper``) and whether it
-          lies in our interval (``within``); None where the paper gives none.
-        - ``power``: the ``records`` there were, and how many are ``needed`` to tell the direction in four of five runs, if it is
-          as large as it was here.
+        - ``direction``: whether the whole interval is on the paper's side of 1, None if 1 is in it; for two that are the same in
+          the paper, whether it is within the tolerance.
+        - ``size``: the paper's lowest and highest ratio (``paper``), ours over the nearest of them (``of_paper``), and whether
+          one of them is in our interval (``within``).
+        - ``power``: the number of ``records``, and the number ``needed`` to tell the direction in four of five runs.
 
-        Where a value is not above 0 there is a difference in place of the ratio, and no size.
+        If a value is not above 0, a difference replaces the ratio, and there is no size.
     """
     return [_judged(claim, measures.get(claim.dataset, {}), device) for claim in claims]
 
@@ -88,18 +87,18 @@ def _judged(claim: Claim, labels: Mapping[str, Mapping[str, Figure]], device: st
             row["verdict"], row["why"] = NOT_TESTABLE, claim.beyond
         return row
     row["here"] = [round(better.mean, 4), round(worse.mean, 4)]
-    apart = _apart(*((worse, better) if claim.lower else (better, worse)), paired=claim.dataset != ALL)
-    row["direction"] = direction = _direction(apart, claim)
+    lead = _lead(*((worse, better) if claim.lower else (better, worse)), paired=claim.dataset != ALL)
+    row["direction"] = direction = _direction(lead, claim)
     within = None
-    if math.isfinite(apart.error):
-        bounds = [math.exp(min(bound, _MOST)) if apart.is_ratio else bound for bound in apart.interval]
+    if math.isfinite(lead.error):
+        bounds = [math.exp(min(bound, _MOST_LOG)) if lead.is_ratio else bound for bound in lead.interval]
         row["interval"] = interval = [round(bound, 4) for bound in bounds]
-        row["power"] = {"records": apart.freedom + 1, "needed": _needed(apart, claim)}
-        if apart.is_ratio and claim.size is not None:
+        row["power"] = {"records": lead.freedom + 1, "needed": _needed(lead, claim)}
+        if lead.is_ratio and claim.size is not None:
             lowest, highest = claim.size
             within = interval[0] <= highest and lowest <= interval[1]
-    if apart.is_ratio:
-        ratio = math.exp(apart.ahead)
+    if lead.is_ratio:
+        ratio = math.exp(lead.ahead)
         row["ratio"] = round(ratio, 4)
         if claim.size is not None:
             nearest = min(max(ratio, claim.size[0]), claim.size[1])
@@ -108,7 +107,7 @@ def _judged(claim: Claim, labels: Mapping[str, Mapping[str, Figure]], device: st
     if lacking and not (claim.against and direction):
         row["verdict"], row["why"] = NOT_TESTABLE, lacking
     elif direction is None:
-        row["verdict"], row["why"] = UNDECIDED, _UNTOLD if math.isfinite(apart.error) else _NO_SAMPLES
+        row["verdict"], row["why"] = UNDECIDED, _UNDECIDED if math.isfinite(lead.error) else _NO_SAMPLES
     elif not direction:
         row["verdict"] = FAILS
         if claim.otherwise:
@@ -121,29 +120,29 @@ def _judged(claim: Claim, labels: Mapping[str, Mapping[str, Figure]], device: st
     return row
 
 
-def _direction(apart: _Apart, claim: Claim) -> bool | None:
-    if not math.isfinite(apart.error):
+def _direction(lead: _Lead, claim: Claim) -> bool | None:
+    if not math.isfinite(lead.error):
         return None
-    low, high = apart.interval
+    low, high = lead.interval
     if not claim.equal:
         return True if low > 0 else False if high < 0 else None
-    near = math.log1p(claim.tolerance) if apart.is_ratio else 0.0  # counts are the same or not
+    near = math.log1p(claim.tolerance) if lead.is_ratio else 0.0  # counts are the same or not
     return True if -near <= low and high <= near else False if low > near or high < -near else None
 
 
-def _apart(better: Figure, worse: Figure, paired: bool) -> _Apart:
-    """The delta method: a sum over a sum moves with each record by what that adds above the line less its share below."""
+def _lead(better: Figure, worse: Figure, paired: bool) -> _Lead:
+    """Return the lead with its standard error by the delta method for ratios of sums."""
     is_ratio = better.mean > 0 and worse.mean > 0
     ahead = math.log(better.mean / worse.mean) if is_ratio else better.mean - worse.mean
     fewest = min(len(better.samples), len(worse.samples))
     if fewest < 2:
-        return _Apart(ahead, math.inf, 0, is_ratio)
+        return _Lead(ahead, math.inf, 0, is_ratio)
     moves = [_moves(each, is_ratio) for each in (better, worse)]
     if paired and len(moves[0]) == len(moves[1]):
         error = _standard_error([up - down for up, down in zip(*moves, strict=True)])
     else:
         error = math.hypot(*map(_standard_error, moves))
-    return _Apart(ahead, error, fewest - 1, is_ratio)
+    return _Lead(ahead, error, fewest - 1, is_ratio)
 
 
 def _moves(figure: Figure, is_ratio: bool) -> list[float]:
@@ -157,21 +156,21 @@ def _standard_error(values: Sequence[float]) -> float:
     return error if error > _ROUNDING else 0.0
 
 
-def _needed(apart: _Apart, claim: Claim) -> int | None:
-    """Records with which four of five runs tell the direction; None where none would: both are the same here."""
-    effect = abs(apart.ahead)
-    if claim.equal and apart.is_ratio:
+def _needed(lead: _Lead, claim: Claim) -> int | None:
+    """Return the number of records with which four of five runs tell the direction; None if both are the same here."""
+    effect = abs(lead.ahead)
+    if claim.equal and lead.is_ratio:
         effect = abs(math.log1p(claim.tolerance) - effect)
-    if apart.error == 0.0:
+    if lead.error == 0.0:
         return 2
     if effect <= _ROUNDING:
         return None
     normal = statistics.NormalDist()
-    return max(2, math.ceil((apart.freedom + 1) * ((normal.inv_cdf(0.975) + normal.inv_cdf(0.8)) * apart.error / effect) ** 2))
+    return max(2, math.ceil((lead.freedom + 1) * ((normal.inv_cdf(0.975) + normal.inv_cdf(0.8)) * lead.error / effect) ** 2))
 
 
 def _t_quantile(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t: exact for one and two degrees of freedom, Cornish and Fisher's series above (1 %)."""
+    """Return the 97.5 % quantile of Student's t, above two degrees of freedom by Cornish and Fisher's series (error 1 %)."""
     if freedom < 3:
         return {1: 12.706, 2: 4.303}[freedom]
     z, n = statistics.NormalDist().inv_cdf(0.975), freedom
@@ -181,17 +180,17 @@ def _t_quantile(freedom: int) -> float:
 
 
 def beside(paper: Paper, found: Found, ran: Mapping[str, Any], device: str = "cpu") -> dict[str, Any]:
-    """The results of a record.
+    """Return the results of a record.
 
     Args:
-        paper: what it published.
-        found: what was measured.
-        ran: what ran in the place of the paper's models and data.
-        device: it ran on, ``cpu`` or another.
+        paper: published numbers.
+        found: measurements.
+        ran: models and data of the run.
+        device: type of the device, ``cpu`` or another.
 
     Returns:
-        ``paper``, ``ran`` (what ran instead), ``tables`` by name with ``section``, ``title``, ``paper`` and ``here``, the rows of
-        each; ``claims`` (see ``judged``), how many there are of each of the ``verdicts``, ``measures``, ``figures``, ``notes``.
+        ``paper``, ``ran``, ``tables`` by name with the rows of ``paper`` and ``here``, ``claims`` (see ``judged``), the number
+        of each of the ``verdicts``, ``measures``, ``figures`` and ``notes``.
     """
     claims = judged(paper.claims, found.measures, device)
     verdicts = Counter(claim["verdict"] for claim in claims)

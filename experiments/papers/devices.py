@@ -1,4 +1,4 @@
-"""What a device takes for a forward of so many rows, and how much memory a run takes at its peak."""
+"""Time of a forward by its rows, and peak memory."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ from engine.forward.runner import ModelRunner
 from engine.loading.model import LoadedModel
 from engine.measures.latency import Case, time_steps
 
-_RESET_PEAK = "5"  # written to clear_refs: Linux counts the peak of resident memory anew
+_RESET_PEAK = "5"  # written to clear_refs, resets Linux's peak of resident memory
 
 
 def step_ms(loaded: LoadedModel, wanted: Iterable[tuple[int, int]]) -> dict[tuple[int, int], float]:
-    """Milliseconds of a forward, its argmax included; the shortest of a few, as the one that was least disturbed.
+    """Return the milliseconds of a forward and its argmax, the shortest of a few, for (rows, context) of one sequence.
 
-    Args:
-        loaded: the model.
-        wanted: (rows, entries before them) of one sequence under a tree mask. What does not fit the context is left out, and on a
-            slow device the largest (see ``engine.measures.latency.time_steps``).
+    Cases that exceed the context are left out, and on a slow device the largest (see ``engine.measures.latency.time_steps``).
     """
     fitting = sorted({pair for pair in wanted if sum(pair) <= loaded.max_model_len})
     if not fitting:
@@ -32,12 +29,7 @@ def step_ms(loaded: LoadedModel, wanted: Iterable[tuple[int, int]]) -> dict[tupl
 
 
 def peak_bytes(device: torch.device, work: Callable[[], None]) -> float | None:
-    """The most memory while something runs: of torch on a GPU, resident in this process elsewhere; None where it is not told.
-
-    Args:
-        device: where the model is.
-        work: what runs.
-    """
+    """Return the peak memory during ``work``: torch's on a GPU, else the resident memory of this process; None if unknown."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,35 +15,42 @@ from experiments.bench.engines.contestants import EngineContestant, Prompt, Run,
 from experiments.bench.engines.shared_model import SharedModel
 from experiments.bench.figure import panel
 from experiments.papers.beside import Found
-from experiments.papers.numbers.jacobi import SETTINGS
-from experiments.papers.numbers.published import ALL, Figure, Value
-from experiments.papers.stage import PLAIN, Stage, best, race
+from experiments.papers.numbers.published import ALL, Value, load
+from experiments.papers.stage import PLAIN, Row, Stage, best, means, others, race
 
 WINDOWS, NGRAMS = (1, 5, 10, 15), (3, 5, 7)
-SAMPLED = ("cnn", "xsum")  # table 2
-TEMPERATURES = (1.0, 0.0)
+SAMPLED, TEMPERATURES = ("cnn", "xsum"), (1.0, 0.0)  # datasets of table 2
 _SWEPT = "mt_bench"
 _BUDGET = 192  # the widest window and its guesses: (15 + 15) * (7 - 1) rows
-_GOOD = (5, 15, 15)
-_ALPHAS = np.arange(0.001, 1.0, 0.001)  # of the law, that are tried
+_GOOD = "(5,15,15)"
+_LINES = {f"N={n}": {str(w): f"W={w} N={n}" for w in WINDOWS} for n in NGRAMS}  # labels of the grid
+_ALPHAS = np.arange(0.001, 1.0, 0.001)  # candidates of the fit
 
 
-def setting(ngram: int, window: int, guesses: int, prompt: bool = False) -> StrategyChoice:
-    """A setting (N, W, G) of the paper, with or without the prompt as reference."""
+def settings(labels: Iterable[str]) -> dict[str, tuple[int, int, int, bool]]:
+    """Return N, W, G and whether the prompt is a reference by labels such as ``(5,1,30) prompt``; other labels are left out."""
+    found = {}
+    for label in labels:
+        numbers = re.fullmatch(r"\((\d+),(\d+),(\d+)\)( prompt)?", label)
+        if numbers is not None:
+            found[label] = (int(numbers[1]), int(numbers[2]), int(numbers[3]), numbers[4] is not None)
+    return found
+
+
+SETTINGS = settings(load("jacobi").rows_of("table 3"))
+
+
+def strategy(ngram: int, window: int, guesses: int, prompt: bool = False) -> StrategyChoice:
+    """Return the strategy of a setting (N, W, G), with or without the prompt as reference."""
     options = {"ngram": ngram, "window": window, "guesses": guesses, "prompt_as_reference": prompt}
     return StrategyChoice("", "jacobi", options)
 
 
 class SampledContestant(EngineContestant):
-    """Draws tokens, each prompt with the same seed whatever drafts."""
+    """Contestant that samples each prompt with the same seed, whatever the drafts."""
 
     def __init__(self, make_engine: Callable[[], Engine], params: SamplingParams, reseeded: bool = False) -> None:
-        """
-        Args:
-            make_engine: makes an engine that has seen no request.
-            params: of each request.
-            reseeded: each repeat has another seed.
-        """
+        """Take parameters of each request; ``reseeded`` gives each repeat another seed."""
         super().__init__(make_engine, params.max_tokens)
         self._params, self._reseeded = params, reseeded
 
@@ -50,93 +58,76 @@ class SampledContestant(EngineContestant):
         """See ``Contestant``."""
         super().renew()
         if self._reseeded:
-            self._params = replace(self._params, seed=(self._params.seed or 0) + 1)
+            self._params = replace(self._params, seed=self._params.seed + 1)
 
     def run(self, prompts: Sequence[Prompt]) -> Run:
         """See ``Contestant``."""
         return run_requests(self.engine, [Request(each.id, each.ids, self._params, each.references) for each in prompts])
 
 
-def runs(sizes: Mapping[str, int], repeats: int) -> int:
-    """How many there are, by records of each dataset."""
-    swept = sizes.get(_SWEPT, 0)
-    pairs = sum(size * (len(TEMPERATURES) if name in SAMPLED else 1) for name, size in sizes.items())
-    return 2 * pairs * repeats + swept * ((2 + len(SETTINGS)) * repeats + 1 + len(WINDOWS) * len(NGRAMS))
-
-
 def measure(stage: Stage, found: Found) -> None:
-    """All of it, on the model's own outputs."""
-    shared = stage.shared(_BUDGET)
+    """Run all races on the model's own outputs."""
+    shared, model = stage.shared(_BUDGET), stage.loaded.served_name
     found.notes += [
         "figures 6 and 7, several devices: outrider bench scaling",
         "speeds are of whole requests, the prefill included, as the paper's; S is tokens over steps, the prefill is one",
         "table 2: one seed a prompt; differing counts outputs that are not those of plain decoding with that seed",
     ]
-    sampling: dict[str, dict[str, Value]] = {}
-    speedups: dict[str, Value] = {}
-    found.tables |= {"table 2": sampling, "figure 5": {stage.loaded.served_name: speedups}}
+    found.tables |= {"table 2": {}, "figure 5": {model: {}}}
     for name, prompts in stage.datasets.items():
         if name in SAMPLED:
-            _sampling(stage, shared, name, prompts, found, sampling)
+            _sampling(stage, shared, name, prompts, found)
             continue
-        found.measures[name] = race(stage, name, shared, prompts, {"lookahead": setting(*_GOOD)})
-        speedups[name] = found.measures[name]["lookahead"]["speedup"]
-    found.measures[ALL] = {name: found.measures[name]["lookahead"] for name in speedups}
-    if speedups:
-        line = {"speed-up": {name: found.measures[name]["lookahead"]["speedup"].mean for name in speedups}}
+        rows = found.measures[name] = race(stage, name, shared, prompts, {"lookahead": strategy(*SETTINGS[_GOOD])})
+        found.tables["figure 5"][model][name] = rows["lookahead"]["speedup"]
+    followed = {name: found.measures[name]["lookahead"] for name in found.tables["figure 5"][model]}
+    found.measures[ALL] = followed
+    if followed:
+        line = means(followed, "speedup", {"speed-up": {name: name for name in followed}})
         found.figures["figure 5"] = panel("bars", "(5, 15, 15) against plain decoding", "dataset", "speed-up", line)
     if _SWEPT in stage.datasets:
-        _settings(stage, shared, found)
-        _scaling(stage, shared, found)
+        prompts = stage.datasets[_SWEPT]
+        choices = {"prompt lookup": StrategyChoice("", "prompt_lookup", {})}
+        choices |= {label: strategy(*numbers) for label, numbers in SETTINGS.items()}
+        measured = race(stage, "table 3", shared, prompts, choices)
+        found.measures[_SWEPT] |= others(measured)
+        found.tables["table 3"] = {label: _pair(row) for label, row in measured.items()}
+        _scaling(stage, shared, prompts, found)
 
 
-def _sampling(
-    stage: Stage, shared: SharedModel, name: str, prompts: Sequence[Prompt], found: Found, rows: dict[str, dict[str, Value]]
-) -> None:
-    """Table 2 on one dataset."""
-    for temperature in TEMPERATURES:
+def _sampling(stage: Stage, shared: SharedModel, name: str, prompts: Sequence[Prompt], found: Found) -> None:
+    """Measure table 2 on one dataset."""
+    labels = {f"{temperature:g}": f"temperature {temperature:g}" for temperature in TEMPERATURES}
+    measured = found.measures.setdefault(name, {})
+    for temperature, label in zip(TEMPERATURES, labels.values(), strict=True):
 
         def contestant(make: Callable[[], Engine], each: float = temperature) -> EngineContestant:
-            return SampledContestant(make, SamplingParams(stage.max_tokens, each))
+            return SampledContestant(make, SamplingParams(stage.max_tokens, each, seed=stage.seed))
 
-        label = f"temperature {temperature:g}"
-        measured = race(stage, f"{label} on {name}", shared, prompts, {label: setting(*_GOOD)}, contestant=contestant)
-        found.measures.setdefault(name, {})[label] = measured[label]
-        found.measures[name].setdefault(PLAIN, measured[PLAIN])  # of either temperature: one token a step
-        rows[f"{name}, {label}"] = _pair(measured[label])
-    line = {
-        f"{temperature:g}": found.measures[name][f"temperature {temperature:g}"]["tokens_per_step"].mean
-        for temperature in TEMPERATURES
-    }
-    found.figures[f"table 2, {name}"] = panel("bars", "compression when sampling", "temperature", "S", {name: line})
+        good = {label: strategy(*SETTINGS[_GOOD])}
+        rows = race(stage, f"{label} on {name}", shared, prompts, good, contestant=contestant)
+        measured[label] = rows[label]
+        measured.setdefault(PLAIN, rows[PLAIN])  # of either temperature: one token a step
+        found.tables["table 2"][f"{name}, {label}"] = _pair(rows[label])
+    line = means(measured, "tokens_per_step", {name: labels})
+    found.figures[f"table 2, {name}"] = panel("bars", "compression when sampling", "temperature", "S", line)
 
 
-def _pair(row: Mapping[str, Figure]) -> dict[str, Value]:
+def _pair(row: Row) -> dict[str, Value]:
     return {"speed-up": row["speedup"], "S": row["tokens_per_step"]}
 
 
-def _settings(stage: Stage, shared: SharedModel, found: Found) -> None:
-    """Table 3."""
-    choices = {"prompt lookup": StrategyChoice("", "prompt_lookup", {})}
-    choices |= {label: setting(*numbers, prompt) for label, (numbers, prompt) in SETTINGS.items()}
-    measured = race(stage, "table 3", shared, stage.datasets[_SWEPT], choices)
-    found.measures[_SWEPT] |= {label: row for label, row in measured.items() if label != PLAIN}
-    found.tables["table 3"] = {label: _pair(row) for label, row in measured.items()}
-
-
-def _scaling(stage: Stage, shared: SharedModel, found: Found) -> None:
-    """Figures 4 and 8 and table 4: G = W, without the prompt as reference."""
-    grid = {(window, ngram): f"W={window} N={ngram}" for ngram in NGRAMS for window in WINDOWS}
-    choices = {label: setting(ngram, window, window) for (window, ngram), label in grid.items()}
-    measured = race(stage, "figure 4", shared, stage.datasets[_SWEPT], choices, repeats=1)
-    found.measures[_SWEPT] |= {label: row for label, row in measured.items() if label != PLAIN}
-    reached = {pair: measured[label]["tokens_per_step"].mean for pair, label in grid.items()}
-    name = stage.loaded.served_name
-    winner = best({label: measured[label] for label in grid.values()})
-    window, ngram = next(pair for pair, label in grid.items() if label == winner)
+def _scaling(stage: Stage, shared: SharedModel, prompts: Sequence[Prompt], found: Found) -> None:
+    """Measure figures 4 and 8 and table 4, with G = W and without the prompt as reference."""
+    grid = {_LINES[f"N={n}"][str(w)]: (w, n) for n in NGRAMS for w in WINDOWS}
+    choices = {label: strategy(n, w, w) for label, (w, n) in grid.items()}
+    measured = race(stage, "figure 4", shared, prompts, choices, repeats=1)
+    found.measures[_SWEPT] |= others(measured)
+    name, (window, ngram) = stage.loaded.served_name, grid[best(measured)]
     found.tables["table 4"] = {name: {"W": window, "N": ngram}}
-    own = {f"N={n}": {str(w): reached[w, n] for w in WINDOWS} for n in NGRAMS}
+    own = means(measured, "tokens_per_step", _LINES)
     found.figures["figure 4 (a)"] = panel("lines", "compression S", "W = G", "S", own)
+    reached = {setting: measured[label]["tokens_per_step"].mean for label, setting in grid.items()}
     if max(reached.values()) > 1.0:
         alpha, steps = fitted(reached)
         found.tables["figure 4"] = {name: {"alpha": alpha, "f": steps}}
@@ -144,30 +135,22 @@ def _scaling(stage: Stage, shared: SharedModel, found: Found) -> None:
         found.figures["figure 4 (b)"] = panel("lines", f"the law, alpha {alpha:.3f}, f {steps:.3f}", "W = G", "S", law)
     else:
         found.notes.append("figure 4: the law has no fit, since no setting emitted more than one token a step")
-    speeds = {str(w): measured[grid[w, 5]]["speedup"].mean for w in WINDOWS}
-    found.tables["figure 8"] = {name: {"speed-up": max(speeds.values())}}
-    found.figures["figure 8"] = panel("lines", "S and speed-up with N = 5", "W = G", "", {"S": own["N=5"], "speed-up": speeds})
-
-
-# ---- the law by which it scales (section 4 of the paper) ---------------------------------------------------------------------
+    speeds = means(measured, "speedup", {"speed-up": _LINES["N=5"]})
+    found.tables["figure 8"] = {name: {"speed-up": max(speeds["speed-up"].values())}}
+    found.figures["figure 8"] = panel("lines", "S and speed-up with N = 5", "W = G", "", {"S": own["N=5"], **speeds})
 
 
 def expected_tokens(alpha: float, guesses: int, length: int) -> float:
-    """Tokens of a step with ``guesses`` good speculations of ``length`` tokens (equation 5).
+    """Return the tokens of a step with ``guesses`` good speculations of ``length`` tokens (equation 5 of the paper).
 
     Example: one guess of one token that is accepted with chance 0.5 gives 2 - 0.5 = 1.5 tokens.
-
-    Args:
-        alpha: chance that a token is accepted.
-        guesses: b of the paper, W = G.
-        length: gamma of the paper, N - 1.
     """
     depths = np.arange(1, length + 1)
     return float(length + 1 - np.sum((1.0 - alpha**depths) ** guesses))
 
 
 def compression(alpha: float, steps: float, window: int, ngram: int) -> float:
-    """S of the paper (equation 7): one step in ``steps`` has good speculations, the others emit one token.
+    """Return S of the paper (equation 7): one step in ``steps`` has good speculations, the others emit one token.
 
     Example: alpha 0.425, f 3.106, W = G = 15 and N = 5 give (2.106 + 4.04) / 3.106 = 1.98; the paper measured 1.96.
     """
@@ -175,15 +158,12 @@ def compression(alpha: float, steps: float, window: int, ngram: int) -> float:
 
 
 def fitted(measured: Mapping[tuple[int, int], float]) -> tuple[float, float]:
-    """The alpha and f of the law that come nearest to measured compressions, by least squares.
+    """Fit alpha and f, at least 1, of the law to S by (W = G, N), by least squares.
 
-    For each alpha, S - 1 is proportional to the expected tokens - 1, so that the best f follows; f is at least 1.
-
-    Args:
-        measured: (W = G, N) -> S.
+    For each alpha, S - 1 is proportional to the expected tokens - 1, from which the best f follows.
 
     Raises:
-        ValueError: nothing was measured, or nowhere was more than a token emitted in a step.
+        ValueError: no setting emitted more than one token per step.
     """
     gains = np.array([reached - 1.0 for reached in measured.values()])
     if not len(gains) or gains.max() <= 0.0:

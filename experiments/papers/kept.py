@@ -1,4 +1,4 @@
-"""The runs of a paper's tables in a file that grows, so that what is cut off goes on, and ends in time."""
+"""Runs of a paper's races in a growing file, with which an interrupted command continues, and a limit in hours."""
 
 from __future__ import annotations
 
@@ -8,87 +8,75 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from engine.measures.energy import EnergyMeter, NoMeter
 from experiments.bench.engines.contestants import EngineContestant, Prompt, Run
 from experiments.bench.record import Kept
 
+Entry = tuple[Run, float | None]  # a run and its joules, None without a counter
+
 
 class OutOfTimeError(Exception):
-    """The hours of a command are over. What is done is kept."""
+    """The hours of a command are over."""
 
 
 class KeptRuns:
-    """Every run of a command, by race, strategy, repeat and prompts; those of an earlier command that was cut off, too."""
+    """All runs of a command by race, strategy, repeat and prompts, including those of an interrupted one."""
 
-    def __init__(self, path: Path | None = None, setting: Any = None, hours: float | None = None, planned: int = 0) -> None:
-        """
+    def __init__(
+        self, path: Path | None = None, setting: Any = None, hours: float | None = None, meter: EnergyMeter | None = None
+    ) -> None:
+        """Read the runs of a file.
+
         Args:
-            path: of the file; nothing is kept when None.
-            setting: of the run, as JSON: a file of another is refused.
-            hours: after which no run begins; no bound when None.
-            planned: runs that are measured in all, as far as it is known.
+            path: file; None for none.
+            setting: of the command, as JSON.
+            hours: after which no run begins; None for no limit.
+            meter: of the device.
 
         Raises:
-            ValueError: the file is of another setting or revision.
+            ValueError: the file has another setting or revision.
         """
-        self.path = path
+        self.path, self.meter = path, meter or NoMeter()
         self._kept = None if path is None else Kept(path, setting, lambda line: tuple(line["key"]))
-        self._runs = {tuple(line["key"]): line["run"] for line in (self._kept.found if self._kept else ())}
-        self._began = time.perf_counter()
-        self._hours, self.planned = hours, planned
-        self.measured = self._now = 0  # runs, in all and those of this command
+        self._entries: dict[tuple[str, ...], Entry] = {
+            tuple(line["key"]): (Run(**line["run"]), line["joules"]) for line in (self._kept.found if self._kept else ())
+        }
+        self._began, self._hours = time.perf_counter(), hours
+        self.measured = 0
 
-    def of(self, key: tuple[str, ...]) -> Run | None:
-        """A run that is kept."""
-        found = self._runs.get(key)
-        return None if found is None else Run(**found)
+    def of(self, key: tuple[str, ...]) -> Entry | None:
+        """Return a kept run."""
+        return self._entries.get(key)
 
-    def put(self, key: tuple[str, ...], run: Run) -> None:
-        """Keeps a run."""
-        self._runs[key] = asdict(replace(run, accepted_by_source=dict(run.accepted_by_source)))  # asdict makes no counter
+    def put(self, key: tuple[str, ...], entry: Entry) -> None:
+        """Keep a run."""
+        self._entries[key] = entry
         if self._kept is not None:
-            self._kept.add({"key": key, "run": self._runs[key]})
-
-    def count(self, new: bool) -> None:
-        """One more of the planned runs is there."""
-        self.measured += 1
-        self._now += new
+            run, joules = entry
+            plain = replace(run, accepted_by_source=dict(run.accepted_by_source))  # asdict makes no counter
+            self._kept.add({"key": key, "run": asdict(plain), "joules": joules})
 
     def check_time(self) -> None:
-        """Raises ``OutOfTimeError`` where the hours are over."""
+        """Raise ``OutOfTimeError`` if the hours are over."""
         if self._hours is not None and time.perf_counter() - self._began > 3600 * self._hours:
-            raise OutOfTimeError(f"{self._hours:g} hours are over after {self.measured} of {self.planned} runs")
-
-    def left(self) -> str:
-        """How far it is and for how long it will run, for a line of progress: from what the runs of this command took."""
-        if not self._now or self.planned <= self.measured:
-            return ""
-        spent = time.perf_counter() - self._began
-        rest = spent / self._now * (self.planned - self.measured)
-        if self._hours is not None:
-            rest = min(rest, max(0.0, 3600 * self._hours - spent))
-        return f" (run {self.measured + 1} of {self.planned}, {rest / 60:.0f} min left)"
+            raise OutOfTimeError(f"{self._hours:g} hours are over after {self.measured} runs")
 
     def end(self) -> None:
-        """All is measured: the file has done its work."""
+        """Delete the file after a complete command."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
 
 
 class KeptContestant:
-    """Runs what is not kept yet.
+    """Contestant that computes only the runs that are not kept.
 
-    A drafter that remembers outputs (``Engine.memory``) is taught those of its repeat again, by running them, before it goes on.
+    A drafter with a memory runs the kept prompts of its repeat again before it continues.
     """
 
     def __init__(self, race: str, inner: EngineContestant, runs: KeptRuns) -> None:
-        """
-        Args:
-            race: a name of its own within a command.
-            inner: what runs.
-            runs: of the command.
-        """
         self.name = inner.name
-        self.outputs: dict[tuple[int, str], list[int]] = {}  # (repeat, id of the prompt), the first repeat is 1
+        self.outputs: dict[tuple[int, str], list[int]] = {}  # (repeat, id of the prompt); the first repeat is 1
+        self.energy: dict[str, tuple[float, float]] = {}  # first prompt of a group -> joules and tokens of all repeats
         self._race, self._inner, self._runs = race, inner, runs
         self._repeat, self._is_cold = 0, True
         self._untaught: list[Sequence[Prompt]] = []
@@ -100,24 +88,27 @@ class KeptContestant:
         self._inner.renew()
 
     def run(self, prompts: Sequence[Prompt]) -> Run:
-        """See ``Contestant``. What runs before the first repeat is not counted.
+        """See ``Contestant``. Runs before the first repeat are not counted.
 
         Raises:
             OutOfTimeError: the hours are over.
         """
         key = (self._race, self.name, str(self._repeat), *(prompt.id for prompt in prompts))
-        run = self._runs.of(key)
-        if self._repeat:
-            self._runs.count(run is None)
-        if run is None:
-            run = self._new(prompts)
-            self._runs.put(key, run)
+        entry = self._runs.of(key)
+        if entry is None:
+            entry = self._new(prompts)
+            self._runs.put(key, entry)
         else:
             self._untaught.append(prompts)
+        run, joules = entry
+        self._runs.measured += self._repeat > 0
+        if self._repeat and joules is not None:
+            before = self.energy.get(prompts[0].id, (0.0, 0.0))
+            self.energy[prompts[0].id] = (before[0] + joules, before[1] + sum(map(len, run.outputs)))
         self.outputs |= {(self._repeat, prompt.id): output for prompt, output in zip(prompts, run.outputs, strict=True)}
         return run
 
-    def _new(self, prompts: Sequence[Prompt]) -> Run:
+    def _new(self, prompts: Sequence[Prompt]) -> Entry:
         self._runs.check_time()
         if self._repeat and self._is_cold:
             self._inner.run(prompts)
@@ -126,7 +117,9 @@ class KeptContestant:
             for group in self._untaught:
                 self._inner.run(group)
         self._untaught.clear()
-        started = time.perf_counter()
-        found = self._inner.run(prompts)
+        with self._runs.meter.span() as span:
+            started = time.perf_counter()
+            found = self._inner.run(prompts)
+            wall_s = time.perf_counter() - started
         self._is_cold = False
-        return replace(found, wall_s=time.perf_counter() - started)
+        return replace(found, wall_s=wall_s), span.joules

@@ -1,4 +1,4 @@
-"""What a paper's tables are run on: a model, datasets in the place of the paper's, and strategies in turns on them."""
+"""Model and datasets of a paper's run, and races of strategies on them."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from engine.loading.model import LoadedModel, load_model
 from experiments.bench.engines.competition import Lap, Tally, compete, decode_ratios
 from experiments.bench.engines.contestants import EngineContestant, Prompt
 from experiments.bench.engines.models import MAX_TOKENS, Workload, chat_workload, fitting
-from experiments.bench.engines.models import load_setting as load_random
 from experiments.bench.engines.shared_model import SharedModel
 from experiments.bench.progress import Progress
 from experiments.bench.record import portable
 from experiments.bench.workloads import interleaved
 from experiments.papers.kept import KeptContestant, KeptRuns
+from experiments.papers.numbers.mjsd import ENERGY
 from experiments.papers.numbers.published import Figure, figure_of
 
-PLAIN = "plain"  # decoding token by token: what speed-ups are relative to
-BEST = "best"  # a label under which measurements stand a second time
-TENANT = "local"  # of all requests
-SESSIONS = 4  # earlier requests whose answers are the references of a dataset of cached sessions
-_CACHED = "cache"  # the dataset
+PLAIN = "plain"  # label of plain decoding, the baseline of speed-ups
+BEST = "best"  # label under which the measurements of the fastest setting are repeated
+TENANT = "local"
+SESSIONS = 4  # earlier requests whose answers are the references of the dataset of cached sessions
+_CACHED = "cache"  # name of that dataset
+_FOLLOWS = "target-guided: forwards of this model, committed tokens of the files' known outputs (arXiv 2304.04487, 3.2)"
+_OWN = "the model's own outputs, greedy unless a temperature is named"
 
-Quality = Callable[[Prompt, Sequence[Sequence[int]]], tuple[float, int]]  # outputs of a prompt -> nats and tokens of all
-Score = Callable[[Prompt, Sequence[int]], float]  # of one output of a prompt; more is better
-Measures = dict[str, dict[str, dict[str, Figure]]]  # dataset -> label -> metric -> mean and spread over repeats
+Row = dict[str, Figure]  # by metric
+Quality = Callable[[Prompt, Sequence[Sequence[int]]], tuple[float, int]]  # outputs of a prompt -> their nats and tokens
+Score = Callable[[Prompt, Sequence[int]], float]  # output of a prompt -> score, higher is better
 MakeContestant = Callable[[Callable[[], Engine]], EngineContestant]
-FOLLOWS = "target-guided: forwards of this model, committed tokens of the files' known outputs (arXiv 2304.04487, 3.2)"
-OWN = "the model's own outputs, greedy unless a temperature is named"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,67 +50,61 @@ class Stage:
     """A model and the datasets that fit it."""
 
     loaded: LoadedModel
-    datasets: dict[str, list[Prompt]]  # by the paper's name of what they stand for
+    options: ModelOptions
+    draft_path: str | None  # draft model
+    datasets: dict[str, list[Prompt]]  # by the paper's name of the dataset that they stand for
     too_long: int  # records that do not fit the context
-    guided: bool  # known outputs are followed
-    how: str  # where outputs come from
+    guided: bool  # whether known outputs are followed
     max_tokens: int
     repeats: int
+    seed: int  # of sampled outputs
     progress: Progress
+    strategies: Mapping[str, str]  # further ones
     runs: KeptRuns
-    options: ModelOptions | None = None  # of the model; None of one of random weights
-    draft_path: str | None = None  # of its draft model
 
     def draft(self, rows: int) -> LocalDraftModel:
-        """The draft model, with room for so many rows behind a request's tokens."""
-        assert self.options is not None and self.draft_path is not None
+        """Load the draft model, with room for a number of rows behind a request's tokens."""
+        assert self.draft_path is not None
         return load_draft_model(self.draft_path, self.options, self.loaded, 1, EngineOptions().max_step_tokens, rows)
 
     def shared(self, budget: int, max_running: int = 1, draft_model: DraftModel | None = None) -> SharedModel:
-        """The model with KV slots for a budget.
-
-        Args:
-            budget: most drafted rows of a request in a step.
-            max_running: requests at once.
-            draft_model: for the strategies that draft with one.
-        """
+        """Return the model with KV slots for ``budget`` draft tokens per request."""
         rows = max(EngineOptions().max_step_tokens, (budget + 1) * max_running)
         options = EngineOptions(max_running=max_running, max_step_tokens=rows, prefix_caching=False)
         return SharedModel(self.loaded, options, budget, self.guided, draft_model)
 
+    @property
+    def vocab_size(self) -> int:
+        """Return the number of tokens of the model."""
+        return int(self.loaded.model.config.get_text_config().vocab_size)
+
 
 def load_stage(args: argparse.Namespace, guided: bool, progress: Progress) -> Stage:
-    """Reads the datasets and loads or makes the model. Prompts are user messages in the model's own chat template.
+    """Read the datasets, user messages in the model's chat template, and load the model.
 
     Raises:
-        PromptFileError: a file that cannot be used.
-        ModelLoadError: a model that cannot be used.
+        PromptFileError, ModelLoadError: an unusable file or model.
     """
     files = list(dict.fromkeys(path for paths in args.prompts.values() for path in paths))
-    options = None
-    if getattr(args, "random_model", None):
-        setting = load_random(argparse.Namespace(**vars(args) | {"prompts": files}), guided=True)
-        loaded, workloads = setting.loaded, setting.workloads
-    else:
-        options = ModelOptions(find_model(args.model), dtype=args.dtype, device=args.device, threads=args.threads)
-        loaded = load_model(options)
-        read = [chat_workload(path, loaded.tokenizer, args.records) for path in files]
-        if guided:
-            read = [_followed(workload, path, loaded, args) for workload, path in zip(read, files, strict=True)]
-        workloads = [fitting(workload, args.max_tokens or MAX_TOKENS, loaded.max_model_len) for workload in read]
+    options = ModelOptions(find_model(args.model), dtype=args.dtype, device=args.device, threads=args.threads)
+    loaded = load_model(options)
+    workloads = [chat_workload(path, loaded.tokenizer, args.records) for path in files]
+    if guided:
+        workloads = [_followed(workload, path, loaded, args) for workload, path in zip(workloads, files, strict=True)]
+    workloads = [fitting(workload, args.max_tokens or MAX_TOKENS, loaded.max_model_len) for workload in workloads]
     by_file = {
         path: [replace(prompt, id=f"{path.stem}/{prompt.id}") for prompt in workload.prompts]
         for path, workload in zip(files, workloads, strict=True)
     }
     datasets = {name: list(interleaved([by_file[path] for path in paths])) for name, paths in args.prompts.items()}
     too_long = sum(workload.too_long for workload in workloads)
-    how, most = FOLLOWS if guided else OWN, args.max_tokens or MAX_TOKENS
     draft = find_model(args.draft_model) if "draft_model" in args else None
-    return Stage(loaded, datasets, too_long, guided, how, most, args.repeats, progress, KeptRuns(), options, draft)
+    most, further = args.max_tokens or MAX_TOKENS, {text: text for text in getattr(args, "strategy", ())}
+    return Stage(loaded, options, draft, datasets, too_long, guided, most, args.repeats, args.seed, progress, further, KeptRuns())
 
 
 def _followed(workload: Workload, path: Path, loaded: LoadedModel, args: argparse.Namespace) -> Workload:
-    """With the known outputs of the file, which end as the model ends; those of cached sessions are its references there."""
+    """Add the known outputs of the file, and to cached sessions the outputs of similar records as references."""
     records, outputs = read_prompts(path), []
     for record in records:
         if record.output is None:
@@ -127,9 +121,9 @@ def _followed(workload: Workload, path: Path, loaded: LoadedModel, args: argpars
 
 
 def similar(texts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """The places of the others that are most similar to each text, the most similar first.
+    """Return for each text the indices of the ``count`` most similar others, the most similar first.
 
-    They share most tokens: each counts ``log(texts / texts that have it)``, over what both have together.
+    Similarity is the weight of the common tokens over that of all tokens of both; a token weighs ``log(texts / texts with it)``.
     """
     sets = [set(text) for text in texts]
     having = Counter(token for own in sets for token in own)
@@ -146,7 +140,7 @@ def similar(texts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
 
 
 def written(stage: Stage) -> Stage:
-    """The stage along the model's own greedy outputs, which are written here: to follow them is to decode greedily."""
+    """Generate the model's greedy outputs and return the stage that follows them, which equals greedy decoding."""
     shared = stage.shared(0)
     plain = EngineContestant(maker(shared, StrategyChoice(PLAIN, "autoregressive", {}), ()), stage.max_tokens)
     kept = KeptContestant("written", plain, stage.runs)
@@ -173,28 +167,27 @@ def race(
     warm: Mapping[str, int] | None = None,
     quality: Quality | None = None,
     scores: Mapping[str, Score] | None = None,
-) -> dict[str, dict[str, Figure]]:
-    """Strategies in turns on the same prompts, plain decoding first.
+) -> dict[str, Row]:
+    """Run plain decoding and strategies in turns on the same prompts.
 
     Args:
-        stage: where it runs.
-        name: of its own among the races of a command.
-        shared: of the stage, with room for ``batch_size`` requests.
+        stage: model and datasets.
+        name: unique among the races of a command.
+        shared: the model with room for ``batch_size`` requests.
         prompts: in their order.
         choices: label -> strategy.
-        repeats: the stage's when absent.
-        batch_size: prompts at once.
+        repeats: the stage's if None.
+        batch_size: concurrent prompts.
         before: outputs of earlier requests that every strategy remembers.
-        contestant: makes one of an engine; one that decodes greedily when absent.
-        warm: label -> of how many of ``before`` it remembers; of all where nothing is said.
-        quality: says how likely outputs are; see ``Returns``.
-        scores: metric -> what says how good an output is.
+        contestant: makes a contestant of an engine; a greedy one if None.
+        warm: label -> number of outputs of ``before`` that it remembers; all by default.
+        quality: likelihood of outputs, for ``perplexity``.
+        scores: metric -> score of an output.
 
     Returns:
-        Label -> metric -> figure: ``tokens/s`` and ``speedup`` of whole requests, as the papers have them; ``decode speedup``
-        after the first tokens, which in batches tells little, since one request's prefill is in another's steps;
-        ``tokens_per_step``, ``drafted_per_step``, ``differing`` (outputs that are not those of plain decoding), and with a
-        ``quality`` ``perplexity``, and each of ``scores``.
+        Label -> metric -> figure: ``tokens/s`` and ``speedup`` of whole requests, as in the papers; ``decode speedup`` after the
+        first tokens; ``tokens_per_step``, ``drafted_per_step``, ``differing`` (outputs that differ from plain decoding),
+        ``J/token`` if the device has a counter, ``perplexity`` and the ``scores``.
 
     Raises:
         OutOfTimeError: the hours of the command are over.
@@ -208,22 +201,33 @@ def race(
     outputs = {prompt.id: prompt.known for prompt in prompts if prompt.known is not None}
     stage.progress.say(f"{name}: {len(runners)} strategies on {len(prompts)} prompts")
     _, tallies = compete(runners, prompts, repeats, batch_size, stage.progress, outputs or None)
-    rows = {label: _row(tally, tallies[PLAIN], [prompt.id for prompt in prompts], repeats) for label, tally in tallies.items()}
+    texts = {
+        runner.name: [[runner.outputs[repeat + 1, prompt.id] for repeat in range(repeats)] for prompt in prompts]
+        for runner in runners
+    }
+    rows: dict[str, Row] = {}
     for runner in runners:
-        texts = [[runner.outputs[repeat + 1, prompt.id] for repeat in range(repeats)] for prompt in prompts]
+        tally, own_texts = tallies[runner.name], texts[runner.name]
+        differing = [prompt.id in tally.differing for prompt in prompts]
+        if quality is not None:  # sampled, with another seed in each repeat
+            differing = [one != other for one, other in zip(own_texts, texts[PLAIN], strict=True)]
+        row = rows[runner.name] = _row(tally, tallies[PLAIN], differing, repeats)
+        if runner.energy:
+            joules, tokens = map(sum, zip(*runner.energy.values(), strict=True))
+            row[ENERGY] = Figure(joules / tokens, samples=tuple(runner.energy.values()))
         if quality is not None:
-            rows[runner.name]["perplexity"] = _perplexity([quality(*each) for each in zip(prompts, texts, strict=True)])
+            row["perplexity"] = perplexity([quality(*each) for each in zip(prompts, own_texts, strict=True)])
         for metric, score in (scores or {}).items():
-            of_each = [
-                statistics.fmean(score(prompt, output) for output in outputs)
-                for prompt, outputs in zip(prompts, texts, strict=True)
-            ]
-            rows[runner.name][metric] = Figure(statistics.fmean(of_each), samples=figure_of(of_each).samples)
+            each = [statistics.fmean(score(prompt, one) for one in own) for prompt, own in zip(prompts, own_texts, strict=True)]
+            row[metric] = Figure(statistics.fmean(each), samples=figure_of(each).samples)
     return rows
 
 
-def _perplexity(nats: Sequence[tuple[float, int]]) -> Figure:
-    """Of ``(nats, tokens)`` of each record: a sample moves the logarithm of it as the record moves the mean."""
+def perplexity(nats: Sequence[tuple[float, int]]) -> Figure:
+    """Return the perplexity of ``(nats, tokens)`` of each record; a sample moves its logarithm as the record moves the mean.
+
+    Example: (0.69, 1) and (4.16, 3), a token of probability 1/2 and three of 1/4, give exp(4.85 / 4) = 3.36.
+    """
     tokens = statistics.fmean(count for _, count in nats)
     mean = statistics.fmean(each for each, _ in nats) / tokens
     value = math.exp(mean)
@@ -231,65 +235,72 @@ def _perplexity(nats: Sequence[tuple[float, int]]) -> Figure:
 
 
 def maker(shared: SharedModel, choice: StrategyChoice, before: Sequence[Sequence[int]]) -> Callable[[], Engine]:
-    """Makes engines of a strategy that remember outputs of earlier requests, where it remembers any."""
+    """Return a function that makes engines of a strategy, whose memory, if any, has outputs of earlier requests."""
 
     def make() -> Engine:
         engine = shared.engine(choice)
         history = None if engine.memory is None else engine.memory.of(TENANT)
-        for number, output in enumerate(before if history is not None else ()):
-            assert history is not None
-            history.extend(text_key(f"before-{number}"), 0, output, final=True)
+        if history is not None:
+            for number, output in enumerate(before):
+                history.extend(text_key(f"before-{number}"), 0, output, final=True)
         return engine
 
     return make
 
 
-def _row(tally: Tally, plain: Tally, ids: Sequence[str], repeats: int) -> dict[str, Figure]:
+def _row(tally: Tally, plain: Tally, differing: Sequence[bool], repeats: int) -> Row:
     own, base = (_by_record(each, repeats) for each in (tally, plain))
     whole = [there / here for there, here in zip(plain.wall_s, tally.wall_s, strict=True)]
     walls = [(there.wall_s, here.wall_s) for there, here in zip(base, own, strict=True)]
     after = [(there.wall_s - there.prefill_s, here.wall_s - here.prefill_s) for there, here in zip(base, own, strict=True)]
-    differing = [(float(len(ids) * (name in tally.differing)), 1.0) for name in ids]
     return {
         "tokens/s": figure_of([tally.tokens / repeats / each for each in tally.wall_s]),
         "speedup": figure_of(whole, walls),
         "decode speedup": figure_of(decode_ratios(tally, plain), after),
         "tokens_per_step": figure_of([tally.tokens / tally.steps], [(each.tokens, each.steps) for each in own]),
         "drafted_per_step": Figure((tally.drafted or 0) / tally.steps),
-        "differing": figure_of([float(len(tally.differing))], differing),
+        "differing": figure_of([float(sum(differing))], [(float(len(differing) * one), 1.0) for one in differing]),
     }
 
 
 def _by_record(tally: Tally, repeats: int) -> list[Lap]:
-    """Each record's runs of all repeats in one; what ran at once stands as one record."""
+    """Return the sum of all repeats for each record; concurrent prompts are one record."""
     records = len(tally.laps) // repeats
     return [Lap(*map(sum, zip(*tally.laps[number::records], strict=True))) for number in range(records)]
 
 
-def best(measured: Mapping[str, Mapping[str, Figure]], metric: str = "speedup") -> str:
-    """The label with the most of a metric, plain decoding left out."""
-    return max((label for label in measured if label != PLAIN), key=lambda label: measured[label][metric].mean)
+def others(measured: Mapping[str, Row]) -> dict[str, Row]:
+    """Return the measurements without those of plain decoding."""
+    return {label: row for label, row in measured.items() if label != PLAIN}
+
+
+def best(measured: Mapping[str, Row], metric: str = "speedup") -> str:
+    """Return the label with the highest value of a metric, plain decoding excluded."""
+    return max(others(measured), key=lambda label: measured[label][metric].mean)
+
+
+def means(measured: Mapping[str, Row], metric: str, lines: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, float]]:
+    """Return the series of a panel from labels by line and x."""
+    return {name: {x: measured[label][metric].mean for x, label in line.items()} for name, line in lines.items()}
 
 
 def ran(stage: Stage, files: Mapping[str, Sequence[Path]]) -> dict[str, Any]:
-    """What ran in the place of the paper's models and data."""
+    """Describe the models and data of a run."""
     model = stage.loaded.model
-    lengths = {
-        name: {
-            "stands_in": [path.stem for path in files[name]],
-            "records": len(prompts),
-            "prompt_tokens": round(statistics.fmean(len(prompt.ids) for prompt in prompts), 1),
-        }
-        | ({"output_tokens": round(statistics.fmean(len(p.known or ()) for p in prompts), 1)} if stage.guided else {})
-        for name, prompts in stage.datasets.items()
-    }
+    datasets: dict[str, dict[str, Any]] = {}
+    for name, prompts in stage.datasets.items():
+        tokens = statistics.fmean(len(prompt.ids) for prompt in prompts)
+        stands_in = [path.stem for path in files[name]]
+        datasets[name] = {"stands_in": stands_in, "records": len(prompts), "prompt_tokens": round(tokens, 1)}
+        if stage.guided:
+            datasets[name]["output_tokens"] = round(statistics.fmean(len(prompt.known or ()) for prompt in prompts), 1)
     return {
         "model": stage.loaded.served_name,
         "parameters": model.num_parameters(),
         **({} if stage.draft_path is None else {"draft_model": portable(stage.draft_path)}),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
-        "how": stage.how,
-        "datasets": lengths,
+        "how": _FOLLOWS if stage.guided else _OWN,
+        "datasets": datasets,
         "too_long": stage.too_long,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,22 +14,22 @@ from experiments.bench.memory.trie_speed import quiet
 from experiments.papers.ablation.explicit_trie import ablate
 from experiments.papers.beside import Found
 from experiments.papers.devices import peak_bytes, step_ms
-from experiments.papers.numbers.published import Figure, Value
-from experiments.papers.numbers.trie import FORWARD_S
-from experiments.papers.stage import PLAIN, Stage, maker, race, written
+from experiments.papers.numbers.published import DEVICE, Figure, Value, load
+from experiments.papers.stage import PLAIN, Row, Stage, maker, means, others, race, written
 
 DECODING, BRANCH, LLMA_BRANCH = 64, 12, 24
-DECODING_LENGTHS = (8, 16, 32, 64, 128)
-BRANCH_LENGTHS = (4, 12, 24, 48)
+DECODING_LENGTHS, BRANCH_LENGTHS = (8, 16, 32, 64, 128), (4, 12, 24, 48)
 BATCHES = (2, 4)
 ROWS, CONTEXTS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (64, 256, 512, 1024)
 MEMORY_LENGTHS = (1, 8, 64, 128)
-_SWEPT = "antrag"  # the paper's sweeps are on it
+FORWARD_S = 1 / load("trie").number("table 4", "AntRAG, AntGLM-10B", "plain")  # plain decoding emits a token per step
+_SWEPT = "antrag"  # dataset of the sweeps
 _SAMPLES = 2  # prompts of a measurement of memory
+_REPLAYED = "tokens/s at 19 ms"  # metric of tables 5 and 6
 
 
 def strategy(layout: str, decoding: int = DECODING, branch: int = BRANCH) -> StrategyChoice:
-    """The trie with a layout, or LLMA, whose copy length is the paper's branch length. As published: without similar requests."""
+    """Return the trie with a layout, or LLMA with a copy length of ``branch``; as published, without similar requests."""
     if layout == "llma":
         return StrategyChoice(layout, "llma", {"copy_length": branch, "similar_requests": 0})
     options = {"decoding_length": decoding, "branch_length": branch, "layout": layout, "similar_requests": 0}
@@ -43,28 +43,16 @@ METHODS = {
 }
 
 
-def runs(sizes: Mapping[str, int], repeats: int) -> int:
-    """How many there are, by records of each dataset."""
-    measured = {name: size - size // 2 for name, size in sizes.items()}
-    swept, methods = measured.get(_SWEPT, 0), 1 + len(METHODS)
-    sweep = 1 + 2 * len(DECODING_LENGTHS) + 2 * len(BRANCH_LENGTHS) - 1
-    batches = sum(-(-swept // batch) for batch in BATCHES)
-    warmed = sum(size * (1 + len(_warm_counts(sizes[name] // 2))) for name, size in measured.items())
-    return methods * repeats * (sum(measured.values()) + batches) + sweep * swept + warmed
-
-
 def measure(stage: Stage, found: Found) -> None:
-    """All of it; the first half of each dataset is in the trie before, as the paper's dev split."""
-    found.measures["device"] = {}
+    """Run all races along the model's own outputs; the first half of each dataset is in the trie before, as in the paper."""
     found.notes += [
         "the prompt is the only document: references are left out, as the method has none",
         f"LLMA copies {LLMA_BRANCH} tokens, the branch length beyond which the paper sees no gain; its own paper takes 15",
         "table 5 and 6: the published trie replayed without a model; seconds are its own and the paper's forward of 19 ms a step",
         "speeds are of whole requests, the prefill included, as the paper's",
+        "the outputs that are followed are this model's own greedy ones, those in the trie before, too",
     ]
-    if not stage.guided:
-        stage = written(stage)
-        found.notes.append("the outputs that are followed are this model's own greedy ones, those in the trie before, too")
+    stage = written(stage)
     _step_times(stage, found)
     if _SWEPT in stage.datasets:
         _memory(stage, stage.datasets[_SWEPT], found)
@@ -85,7 +73,7 @@ def measure(stage: Stage, found: Found) -> None:
 
 
 def halves(prompts: Sequence[Prompt]) -> tuple[list[Sequence[int]], list[Prompt]]:
-    """The outputs of the first half, and the second half without references.
+    """Return the outputs of the first half, and the second half without references.
 
     Raises:
         ValueError: fewer than two prompts.
@@ -96,87 +84,76 @@ def halves(prompts: Sequence[Prompt]) -> tuple[list[Sequence[int]], list[Prompt]
     return [prompt.known or () for prompt in prompts[:cut]], [replace(prompt, references=[]) for prompt in prompts[cut:]]
 
 
-def _warm_counts(most: int) -> list[int]:
-    """0, 1, 2, 4, ... and the most."""
-    return sorted({0, most, *(2**power for power in range(most.bit_length()) if 2**power < most)})
-
-
 def _warming(
     stage: Stage, name: str, shared: SharedModel, prompts: Sequence[Prompt], before: Sequence[Sequence[int]], found: Found
 ) -> None:
-    """The trie by the number of outputs that are in it before."""
-    warm = {f"warm {count}": count for count in _warm_counts(len(before))}
+    """Measure the trie by the number of outputs that are in it before: 0, 1, 2, 4, ... and all."""
+    most = len(before)
+    counts = sorted({0, most, *(2**power for power in range(most.bit_length()) if 2**power < most)})
+    warm = {f"warm {count}": count for count in counts}
     choices = dict.fromkeys(warm, METHODS["hierarchical"])
     swept = race(stage, f"warm records of {name}", shared, prompts, choices, repeats=1, before=before, warm=warm)
-    found.measures[name] |= {label: swept[label] for label in warm}
+    found.measures[name] |= others(swept)
     found.tables.setdefault("warm records", {})[name] = {label: swept[label]["tokens_per_step"] for label in warm}
-    line = {str(count): swept[label]["tokens_per_step"].mean for label, count in warm.items()}
+    line = means(swept, "tokens_per_step", {name: {str(count): label for label, count in warm.items()}})
     title = "the trie by outputs that are in it before"
-    found.figures[f"warm records, {name}"] = panel("lines", title, "outputs", "tokens a step (EDL)", {name: line})
+    found.figures[f"warm records, {name}"] = panel("lines", title, "outputs", "tokens a step (EDL)", line)
 
 
-def _column(measured: dict[str, dict[str, Figure]], metric: str) -> dict[str, Value]:
+def _column(measured: dict[str, Row], metric: str) -> dict[str, Value]:
     return {label: measured[label][metric] for label in (PLAIN, *METHODS)}
 
 
 def _sweep(stage: Stage, shared: SharedModel, prompts: Sequence[Prompt], before: Sequence[Sequence[int]], found: Found) -> None:
-    """Figures 4 and 5."""
-    decoding = {layout: {str(n): f"{_NAMES[layout]} {n} branch {BRANCH}" for n in DECODING_LENGTHS} for layout in _NAMES}
-    branch = {str(n): f"decoding {DECODING} branch {n}" for n in BRANCH_LENGTHS}
-    copies = {str(n): f"llma branch {n}" for n in BRANCH_LENGTHS}
+    """Measure figures 4 and 5."""
+    words = {"hierarchical": "decoding", "parallel": "parallel"}  # layout -> first word of its labels
+    decoding = {layout: {str(n): f"{word} {n} branch {BRANCH}" for n in DECODING_LENGTHS} for layout, word in words.items()}
+    branch = {
+        "hierarchical": {str(n): f"decoding {DECODING} branch {n}" for n in BRANCH_LENGTHS},
+        "llma": {str(n): f"llma branch {n}" for n in BRANCH_LENGTHS},
+    }
     choices = {label: strategy(layout, int(n)) for layout, labels in decoding.items() for n, label in labels.items()}
-    choices |= {label: strategy("hierarchical", branch=int(n)) for n, label in branch.items()}
-    choices |= {label: strategy("llma", branch=int(n)) for n, label in copies.items()}
+    choices |= {label: strategy(layout, branch=int(n)) for layout, labels in branch.items() for n, label in labels.items()}
     swept = race(stage, "figure 4", shared, prompts, choices, repeats=1, before=before)
-    found.measures[_SWEPT] |= {label: row for label, row in swept.items() if label != PLAIN}
+    found.measures[_SWEPT] |= others(swept)
     for figure, metric, y in (("figure 4", "speedup", "speed-up"), ("figure 5", "tokens_per_step", "tokens a step (EDL)")):
-        for x, lines in (("decoding length", decoding), ("branch length", {"hierarchical": branch, "llma": copies})):
-            series = {name: {n: swept[label][metric].mean for n, label in labels.items()} for name, labels in lines.items()}
-            found.figures[f"{figure}, {x}"] = panel("lines", f"{y} by {x}", x, y, series)
-
-
-_NAMES = {"hierarchical": "decoding", "parallel": "parallel"}  # layout -> the first word of its labels
+        for x, lines in (("decoding length", decoding), ("branch length", branch)):
+            found.figures[f"{figure}, {x}"] = panel("lines", f"{y} by {x}", x, y, means(swept, metric, lines))
 
 
 def _batches(stage: Stage, prompts: Sequence[Prompt], before: Sequence[Sequence[int]], found: Found) -> None:
-    """Table 8."""
-    rows: dict[str, dict[str, Value]] = {}
+    """Measure table 8."""
+    rows = found.tables["table 8"] = {}
     for batch in BATCHES:
         shared = stage.shared(DECODING - 1, batch)
         measured = race(stage, f"batches of {batch}", shared, prompts, METHODS, batch_size=batch, before=before)
         found.measures[_SWEPT] |= {f"{label}, batch {batch}": row for label, row in measured.items()}
         rows[f"batch {batch}, tokens/s"] = _column(measured, "tokens/s")
         rows[f"batch {batch}, speed-up"] = _column(measured, "speedup")
-    found.tables["table 8"] = rows
 
 
 def _ablation(stage: Stage, prompts: Sequence[Prompt], before: Sequence[Sequence[int]], found: Found) -> None:
-    """Tables 5 and 6."""
+    """Measure tables 5 and 6."""
     warm = [Prompt(f"before/{number}", [0], [], list(output)).text() for number, output in enumerate(before)]
-    vocab_size: int = stage.loaded.model.config.get_text_config().vocab_size
     with quiet():
-        parts, capacities = ablate(warm, [prompt.text() for prompt in prompts], vocab_size, stage.progress.note)
-    for label, reached in (parts | capacities).items():
-        per_second = reached.tokens_per_step / (FORWARD_S + reached.trie_s)
-        seconds = [(float(tokens), FORWARD_S * steps + trie_s) for tokens, steps, trie_s in reached.texts]
-        figures = {
-            "tokens/s at 19 ms": Figure(per_second, samples=tuple(seconds)),
-            "trie tokens_per_step": Figure(reached.tokens_per_step),
-        }
-        found.measures[_SWEPT][label] = figures
-    speed = {label: row["tokens/s at 19 ms"] for label, row in found.measures[_SWEPT].items() if "tokens/s at 19 ms" in row}
-    found.tables["table 5"] = {_SWEPT: {label: speed[label] for label in parts}}
-    found.tables["table 6"] = {_SWEPT: {label: speed[label] for label in capacities}}
-    for name, labels in (("table 5", parts), ("table 6", capacities)):
-        line = {label.removeprefix("capacity ").removeprefix("without "): speed[label].mean for label in labels}
-        found.figures[name] = panel("lines", "tokens/s at a forward of 19 ms", "", "tokens/s", {_SWEPT: line})
+        parts, capacities = ablate(warm, [prompt.text() for prompt in prompts], stage.vocab_size, stage.progress.note)
+    for name, reached in (("table 5", parts), ("table 6", capacities)):
+        speeds: dict[str, Value] = {}
+        for label, run in reached.items():
+            seconds = tuple((float(tokens), FORWARD_S * steps + trie_s) for tokens, steps, trie_s in run.texts)
+            speeds[label] = speed = Figure(run.tokens_per_step / (FORWARD_S + run.trie_s), samples=seconds)
+            found.measures[_SWEPT][label] = {_REPLAYED: speed, "trie tokens_per_step": Figure(run.tokens_per_step)}
+        found.tables[name] = {_SWEPT: speeds}
+        labels = {label.removeprefix("capacity ").removeprefix("without "): label for label in reached}
+        line = means(found.measures[_SWEPT], _REPLAYED, {_SWEPT: labels})
+        found.figures[name] = panel("lines", "tokens/s at a forward of 19 ms", "", "tokens/s", line)
 
 
 def _step_times(stage: Stage, found: Found) -> None:
-    """Figure 1."""
+    """Measure figure 1."""
     stage.progress.say("figure 1: forwards by rows")
     times = step_ms(stage.loaded, [(rows, context) for rows in ROWS for context in CONTEXTS])
-    found.measures["device"] |= {f"{rows} rows behind {context}": {"ms": Figure(ms)} for (rows, context), ms in times.items()}
+    found.measures[DEVICE] = {f"{rows} rows behind {context}": {"ms": Figure(ms)} for (rows, context), ms in times.items()}
     series: dict[str, dict[str, float]] = {}
     for (rows, context), ms in times.items():
         series.setdefault(f"context {context}", {})[str(rows)] = ms
@@ -184,7 +161,7 @@ def _step_times(stage: Stage, found: Found) -> None:
 
 
 def _memory(stage: Stage, prompts: Sequence[Prompt], found: Found) -> None:
-    """Figure 6: each decoding length with KV slots of its own size; once before, as what is loaded by then stays."""
+    """Measure figure 6, each decoding length with KV slots of its size; the first run only loads what stays loaded."""
     row: dict[str, float] = {}
 
     def work(length: int) -> None:
@@ -200,7 +177,7 @@ def _memory(stage: Stage, prompts: Sequence[Prompt], found: Found) -> None:
         if peak is None:
             found.notes.append("figure 6: this system does not tell the peak of a process's memory")
             return
-        found.measures["device"][f"decoding length {length}"] = {"peak bytes": Figure(peak)}
+        found.measures[DEVICE][f"decoding length {length}"] = {"peak bytes": Figure(peak)}
         row[f"GiB, decoding length {length}"] = peak / 2**30
     row["more with 128, %"] = 100 * (row["GiB, decoding length 128"] / row["GiB, decoding length 1"] - 1)
     found.tables["figure 6"] = {str(stage.loaded.model.device): {**row}}

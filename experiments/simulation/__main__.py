@@ -1,9 +1,23 @@
-"""``outrider simulate``: python -m experiments.simulation."""
+"""``outrider simulate``: deployments under traffic, or with a name first ``forms``, ``papers`` and ``validation``."""
+
+from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from importlib import import_module
 
 from experiments.bench.run import run
-from experiments.simulation.command import BENCH
+
+NAMES = ("forms", "papers", "validation")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the simulation that the command line names, and return its exit code."""
+    rest = list(sys.argv[1:] if argv is None else argv)
+    name = rest.pop(0) if rest and rest[0] in NAMES else ""
+    module = import_module(f"experiments.simulation.{name or 'command'}")
+    return run(module.BENCH, rest, f"outrider simulate {name}".strip())
+
 
 if __name__ == "__main__":
-    sys.exit(run(BENCH, prog="outrider simulate"))
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Replicas, a router and arrivals as a discrete-event simulation: what becomes of each request."""
+"""Discrete-event simulation of replicas, a router and arrivals."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from experiments.simulation.replica import TENANT, Piece, SimulatedReplica
 
 
 class SimulatedCluster:
-    """Replicas behind a router that picks the less loaded of two at random, as Ray Serve's does.
+    """Replicas behind a router that picks the less loaded of two at random, as Ray Serve does.
 
-    What a replica generates is known to the others ``lag_s`` after the end of its step, and drafted from. A step is computed when
-    it begins, with what has arrived by then; who arrives during it waits for the next one, and whose answer ends with a step and
-    who asks again, without a router between, is in the next one.
+    The tokens of a replica are drafted from by the others ``lag_s`` after the end of its step. A step is computed when it begins;
+    requests that arrive during it wait for the next one. A client that sends its next request at the end of a step, without a
+    router, is in the next step.
 
     Example: one replica with steps of 10 ms, and two requests of one token each, at 0 and at 4 ms. The first has its token at 10
     ms; the second waits 6 ms and has its own at 20.
@@ -30,21 +30,21 @@ class SimulatedCluster:
         """
         Args:
             replicas: new ones.
-            lag_s: from the end of a step to the others' memory; None: they share nothing.
-            router_s: of each request, from its arrival to its replica.
+            lag_s: from the end of a step to the others' memory; None without sharing.
+            router_s: from the arrival of a request to its replica.
             seed: of the router.
         """
         self._replicas, self._lag_s, self._router_s = replicas, lag_s, router_s
         self._random = random.Random(seed)
         self._env = simpy.Environment()
-        self._idle: dict[int, simpy.Event] = {}  # of replicas without work, by number
-        self._queued = [0] * len(replicas)  # on their way to each
+        self._idle: dict[int, simpy.Event] = {}  # number of a replica without work -> its wake-up
+        self._queued = [0] * len(replicas)  # requests between the router and each replica
         self.journeys: dict[str, Journey] = {}
         self._ended: Callable[[], None] = lambda: None
         self._left = 0
 
     def open_loop(self, texts: Sequence[tuple[str, KnownText]], times_s: Sequence[float]) -> dict[str, Any]:
-        """Requests come at given times, ascending. See ``closed_loop``."""
+        """Run requests that arrive at given ascending times. See ``closed_loop``."""
 
         def arrive() -> Generator[simpy.Event, object, None]:
             for (key, text), at in zip(texts, times_s, strict=True):
@@ -55,15 +55,11 @@ class SimulatedCluster:
         return self._run(len(texts), closed=False)
 
     def closed_loop(self, texts: Sequence[tuple[str, KnownText]], clients: int) -> dict[str, Any]:
-        """So many clients, each with one request at a time and the next one at once.
-
-        Args:
-            texts: in the order in which they are asked for, with keys of their own.
-            clients: at least one.
+        """Run clients with one request at a time, each followed by the next at once.
 
         Returns:
-            As ``bench.load.measures.measured``: throughput, percentiles of TTFT, TPOT and end to end, tokens per step;
-            and ``busy``, the share of the time in which a replica computes.
+            ``experiments.bench.engines.measures.measured``: throughput, percentiles of TTFT, TPOT and end to end, tokens per
+            step; and ``busy``, the share of the time in which a replica computes.
         """
         waiting = iter(texts)
 
@@ -89,7 +85,7 @@ class SimulatedCluster:
         return results | {"busy": round(busy_s / (results["wall_s"] * len(self._replicas)), 3)}
 
     def _send(self, key: str, text: KnownText) -> Generator[simpy.Event, object, None]:
-        """One request from its arrival to its replica."""
+        """Route one request from its arrival to its replica."""
         now = self._env.now
         self.journeys[key] = Journey(key, now, now)
         number = self._pick()
@@ -102,13 +98,13 @@ class SimulatedCluster:
             self._idle.pop(number).succeed()
 
     def _pick(self) -> int:
-        """The less loaded of two replicas; of equals the first that was drawn."""
+        """Return the less loaded of two random replicas; of equals the first drawn."""
         count = len(self._replicas)
         drawn = self._random.sample(range(count), min(2, count))
         return min(drawn, key=lambda number: self._replicas[number].load + self._queued[number])
 
     def _serve(self, number: int) -> Generator[simpy.Event, object, None]:
-        """Step after step; between them, and without work, it takes requests in."""
+        """Run the steps of a replica, and wait without work."""
         replica = self._replicas[number]
         while True:
             step = replica.step(self._env.now)
@@ -119,10 +115,10 @@ class SimulatedCluster:
             yield self._env.timeout(step.seconds)
             for piece in step.pieces:
                 self._note(piece, number)
-            yield self._env.timeout(0)  # who asks again at once is in the next step
+            yield self._env.timeout(0)  # requests sent now are in the next step
 
     def _note(self, piece: Piece, number: int) -> None:
-        """What a client sees, and what the other replicas will."""
+        """Record the tokens of a request, and send them to the other replicas."""
         now, journey = self._env.now, self.journeys[piece.key]
         journey.moments.append((now, len(piece.tokens), piece.drafted))
         journey.output.extend(piece.tokens)
@@ -137,10 +133,10 @@ class SimulatedCluster:
 
 
 def keyed(texts: Mapping[str, Sequence[KnownText]], count: int) -> list[tuple[str, KnownText]]:
-    """The first texts of workloads in turns, each with a key of its own.
+    """Return the first texts of workloads in turns, with unique keys.
 
     Raises:
-        ValueError: there are fewer than ``count``. None comes twice: an answer that was given before is drafted whole.
+        ValueError: there are fewer than ``count``; none is repeated, since a repeated answer would be drafted as a whole.
     """
     found = list(interleaved([[(f"{name}-{at}", text) for at, text in enumerate(known)] for name, known in texts.items()]))
     if len(found) < count:

@@ -1,4 +1,4 @@
-"""GPUs and models as numbers, for ``outrider simulate``, with where the numbers are from."""
+"""GPUs and models as numbers, with their sources."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ _GATED = frozenset(("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemm
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One device: dense half-precision peak, memory, and the link to its neighbours in one machine."""
+    """Peak arithmetic, memory and links of one device."""
 
     name: str
-    flops: float  # a second, bfloat16 or float16, without sparsity
+    flops: float  # per second, bfloat16 or float16, without sparsity
     memory_bytes: float
-    bandwidth: float  # bytes a second of its memory
-    link: float  # bytes a second and direction to the other GPUs of the machine
-    usd_per_hour: float | None  # None: no price is known
+    bandwidth: float  # bytes per second of its memory
+    link: float  # bytes per second and direction to the other GPUs of the machine
+    usd_per_hour: float | None  # None if no price is known
     sources: tuple[str, ...]
 
 
 def _of_card(name: str, link: float, usd_per_hour: float | None, *sources: str) -> Gpu:
     card = CARDS[name]
-    return Gpu(
-        name, card.half_flops, card.sheet_gb * 1e9, card.bandwidth, link, usd_per_hour, (*card.sources, *sources)
-    )  # fmt: skip
+    found = (*card.sources, *sources)
+    return Gpu(name, card.half_flops, card.sheet_gb * 1e9, card.bandwidth, link, usd_per_hour, found)
 
 
 _SPHERON = "price: spheron.network/blog/nvidia-a100-vs-h100, on demand, 1 May 2026"
 _JARVIS = "price: jarvislabs.ai/blog/h100-vs-a100, April 2026"
+_V100 = "NVIDIA V100 datasheet, SXM2: 125 TFLOP/s, 900 GB/s, NVLink 300 GB/s both ways"
 _NVLINK = "NVLink 600 GB/s both ways"
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
@@ -41,17 +41,14 @@ GPUS: dict[str, Gpu] = {
         _of_card("A100-80", 300e9, 1.64, _NVLINK, _SPHERON),
         _of_card("A100-40", 300e9, 1.29, _NVLINK, _JARVIS),
         _of_card("H100", 450e9, 2.90, "NVLink 900 GB/s both ways", _SPHERON),
-        Gpu(
-            "V100-32", 125e12, 32e9, 0.9e12, 150e9, None,
-            ("NVIDIA V100 datasheet, SXM2: 125 TFLOP/s, 900 GB/s, NVLink 300 GB/s both ways",),
-        ),
+        Gpu("V100-32", 125e12, 32e9, 0.9e12, 150e9, None, (_V100,)),
     )
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What the time of a forward depends on."""
+    """Sizes that determine the time of a forward."""
 
     name: str
     layers: int
@@ -65,12 +62,12 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> float:
-        """All weights; a step reads each once."""
+        """Return the bytes of all weights, which a step reads once."""
         return self.parameters * self.value_bytes
 
     @property
     def entry_bytes(self) -> float:
-        """Keys and values of one token, all layers."""
+        """Return the bytes of keys and values of one token in all layers."""
         return 2.0 * self.layers * self.kv_heads * self.head_size * self.value_bytes
 
 
@@ -79,6 +76,7 @@ MODELS: dict[str, ModelShape] = {
     for shape in (
         ModelShape("llama-2-7b", 32, 4096, 32, 32, 128, 6.74e9, 32000),
         ModelShape("llama-2-13b", 40, 5120, 40, 40, 128, 13.02e9, 32000),
+        ModelShape("llama-30b", 60, 6656, 52, 52, 128, 32.53e9, 32000),  # arXiv 2302.13971, table 2
         ModelShape("llama-2-70b", 80, 8192, 64, 8, 128, 68.98e9, 32000),
         ModelShape("codellama-34b", 48, 8192, 64, 8, 128, 33.74e9, 32000),
         ModelShape("llama-3.1-8b", 32, 4096, 32, 8, 128, 8.03e9, 128256),
@@ -89,17 +87,17 @@ MODELS: dict[str, ModelShape] = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """A GPU by its name. Raises ``ValueError`` that names those there are."""
+    """Return a GPU by its name. Raises ``ValueError`` with the known names."""
     if name not in GPUS:
         raise ValueError(f"--gpu {name!r} is not known: it is one of {', '.join(GPUS)}")
     return GPUS[name]
 
 
 def find_shape(name: str) -> ModelShape:
-    """A model by its name, or of a folder with a ``config.json`` in the layout of transformers.
+    """Return a model by its name, or of a folder with a ``config.json`` in the layout of transformers.
 
     Raises:
-        ValueError: neither, or the file lacks a number.
+        ValueError: it is neither, or the file lacks a number.
     """
     if name in MODELS:
         return MODELS[name]
@@ -113,7 +111,7 @@ def find_shape(name: str) -> ModelShape:
 
 
 def shape_of(name: str, config: dict[str, Any]) -> ModelShape:
-    """The shape of a decoder of the Llama family by its ``config.json``; norms and biases, a few thousandths, are left out.
+    """Return the shape of a decoder of the Llama family from its ``config.json``, without norms and biases.
 
     Example: 32 layers of 4096 with an MLP of 11008 and 32000 tokens are 32 * (4 * 4096**2 + 3 * 4096 * 11008) and twice
     32000 * 4096 parameters, 6.74 billion.

@@ -1,11 +1,11 @@
-"""A replica without a model: the real scheduler and the real drafters along known outputs, in simulated time."""
+"""A replica in simulated time: the real scheduler and the real drafters along known outputs, without a model."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from actors.lookahead.width import WidthChoice, WidthChoices
 from configs.slices import EngineOptions
@@ -13,32 +13,26 @@ from decoding.budget.latency import LatencyCurve, StepLoad
 from decoding.replay import KnownText, known_rows
 from decoding.request import PLAIN, Acceptance, Request, SamplingParams, text_key
 from decoding.strategy_choice import StrategyChoice
-from decoding.tree import DraftTree, Int32Array
+from decoding.tree import DraftTree, Int32Array, Part
+from decoding.verify.exact import verify_exact
 from engine.kv.prefix_cache import PrefixCache
 from engine.scheduling.scheduler import Scheduler, Share
-from experiments.simulation.ranks import Live, Tally, Work, accepted
 from experiments.simulation.steps import RankLoad, StepTimes
 
 TENANT = "simulated"
+_LAZY_LAG = 16  # of ``actors.lookahead.rank_state``
 
 
 class KnownTarget:
-    """What drafters may ask of a target that is a set of known outputs."""
+    """``Target`` of drafters along known outputs."""
 
     def __init__(self, vocab_size: int, end_token: int, max_model_len: int, curve: LatencyCurve) -> None:
-        """
-        Args:
-            vocab_size: tokens are below it.
-            end_token: ends a text.
-            max_model_len: tokens of prompt and output together.
-            curve: of its steps.
-        """
         self.end_token_ids: tuple[int, ...] = (end_token,)
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self._curve = curve
 
     def bigram_table(self, width: int) -> Int32Array:
-        """See ``Target``. Raises ``ValueError``: known outputs rank nothing."""
+        """Raise ``ValueError``: known outputs have no rankings."""
         raise ValueError("a strategy drafts from the model's own ranking, which known outputs do not have")
 
     def unigram_ranking(self, width: int) -> Int32Array:
@@ -52,7 +46,7 @@ class KnownTarget:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one request was given by a step."""
+    """Tokens of one request from one step."""
 
     key: str
     tokens: tuple[int, ...]
@@ -63,19 +57,91 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step: how long it takes, and what it gives once it is over."""
+    """Duration and result of one step."""
 
     seconds: float
     pieces: tuple[Piece, ...]
 
 
-class SimulatedReplica:
-    """Schedules, drafts and verifies as the engine does, with ``StepTimes`` for the model and known outputs for what it says.
+@dataclass(slots=True)
+class _Live:
+    """A running request."""
 
-    Time is an argument: a step is computed at once, and what it gives counts when its seconds have passed. What it leaves out:
-    sampling (known outputs are accepted token by token, LLMA, arXiv 2304.04487, section 3.2), stop strings and cancellations.
-    With several ranks, trees are parted as in lookahead parallelism and each rank computes again what another one accepted;
-    whether a step is shared follows what it brought of late, by the same choice as in a served group.
+    request: Request
+    known: list[int]
+    computed: list[int] = field(default_factory=list)  # tokens that each rank has computed; empty before the first step
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Work of a step for one request."""
+
+    live: _Live
+    end: int  # tokens that are computed after it
+    tree: DraftTree | None  # None for a chunk of a prefill
+    decodes: bool  # one token and its drafts
+
+
+def _accepted(tree: DraftTree, live: _Live) -> Acceptance:
+    """Verify a tree against the known output."""
+    said: Iterator[int] = iter(live.known[live.request.num_output :])
+    return verify_exact(tree, lambda row: next(said), live.request.remaining, frozenset())
+
+
+class _Tally:
+    """Work of one rank in a step, as in ``actors.lookahead.rank_state.RankState.partition``.
+
+    The leader computes all of a prefill and its part of each tree. Another rank first computes the tokens that it lacks; if its
+    part of a tree is only the root, it computes nothing until it lacks 16 tokens, and the step does not wait for it.
+    """
+
+    __slots__ = ("_bare", "_context", "_rows", "_sequences", "awaited")
+
+    def __init__(self) -> None:
+        self._sequences = self._rows = self._context = self._bare = 0
+        self.awaited = False
+
+    @property
+    def load(self) -> RankLoad:
+        """Return the total."""
+        return RankLoad(self._sequences, self._rows, self._context, self._bare)
+
+    def add(self, rank: int, work: _Work, computed: int, part: Part | None, acceptance: Acceptance | None) -> int:
+        """Add a request's work, and return how many of its tokens the rank has computed then.
+
+        Example: root 7 with the branches 1 2 and 3 on two ranks, and the target emits 3 5. Each computes the root and its branch;
+        the next step begins with 3 5 on the first rank and with 5 on the second, which has computed the 3.
+        """
+        drafted = 0 if part is None else len(part.tree) - 1
+        self.awaited |= drafted > 0
+        end, logits = work.end, int(work.tree is not None)
+        if rank and work.tree is not None and not drafted:
+            end, logits = end - 1, 0
+            if end - computed < _LAZY_LAG:
+                return computed
+        self._sequences += 1
+        self._rows += end - computed + drafted
+        self._bare += end - computed - logits
+        self._context += computed
+        return end + (0 if part is None or acceptance is None else _held(part, acceptance))
+
+
+def _held(part: Part, acceptance: Acceptance) -> int:
+    """Return how many of the accepted rows, from the root on, are in a part."""
+    own = set(part.rows.tolist())
+    count = 0
+    while count < len(acceptance.rows) and acceptance.rows[count] in own:
+        count += 1
+    return count
+
+
+class SimulatedReplica:
+    """Schedules, drafts and verifies as the engine does, with ``StepTimes`` and known outputs instead of a model.
+
+    Time is an argument: a step is computed at once, and its result counts after its seconds. Sampling (known outputs are accepted
+    token by token, LLMA, arXiv 2304.04487, section 3.2), stop strings and cancellations are left out. With several ranks, trees
+    are partitioned as in lookahead parallelism, and each rank computes again what another one accepted; the choice whether a step
+    is shared is that of a served group.
     """
 
     def __init__(
@@ -83,15 +149,15 @@ class SimulatedReplica:
     ) -> None:
         """
         Args:
-            choice: who drafts; one that known outputs can drive.
+            choice: a strategy that needs no logits.
             times: of the steps.
-            target: as drafters see it.
+            target: of the drafter.
             options: of the scheduler.
-            budget: most drafted rows of a request in a step, for each rank.
+            budget: maximum draft tokens of a request in a step, for each rank.
             adaptive: see ``configs.slices.ParallelismOptions``; else every step is shared.
 
         Raises:
-            ValueError: the strategy drafts from the target's logits, or is unknown.
+            ValueError: the strategy needs logits or a draft model.
         """
         self._drafter = choice.build()
         if self._drafter.needs_logits or self._drafter.draft_rows:
@@ -102,29 +168,29 @@ class SimulatedReplica:
         slots = options.most_slots(times.ranks > 1)
         self._scheduler = Scheduler(options, budget, self._place, lambda: self._now, slots)
         self._prefixes = PrefixCache(slots) if options.prefix_caching else None
-        self._live: dict[str, Live] = {}
+        self._live: dict[str, _Live] = {}
         self._choices = WidthChoices() if adaptive and times.ranks > 1 else None
         self._width = self._decoding = 1
         self._propose_s: float | None = None  # of the last step
-        self.told: deque[tuple[float, str, Piece]] = deque()  # of other replicas: when it is known here, tenant, piece
+        self.told: deque[tuple[float, str, Piece]] = deque()  # from other replicas: time of arrival, tenant, piece
         self.steps, self.busy_s = 0, 0.0
 
     @property
     def load(self) -> int:
-        """Requests that run or wait."""
+        """Return the number of running and waiting requests."""
         return len(self._live)
 
     def add(self, key: str, text: KnownText, now: float) -> None:
-        """Takes a request in."""
+        """Add a request."""
         self._now = now
         params = SamplingParams(max_tokens=len(text.output_ids))
         request = Request(key, text.prompt_ids, params, text.references, tenant=TENANT)
         request.scope = TENANT
-        self._live[key] = Live(request, text.output_ids.tolist())
+        self._live[key] = _Live(request, text.output_ids.tolist())
         self._scheduler.add(request)
 
     def step(self, now: float) -> Step | None:
-        """The next step; None where there is nothing to do."""
+        """Return the next step; None without work."""
         self._now = now
         self._learn(now)
         choice = self._choose()
@@ -135,13 +201,13 @@ class SimulatedReplica:
         loads, outcomes = self._compute(works)
         seconds = self._times.seconds(loads, drafted_for)
         self.busy_s += seconds
-        if choice is not None and all(work.tree is not None and work.end - work.start == 1 for work in works):
+        if choice is not None and all(work.decodes for work in works):
             self._decoding = len(works)
             choice.took(sum(one.count for one in outcomes if one is not None), seconds)
         return Step(seconds, tuple(self._commit(work, one) for work, one in zip(works, outcomes, strict=True) if one is not None))
 
     def _choose(self) -> WidthChoice | None:
-        """Whether the step is shared; the drafter hears of a new width."""
+        """Choose whether the step is shared, and set the drafter's width."""
         ranks, choice = self._times.ranks, None
         if self._choices is not None:
             choice = self._choices.of(ranks, self._decoding)
@@ -150,7 +216,7 @@ class SimulatedReplica:
         return choice
 
     def _learn(self, now: float) -> None:
-        """What other replicas generated, as far as it has arrived."""
+        """Add the tokens of other replicas that have arrived to the history."""
         memory = self._drafter.memory
         while self.told and self.told[0][0] <= now:
             _, tenant, piece = self.told.popleft()
@@ -158,8 +224,8 @@ class SimulatedReplica:
             if history is not None:
                 history.extend(text_key(piece.key), piece.offset, piece.tokens, piece.finished)
 
-    def _plan(self) -> tuple[list[Work], int]:
-        """As ``engine.planner``, in simulated time; also how many requests were drafted for."""
+    def _plan(self) -> tuple[list[_Work], int]:
+        """Plan a step as ``engine.planner``, and return the number of requests that were drafted for too."""
         shares = self._scheduler.schedule(self._width)
         load = dataclasses.replace(_step_load(shares), propose_s=self._propose_s)
         asked = [share for share in shares if share.draft_rows > 0 and not self._plain]
@@ -181,19 +247,20 @@ class SimulatedReplica:
             live = self._live[request.request_id]
             if not live.computed:
                 live.computed = [request.num_computed] * self._times.ranks
-            works.append(Work(live, request.num_computed, share.end, own))
+            decodes = own is not None and share.end - request.num_computed == 1
+            works.append(_Work(live, share.end, own, decodes))
         return works, len(asked)
 
-    def _compute(self, works: Sequence[Work]) -> tuple[list[RankLoad], list[Acceptance | None]]:
-        """What each rank computes that the step waits for, the leader first, and what is accepted."""
-        tallies = [Tally() for _ in range(self._times.ranks)]
+    def _compute(self, works: Sequence[_Work]) -> tuple[list[RankLoad], list[Acceptance | None]]:
+        """Return the load of each rank that the step waits for, the leader first, and the acceptances."""
+        tallies = [_Tally() for _ in range(self._times.ranks)]
         outcomes: list[Acceptance | None] = []
         for work in works:
             live = work.live
             if self._prefixes is not None and live.request.slot is not None:
                 self._prefixes.cut(live.request.slot, live.computed[0])
                 self._prefixes.keep(live.request.slot, TENANT, live.request.tokens[: work.end])
-            acceptance = None if work.tree is None else accepted(work.tree, live)
+            acceptance = None if work.tree is None else _accepted(work.tree, live)
             parts = [] if work.tree is None else work.tree.partition(self._width)
             for rank, tally in enumerate(tallies):
                 part = parts[rank] if rank < len(parts) else None
@@ -202,8 +269,8 @@ class SimulatedReplica:
             outcomes.append(acceptance)
         return [tally.load for rank, tally in enumerate(tallies) if not rank or tally.awaited], outcomes
 
-    def _commit(self, work: Work, acceptance: Acceptance) -> Piece:
-        """Appends what was accepted, and ends the request where its output ends."""
+    def _commit(self, work: _Work, acceptance: Acceptance) -> Piece:
+        """Append the accepted tokens, and finish the request at the end of its output."""
         request, tree = work.live.request, work.tree
         assert tree is not None
         offset = request.num_output
@@ -218,7 +285,7 @@ class SimulatedReplica:
         return Piece(request.request_id, tuple(tokens), offset, tree.num_candidates - 1, not request.remaining)
 
     def _place(self, request: Request, free: Sequence[int]) -> tuple[int, int]:
-        """See ``Executor.place``."""
+        """Choose a slot; see ``Executor.place``."""
         if self._prefixes is None:
             return free[0], request.num_computed
         found = self._prefixes.place(request.tokens, TENANT, free)
@@ -227,7 +294,7 @@ class SimulatedReplica:
 
 
 def _step_load(shares: Sequence[Share]) -> StepLoad:
-    """What a step computes before anything is drafted."""
+    """Return the load of a step without drafts."""
     rows = context = prefill = 0
     for share in shares:
         request = share.request

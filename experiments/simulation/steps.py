@@ -1,4 +1,4 @@
-"""How long a step takes that nobody can time here: the roofline of a GPU as a latency curve, and ranks that share a step."""
+"""Time of a step: the roofline of a GPU as a latency curve, and ranks that share a step."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ _CONTEXT, _FAR, _WIDE = 256, 2304, 64
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """What of a GPU a program gets, and what its launches and collectives take.
+    """Shares of a GPU's peak that a program reaches, and its times of launches and collectives.
 
-    The shares are what engines with graphs and fused kernels reach; ``launch_s`` is for those that launch every kernel from
-    Python (transformers without graphs): the host then takes so long a layer, whatever the GPU does meanwhile.
+    The shares are those of engines with graphs and fused kernels; ``launch_s`` is for those that launch every kernel from Python
+    (transformers without graphs).
     """
 
-    bandwidth_share: float = BANDWIDTH_SHARE  # of the peak, reached while weights are read
-    flops_share: float = FLOPS_SHARE  # of the peak, reached by matrices of some hundred rows
+    bandwidth_share: float = BANDWIDTH_SHARE  # while weights are read
+    flops_share: float = FLOPS_SHARE  # with matrices of some hundred rows
     launch_s: float = 0.0  # of a layer, on the host
     collective_s: float = 20e-6  # of an all-reduce without its bytes: two phases of 10 us (calculon, systems/a100_80g.json)
     link_share: float = 0.65  # of the link's peak (the same)
-    hop_s: float = 20e-6  # of handing activations to the next stage of a pipeline
+    hop_s: float = 20e-6  # from one stage of a pipeline to the next
 
 
 def roofline_s(
     gpu: Gpu, model: ModelShape, software: Software, rows: float, context: float, looked_at: float, tensor: int = 1
 ) -> float:
-    """Seconds of one forward: reading, computing or launching, whichever takes longest, and the all-reduces.
+    """Return the seconds of one forward: the longest of reading, computing and launching, plus the all-reduces.
 
     Weights are read once, KV entries once; 2 operations a weight and row; 4 a head's number for each entry that a row looks at.
     With ``tensor`` GPUs each has its share of all of it, and each layer ends twice in an all-reduce of the rows' activations, a
@@ -49,10 +49,10 @@ def roofline_s(
     of a row takes 8.8 ms, one of 256 rows 18.4. With 8 GPUs it is 1.1 ms, and 64 all-reduces of 20 us, 1.3 ms, on top.
 
     Args:
-        gpu, model, software: what computes what, and how well.
+        gpu, model, software: of the deployment.
         rows: of the step, all sequences.
         context: entries before them, all sequences.
-        looked_at: entries that each row looks at, added over the rows.
+        looked_at: entries that each row looks at, summed over the rows.
         tensor: GPUs that share each layer.
     """
     read = model.weight_bytes + context * model.entry_bytes
@@ -66,10 +66,10 @@ def roofline_s(
 
 
 def roofline_curve(gpu: Gpu, model: ModelShape, software: Software, tensor: int = 1) -> LatencyCurve:
-    """The roofline in the form of a measured curve, so that drafters and steps read it alike.
+    """Return the roofline as a latency curve.
 
-    Entries cost what 2,048 more of them add to a step of one row, and a row's look at one what they add to a step of 64 rows
-    beyond that.
+    The time of an entry is what 2,048 more of them add to a step of one row; a row's look at one is what they add to a step of
+    64 rows beyond that.
     """
 
     def seconds(rows: int, context: int) -> float:
@@ -83,10 +83,10 @@ def roofline_curve(gpu: Gpu, model: ModelShape, software: Software, tensor: int 
 
 
 def read_curve(path: Path) -> LatencyCurve:
-    """The curve of a file that ``outrider doctor --calibrate`` kept, or of what its ``--json`` printed.
+    """Read the curve of a file that ``outrider doctor --calibrate`` kept, or of its ``--json`` output.
 
     Raises:
-        ValueError: it holds none.
+        ValueError: it has none.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -97,7 +97,7 @@ def read_curve(path: Path) -> LatencyCurve:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Seconds that the processor takes beside the forward, one step after the other."""
+    """Seconds of the processor besides the forward; they add up."""
 
     step_s: float = 0.1e-3
     request_s: float = 0.1e-3  # of each request: packing, verifying, committing, observing
@@ -106,21 +106,21 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
-    """What one rank computes in a step."""
+    """Work of one rank in a step."""
 
     sequences: int
     rows: int
-    context: int  # KV entries before them, added over the sequences
-    bare: int = 0  # of the rows, those without logits: all of a prefill but the last
+    context: int  # KV entries before them, summed over the sequences
+    bare: int = 0  # rows without logits: all of a prefill but the last
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of steps of one replica, however many GPUs it has.
+    """Seconds of the steps of one replica.
 
-    ``lookahead``: each GPU holds the model and computes its part, the slowest one counts, and integers are exchanged. ``tensor``:
-    the curve is that of all GPUs together. ``pipeline``: layers on one GPU after the other, as accelerate's ``device_map`` runs
-    them: the time of one GPU, and a hop between any two.
+    ``lookahead``: each GPU holds the model and computes its part; the slowest one counts, and integers are exchanged. ``tensor``:
+    the curve is that of all GPUs together. ``pipeline``: layers on one GPU after the other, as by accelerate's ``device_map``:
+    the time of one GPU, and a hop between any two.
     """
 
     mode: Mode
@@ -129,20 +129,15 @@ class StepTimes:
     host: Host
     exchange_s: float = EXCHANGE_S
     hop_s: float = 0.0  # between two stages of a pipeline
-    bare_share: float = 1.0  # of the time of a row: what one without logits takes
+    bare_share: float = 1.0  # time of a row without logits relative to one with logits
 
     @property
     def ranks(self) -> int:
-        """That share the trees of a step."""
+        """Return the number of ranks that share the trees of a step."""
         return self.width if self.mode == "lookahead" else 1
 
     def seconds(self, loads: Sequence[RankLoad], drafted_for: int) -> float:
-        """Seconds of a step.
-
-        Args:
-            loads: of each rank that computes, one where the step is not shared.
-            drafted_for: requests that the drafter was asked for.
-        """
+        """Return the seconds of a step from the load of each rank and the number of requests that are drafted for."""
         slowest = max(self.forward_s(load) for load in loads)
         other = self.exchange_s * len(loads) if len(loads) > 1 else 0.0
         if self.mode == "pipeline":
@@ -151,22 +146,20 @@ class StepTimes:
         return slowest + other + host.step_s + host.request_s * loads[0].sequences + host.propose_s * drafted_for
 
     def forward_s(self, load: RankLoad) -> float:
-        """Seconds of one rank's forward."""
+        """Return the seconds of one rank's forward."""
         at = StepLoad(load.sequences, load.rows, load.context)
         rows = load.rows - (1 - self.bare_share) * load.bare
         return float(self.curve.seconds(np.array([rows], np.float64), at)[0])
 
 
-def step_times(
-    mode: Mode, width: int, gpu: Gpu, model: ModelShape, software: Software, host: Host, exchange_s: float = EXCHANGE_S
-) -> StepTimes:
-    """Those of a replica of so many GPUs."""
+def step_times(mode: Mode, width: int, gpu: Gpu, model: ModelShape, software: Software, host: Host) -> StepTimes:
+    """Return the step times of a replica of ``width`` GPUs."""
     curve = roofline_curve(gpu, model, software, width if mode == "tensor" else 1)
     bare_share = 1 - model.vocabulary * model.hidden / model.parameters
-    return StepTimes(mode, width, curve, host, exchange_s, software.hop_s, bare_share)
+    return StepTimes(mode, width, curve, host, hop_s=software.hop_s, bare_share=bare_share)
 
 
 def fits(mode: Mode, width: int, gpu: Gpu, model: ModelShape, slots: int, capacity: int) -> bool:
-    """Whether weights and KV slots leave a tenth of each GPU's memory free."""
+    """Return whether weights and KV slots leave a tenth of each GPU's memory free."""
     whole = model.weight_bytes + slots * capacity * model.entry_bytes
     return whole / (1 if mode == "lookahead" else width) <= 0.9 * gpu.memory_bytes

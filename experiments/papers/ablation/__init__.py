@@ -1,1 +1,1 @@
-"""The published trie as a reference, and what each of its parts brings. In: known outputs. Out: tokens per step."""
+"""Published trie as a reference, and its ablation. In: known outputs. Out: tokens per step."""

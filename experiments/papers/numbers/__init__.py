@@ -1,1 +1,1 @@
-"""What the papers published, as their tables have it."""
+"""Published numbers and statements of the papers, as YAML with a loader that checks them."""

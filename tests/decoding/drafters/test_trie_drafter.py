@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from decoding.drafters.trie import TrieDrafter
 from decoding.request import Request, SamplingParams
 from decoding.tree import SOURCES, DraftTree
-from experiments.papers.ablation.frequency_trie import FrequencyTrie, Mode
-from experiments.papers.ablation.frequency_trie_nodes import Draft, chains
+from experiments.papers.ablation.frequency_trie import Draft, FrequencyTrie, Mode
+from tests.helpers.drafts import chains
 from tests.helpers.targets import Target, is_chain, paths
 
 END = 2

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.papers.ablation.frequency_trie import Draft, FrequencyTrie, Mode
-from experiments.papers.ablation.frequency_trie_nodes import chains
+from tests.helpers.drafts import chains
 
 END = 2
 TEXT = st.lists(st.integers(0, 5), max_size=24)  # END among them

@@ -1,9 +1,10 @@
-"""The papers' numbers beside a run's: the data, the statements, the law, and each command from end to end on a tiny model."""
+"""Papers: the data, the judge, the scaling law, and each command from end to end on a tiny model."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,9 @@ import pytest
 
 from cluster.cli.generate.prompt_file import read_prompts
 from decoding.request import Acceptance
+from decoding.strategy_choice import StrategyChoice
 from decoding.tree import DraftTree
+from engine.measures.energy import EnergyMeter
 from experiments.bench.__main__ import main
 from experiments.bench.engines.contestants import Prompt, Run
 from experiments.bench.progress import Progress
@@ -28,17 +31,16 @@ from experiments.papers.beside import (
     NOT_TESTABLE,
     UNDECIDED,
     VERDICTS,
-    Found,
-    beside,
     judged,
 )
-from experiments.papers.commands import PAPERS, WORKLOADS, bench_of
+from experiments.papers.commands import PAPERS, bench_of
 from experiments.papers.jacobi import compression, expected_tokens, fitted
-from experiments.papers.kept import KeptContestant, KeptRuns
+from experiments.papers.kept import Entry, KeptContestant, KeptRuns
 from experiments.papers.llma import counted
 from experiments.papers.ngrammys import Seen, shares
-from experiments.papers.numbers.published import Claim, Figure, Paper, PaperTable, figure_of
-from experiments.papers.stage import load_stage, similar
+from experiments.papers.numbers import published
+from experiments.papers.numbers.published import Claim, Figure, figure_of, load
+from experiments.papers.stage import load_stage, race, similar
 
 SENTENCE = "The quick brown fox jumps over the lazy dog. "
 
@@ -71,11 +73,39 @@ def test_the_papers_numbers_agree_with_each_other() -> None:
 
 @pytest.mark.parametrize("key", PAPERS)
 def test_statements_name_datasets_and_tables_of_their_paper(key: str) -> None:
+    """A size is what the statement's words and tables say."""
     paper = PAPERS[key]
-    assert paper.source.startswith("arXiv ") and len({table.name for table in paper.tables}) == len(paper.tables)
+    numbers = {number(value) for table in paper.tables for row in table.rows.values() for value in row.values()}
+    assert paper.source.startswith("arXiv ") and paper.records.keys() == {"full", "short"}
     for claim in paper.claims:
-        assert claim.dataset in {*paper.datasets, "device", "all"}, claim
-        assert claim.where.split()[0] in ("table", "figure", "section") and claim.better != claim.worse and claim.words
+        assert (claim.where.split()[0] in ("table", "figure") and claim.beyond) or not claim.against
+        pair = re.fullmatch(r"(?:.*: )?([0-9.]+) against ([0-9.]+)(?: \(7B\))?", claim.words)
+        if pair and claim.size and claim.where != "table 6":
+            first, second = float(pair[1]), float(pair[2])
+            assert {first, second} <= numbers and claim.size == (first / second,) * 2
+        elif claim.size and claim.size[0] < claim.size[1] and key not in ("mjsd", "jacobi"):
+            assert set(claim.size) <= numbers
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("dataset: retrieval", "dataset: elsewhere", "no dataset is called 'elsewhere'"),
+        ("lower: true", "less: true", "unexpected keyword argument 'less'"),
+        ("size: [2.22, 2.49]", "size: [2.49, 2.22]", "size must be a ratio"),
+        ("[898.8, 122.0]", "[898.8]", "shorter"),
+        ("898.8", "many", "must be a number"),
+        ("follows: files", "follows: nothing", "follows must be one of"),
+        ("cache: text2sql_human", "caches: text2sql_human", "workloads must name the datasets"),
+        ("worse: plain", "worse: best", "needs two labels"),
+    ],
+)
+def test_a_file_of_numbers_is_checked(old: str, new: str, message: str, tmp_path: Path) -> None:
+    text = Path(published.__file__).with_name("llma.yaml").read_text()
+    (tmp_path / "llma.yaml").write_text(text.replace(old, new, 1))
+    assert old in text
+    with pytest.raises(ValueError, match=f"llma.yaml: .*{message}"):
+        load("llma", tmp_path)
 
 
 def one_judged(better: Figure, worse: Figure, device: str = "cpu", dataset: str = "d", **settings: Any) -> dict[str, Any]:
@@ -156,20 +186,6 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     assert 0.5 < told / runs < 0.9 and 20 < np.median(needed) < 60
 
 
-def test_results_hold_both_sides_of_a_table() -> None:
-    paper = Paper(
-        "p", "arXiv 0", "Title", "ran", {"d": "data"},
-        (PaperTable("table 1", "3", "speeds", {"7B": {"speed-up": Figure(2.5, 0.1)}}),),
-        (Claim("table 1", "d", "speedup", "a", "b", "a is faster"), Claim("table 1", "d", "speedup", "b", "c", "not measured")),
-    )  # fmt: skip
-    measures = {"d": {"a": {"speedup": of(1.5, 1.5)}, "b": {"speedup": of(1.0, 1.0)}}}
-    results = beside(paper, Found(measures, {"table 1": {"demo": {"speed-up": 1.5}}}), {"model": "demo"})
-    entry = results["tables"]["table 1"]
-    assert entry["paper"] == {"7B": {"speed-up": {"mean": 2.5, "spread": 0.1}}} and entry["here"] == {"demo": {"speed-up": 1.5}}
-    assert {verdict: count for verdict, count in results["verdicts"].items() if count} == {DIRECTION_ONLY: 1, NOT_MEASURED: 1}
-    assert json.loads(json.dumps(results)) == results
-
-
 def test_the_scaling_law_is_the_papers_and_its_fit_finds_it_again() -> None:
     assert expected_tokens(0.5, 1, 1) == 1.5
     assert expected_tokens(0.5, 1, 3) == pytest.approx((1 - 0.5**4) / (1 - 0.5))  # equation 4
@@ -227,6 +243,7 @@ def record_of(folder: Path, key: str) -> dict[str, Any]:
     return results
 
 
+_FURTHER = "speculative:num_draft_tokens=2,sampling=coupled"
 _NAMES = {
     "llma": ("retrieval", "cache"),
     "trie": ("antrag", "dolly"),
@@ -247,18 +264,14 @@ def small(key: str, model: Path, files: list[Path], folder: Path, *more: str) ->
     """A command on few records."""
     prompts = [f"{name}={path}" for name, path in zip(_NAMES[key], files, strict=True)]
     options = ["--model", str(model), "--dtype", "float32", "--repeats", "1", "--max-tokens", "12", "--out", str(folder / "out")]
-    drafts = ["--draft-model", str(model)] if key == "mjsd" else []
+    drafts = ["--draft-model", str(model), "--strategy", _FURTHER] if key == "mjsd" else []
     return ["paper", key, "--prompts", *prompts, *options, "--kept", str(folder / "kept.jsonl"), *drafts, *more]
 
 
 @pytest.mark.parametrize(
     "key", [pytest.param(key, marks=pytest.mark.slow) if key in ("ngrammys", "trie") else key for key in PAPERS]
 )
-def test_each_paper_runs_from_end_to_end(
-    key: str, tiny_model: Path, files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[KeptRuns] = []
-    monkeypatch.setattr("experiments.papers.kept.KeptRuns.end", lambda runs: seen.append(runs))
+def test_each_paper_runs_from_end_to_end(key: str, tiny_model: Path, files: list[Path], tmp_path: Path) -> None:
     assert main(small(key, tiny_model, files, tmp_path)) == 0
     results = record_of(tmp_path / "out", key)
     assert len(list((tmp_path / "out").iterdir())) == 2  # with its figure
@@ -281,8 +294,9 @@ def test_each_paper_runs_from_end_to_end(
         assert rows["mjgd, blocks of 4"]["perplexity"] < rows["plain"]["perplexity"]
         assert all(0.0 <= row["ROUGE-L"] <= 1.0 for row in rows.values()) and rows["8 beams, drawn"]["tokens_per_step"] > 1.0
         assert {claim["verdict"] for claim in told if claim["metric"] == "J/token"} == {NOT_TESTABLE}
-    (runs,) = seen
-    assert 0.9 * runs.planned <= runs.measured <= runs.planned  # what the time left is told by
+        assert rows[_FURTHER]["differing"] == 0.0 and rows[_FURTHER]["perplexity"] == rows["plain"]["perplexity"]
+        assert "differing" not in rows["mjsd"]  # it changes the text
+    assert not (tmp_path / "kept.jsonl").exists()  # all is measured
 
 
 def test_references_of_a_cached_session_are_the_answers_to_the_most_similar_others(
@@ -297,14 +311,6 @@ def test_references_of_a_cached_session_are_the_answers_to_the_most_similar_othe
     assert prompt.references == [[*tokenizer.encode(other.output, add_special_tokens=False), stage.loaded.eos_token_ids[0]]]
 
 
-def test_known_outputs_are_followed_by_a_model_of_random_weights(tiny_model: Path, files: list[Path], tmp_path: Path) -> None:
-    random = ("--random-model", "tiny", "--tokenizer", str(tiny_model))
-    assert main(small("llma", tiny_model, files, tmp_path, *random)) == 0
-    results = record_of(tmp_path / "out", "llma")
-    assert results["ran"]["model"] == "random-tiny" and "target-guided" in results["ran"]["how"]
-    assert all(row.get("differing", 0.0) == 0.0 for labels in results["measures"].values() for row in labels.values())
-
-
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on_and_its_hours_end_it(
     tiny_model: Path, files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -312,17 +318,17 @@ def test_an_interrupted_run_goes_on_and_its_hours_end_it(
     command, kept = small("trie", tiny_model, files, tmp_path), tmp_path / "kept.jsonl"
     assert main([*command, "--hours", "0"]) == 0  # no run begins
     results = record_of(tmp_path / "out", "trie")
-    assert results["notes"][-1].startswith("not all of it: 0 hours are over after 0 of ")
+    assert results["notes"][-1] == "not all of it: 0 hours are over after 0 runs"
     assert {claim["verdict"] for claim in results["claims"] if claim["dataset"] == "antrag"} <= {NOT_MEASURED, NOT_TESTABLE}
     assert len(kept.read_text().splitlines()) == 1  # the setting
     put = KeptRuns.put
     made: list[str] = []  # the races of the runs that are made
 
-    def some(runs: KeptRuns, key: tuple[str, ...], run: Run) -> None:
+    def some(runs: KeptRuns, key: tuple[str, ...], entry: Entry) -> None:
         if len(made) == 30:
             raise KeyboardInterrupt
         made.append(key[0])
-        put(runs, key, run)
+        put(runs, key, entry)
 
     monkeypatch.setattr(KeptRuns, "put", some)
     with pytest.raises(KeyboardInterrupt):
@@ -332,7 +338,7 @@ def test_an_interrupted_run_goes_on_and_its_hours_end_it(
     assert main([*command, "--repeats", "2"]) == 2 and "is of another setting or revision" in capsys.readouterr().err
     kept.write_text(before + '{"key": ["ant')  # cut off as it was written
     made.clear()
-    monkeypatch.setattr(KeptRuns, "put", lambda runs, key, run: (made.append(key[0]), put(runs, key, run)))
+    monkeypatch.setattr(KeptRuns, "put", lambda runs, key, entry: (made.append(key[0]), put(runs, key, entry)))
     monkeypatch.setattr(KeptRuns, "end", lambda runs: None)
     assert main(command) == 0
     assert kept.read_text().startswith(before)
@@ -367,13 +373,53 @@ def test_what_a_drafter_remembers_is_taught_again_to_one_that_goes_on() -> None:
     assert second.outputs == {(1, "0"): [1], (1, "1"): [2], (1, "2"): [3]} and runs.measured == 5
 
 
+class Metered(EnergyMeter):
+    """Counter that adds 3 J with each reading."""
+
+    joules = 0.0
+
+    def _counted_j(self) -> float:
+        self.joules += 3.0
+        return self.joules
+
+
+def test_energy_and_texts_of_a_sampled_race() -> None:
+    """Joules are those of the counted runs; a text is compared with plain decoding's of the same repeat."""
+
+    class Sampled:
+        def __init__(self, name: str) -> None:
+            self.name, self.repeat = name, 0
+            self.engine = SimpleNamespace(memory=None)
+
+        def renew(self) -> None:
+            self.repeat += 1
+
+        def run(self, prompts: Sequence[Prompt]) -> Run:
+            outputs = [[self.repeat, int(prompt.id), int(self.name == "lossy" and prompt.id == "1")] for prompt in prompts]
+            return Run(outputs, 3 * len(prompts), 0.0, 0.0)
+
+    names = iter(("plain", "exact", "lossy"))
+    quiet = SimpleNamespace(say=lambda text: None, note=lambda text: None)
+    stage = SimpleNamespace(runs=KeptRuns(meter=Metered()), repeats=2, max_tokens=3, progress=quiet)
+    rows = race(
+        stage,  # type: ignore[arg-type]
+        "race",
+        SimpleNamespace(guide=None),  # type: ignore[arg-type]
+        [Prompt(str(number), [1], []) for number in range(4)],
+        dict.fromkeys(("exact", "lossy"), StrategyChoice("", "llma", {})),
+        contestant=lambda make: Sampled(next(names)),  # type: ignore[arg-type, return-value]
+        quality=lambda prompt, outputs: (1.0, len(outputs)),
+    )
+    assert {label: row["differing"].mean for label, row in rows.items()} == {"plain": 0.0, "exact": 0.0, "lossy": 1.0}
+    assert all(row["J/token"].mean == 3.0 / 3 and row["J/token"].samples == ((6.0, 6.0),) * 4 for row in rows.values())
+
+
 def test_workloads_are_taken_from_a_folder_and_a_preset_fills_what_is_not_given(tmp_path: Path) -> None:
     args = arguments(bench_of("llma"), ["--workloads", str(tmp_path), "--preset", "short", "--records", "2"])
     assert args.prompts == {"retrieval": [tmp_path / "llma_rag.jsonl"], "cache": [tmp_path / "text2sql_human.jsonl"]}
     assert (args.records, args.repeats, args.max_tokens) == (2, 1, 48)
     full = arguments(bench_of("mjsd"), ["--prompts", "cnn=a.jsonl"])
     assert (full.records, full.repeats, full.max_tokens) == (10, 3, None)
-    assert all(set(files) == set(PAPERS[key].datasets) for key, files in WORKLOADS.items()) and WORKLOADS.keys() == PAPERS.keys()
 
 
 def test_the_columns_of_mjsd_make_statements() -> None:

@@ -1,4 +1,4 @@
-"""``outrider simulate`` from end to end, its goals and prices, and what it says of papers and of the engine."""
+"""``outrider simulate`` and its comparisons from end to end, goals and prices."""
 
 from __future__ import annotations
 
@@ -12,13 +12,9 @@ import pytest
 
 from decoding.budget.latency import LatencyCurve
 from experiments.bench.engines.traffic import poisson
-from experiments.bench.run import run as run_bench
-from experiments.simulation import command as simulate
-from experiments.simulation.papers import run as simulate_papers
-from experiments.simulation.papers.checks import row
-from experiments.simulation.search import cheapest, nearest, read_goal, usd_per_million
-from experiments.simulation.sweep import arrivals
-from experiments.simulation.validation import run as simulate_validation
+from experiments.simulation.__main__ import main
+from experiments.simulation.command import arrivals, cheapest, nearest, read_goal, usd_per_million
+from experiments.simulation.papers import row
 
 TEXT = "the quick brown fox jumps over the lazy dog and a request travels from the door to the engine and back again"
 
@@ -35,7 +31,7 @@ def workload(tmp_path: Path) -> Path:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> Any:
-    assert run_bench(simulate.BENCH, [str(argument) for argument in arguments], "outrider simulate") == code
+    assert main([str(argument) for argument in arguments]) == code
     return capsys.readouterr()
 
 
@@ -87,17 +83,6 @@ def test_a_measured_curve_and_clients(
     assert "2 clients: 1 x 1 GPU with auto meets tokens_per_s>1: 1 GPU, " in shown.out
 
 
-def test_an_answer_says_why() -> None:
-    def row(deployment: str, gpus: int, p99: float) -> dict[str, Any]:
-        return goal_row(gpus, p99, 0.5) | {"traffic": "2 clients", "deployment": deployment, "strategy": "auto"}
-
-    rows = [row("1 x 1 GPU", 1, 4.0), row("1 x 2 GPUs tensor", 2, 1.0), row("1 x 2 GPUs lookahead", 2, 1.5)]
-    (line,) = simulate.answer({"rows": rows, "found": cheapest(rows, read_goal("p99<2"))}, "p99<2")
-    assert line.endswith("; no fewer GPUs do, and 1 x 2 GPUs lookahead with auto has 1.50 times its p99")
-    (line,) = simulate.answer({"rows": rows[:1], "found": rows[:1]}, "p99<5")
-    assert line.endswith("; no fewer were tried")
-
-
 def test_goals_and_prices() -> None:
     assert usd_per_million(8, 1.64, 1000.0) == pytest.approx(3.644, abs=1e-3)
     goal = read_goal("p99 < 2, busy<=0.5")
@@ -128,14 +113,14 @@ def goal_row(gpus: int, p99: float, busy: float) -> dict[str, Any]:
         (("--gpu", "H100", "--model", "llama-2-7b"), "--rate or --clients"),
         (("--curve", "c", "--rate", "0"), "--rate must be above 0"),
         (("--curve", "c", "--rate", "1", "--width", "0"), "--width must be at least 1"),
-        (("--curve", "c", "--rate", "1", "--flops-share", "2"), "--flops-share must be above 0"),
+        (("--curve", "c", "--rate", "1", "--host-ms", "-1", "0", "0"), "times and --budget must not be negative"),
     ],
 )
 def test_options_that_do_not_go_together_end_at_once(
     options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        run_bench(simulate.BENCH, ["w.jsonl", "--tokenizer", "t", *options])
+        main(["w.jsonl", "--tokenizer", "t", *options])
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
@@ -151,7 +136,7 @@ def test_what_cannot_be_used_is_one_line(tiny_model: Path, workload: Path, capsy
 
 def test_papers_are_compared(tiny_model: Path, workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--tokenizer", str(tiny_model), "--retrieval", str(workload), "--code", str(workload), "--records", "4"]
-    assert run_bench(simulate_papers.BENCH, [*options, "--out", str(tmp_path)]) == 0
+    assert main(["papers", *options, "--out", str(tmp_path)]) == 0
     results = json.loads(next(tmp_path.glob("*-simulate-papers.json")).read_text())["results"]
     rows = {(each["source"].split()[1], each["what"]): each for each in results["comparisons"]}
     other_size = rows["2304.04487", "plain, llama-2-13b, 1 GPU, tokens/s"]
@@ -167,8 +152,8 @@ def test_papers_are_compared(tiny_model: Path, workload: Path, tmp_path: Path, c
 
 
 def test_a_range_is_met_anywhere_within() -> None:
-    assert row("s", "w", (0.75, 0.82), 0.80, 0.15)["error"] == 0.0
-    outside = row("s", "w", (0.75, 0.82), 1.0, 0.15, why="unknown")
+    assert row("s", "w", (0.75, 0.82), 0.80)["error"] == 0.0
+    outside = row("s", "w", (0.75, 0.82), 1.0, why="unknown")
     assert not outside["agree"] and outside["error"] == pytest.approx(1 / 0.82 - 1, abs=1e-3) and outside["why"] == "unknown"
 
 
@@ -180,7 +165,7 @@ def test_the_engine_is_predicted(tiny_model: Path, workload: Path, tmp_path: Pat
     model = ("--random-model", "tiny", "--tokenizer", tiny_model, "--strategy", "llma", "--strategy", "autoregressive")
     load = ("--concurrency", 1, 2, "--load", 0.5, "--calibration", 2, "--repeats", 1, "--budget", 2)
     model += ("--dtype", "float32", "--out", tmp_path)
-    assert run_bench(simulate_validation.BENCH, [str(part) for part in ("--prompts", workload, *model, *load)]) == 0
+    assert main(["validation", *map(str, ("--prompts", workload, *model, *load))]) == 0
     results = json.loads(next(tmp_path.glob("*-simulate-validation.json")).read_text())["results"]
     assert list(results["cells"]) == [
         f"{load}, {strategy}" for load in ("1 clients", "2 clients", "Poisson 0.5") for strategy in ("llma", "autoregressive")

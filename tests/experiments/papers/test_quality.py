@@ -15,8 +15,8 @@ from engine.forward.runner import ModelRunner
 from engine.loading.model import LoadedModel
 from experiments.bench.engines.contestants import Prompt
 from experiments.bench.engines.stock_generate import StockGenerate
-from experiments.papers.draft_models.mjgd import joint_greedy, over_target
-from experiments.papers.draft_models.quality import output_nats, perplexity, until_end
+from experiments.papers.quality import joint_greedy, output_nats, over_target, until_end
+from experiments.papers.stage import perplexity
 from tests.helpers.models import CONTEXT, VOCAB, tiny_model
 
 PROMPT = [5, 60, 7, 131, 9, 10, 250, 12, 13]
@@ -60,12 +60,11 @@ def test_sequences_that_cannot_be_scored_are_refused() -> None:
 
 
 def test_perplexity_weighs_tokens_and_not_outputs() -> None:
-    outputs = [np.array([math.log(2)]), np.full(3, math.log(4))]
-    assert perplexity(outputs) == pytest.approx(2.0**1.75)
-    assert perplexity([np.zeros(4)]) == 1.0
-    for nothing in ([], [np.empty(0)]):
-        with pytest.raises(ValueError, match="a token at least"):
-            perplexity(nothing)
+    found = perplexity([(math.log(2), 1), (3 * math.log(4), 3)])
+    assert found.mean == pytest.approx(2.0**1.75) and len(found.samples) == 2
+    over, under = (sum(values) for values in zip(*found.samples, strict=True))
+    assert over / under == pytest.approx(found.mean)  # the samples' ratio is the perplexity
+    assert perplexity([(0.0, 4)]).mean == 1.0
 
 
 def test_a_text_counts_up_to_its_end() -> None:

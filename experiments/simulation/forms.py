@@ -1,19 +1,18 @@
-"""Which form to put GPUs to, from what drafts were measured to bring: replicas, lookahead, tensor or pipeline parallelism.
+"""Map of the fastest form of parallelism: replicas, lookahead, tensor or pipeline, by model, GPUs and concurrent requests.
 
-python -m experiments.simulation.choice RECORD.json --gpu A100-80 --model llama-2-7b llama-2-13b llama-2-70b
+outrider simulate forms RECORD.json --gpu A100-80 --model llama-2-7b llama-2-13b llama-2-70b
 
-RECORD is one of `outrider bench scaling`: its tokens per step and drafted rows, with one rank and with as many as lookahead
-parallelism had, are taken for those of the larger models, whatever number of requests is under way. How long a step takes is the
-roofline of the GPU. So the answer is a prediction: other texts and models draft otherwise, and a real drafter drafts less under
-load. Every form checks the tree that is fastest for it, of one rank's size or of more ranks': a wide tree needs no ranks where
-its rows cost nothing.
+RECORD is one of `outrider bench scaling`. Its tokens per step and drafted rows, with one rank and with as many as lookahead
+parallelism had, are assumed for the larger models and any number of requests; the time of a step is the roofline of the GPU. The
+answer is therefore a prediction: other texts and models draft otherwise, and a real drafter drafts less under load. Every form
+checks the tree that is fastest for it, of one rank's size or of more ranks'.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,32 +25,33 @@ from experiments.simulation.hardware import Gpu, ModelShape, find_gpu, find_shap
 from experiments.simulation.steps import Host, Mode, RankLoad, Software, fits, step_times
 
 KINDS = ("one", "replicas", "lookahead", "tensor", "pipeline")
+Kinds = Mapping[str, Mapping[str, Any]]  # kind -> its fastest strategy, the fastest kind first
 
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """What a step of a request was measured to be."""
+    """Measured step of a request."""
 
-    tokens: float  # that it emits
-    drafted: float  # rows beside its root, of all ranks
+    tokens: float  # emitted
+    drafted: float  # rows besides the root, of all ranks
 
 
-Drafts = Mapping[str, Mapping[int, Brought]]  # by strategy and by ranks
+Drafts = Mapping[str, Mapping[int, Brought]]  # by strategy and number of ranks
 
 
 def read_drafts(path: Path) -> Drafts:
-    """Those of a record of ``outrider bench scaling``, with one request at once.
+    """Read the steps of a record of ``outrider bench scaling``, with one request at once.
 
     Raises:
-        ValueError: it is none, is of an earlier form, or has no lookahead parallelism.
+        ValueError: it is no such record, or lacks lookahead parallelism.
     """
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["results"]["overall"].values()
-        own = [row for row in rows if row["kind"] in ("one", "lookahead") and row["clients"] == 1]
         found: dict[str, dict[int, Brought]] = {}
-        for row in own:
-            brought = Brought(row["tokens_per_step"], row["drafted_per_step"])
-            found.setdefault(row["strategy"], {})[row["ranks"]] = brought
+        for row in rows:
+            if row["kind"] in ("one", "lookahead") and row["clients"] == 1:
+                brought = Brought(row["tokens_per_step"], row["drafted_per_step"])
+                found.setdefault(row["strategy"], {})[row["ranks"]] = brought
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: no record of outrider bench scaling with tokens per step: {error!r}") from error
     if not any(len(ranks) > 1 and 1 in ranks for ranks in found.values()):
@@ -61,7 +61,7 @@ def read_drafts(path: Path) -> Drafts:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """GPUs, and what runs on them."""
+    """GPUs, their model and software."""
 
     gpu: Gpu
     model: ModelShape
@@ -69,7 +69,7 @@ class Machine:
     context: int  # tokens of each request
 
     def tokens_per_s(self, kind: str, workers: int, requests: int, brought: Brought, plain: bool) -> float | None:
-        """Of all requests together; None where weights and KV do not fit.
+        """Return the tokens per second of all requests; None if weights and KV do not fit.
 
         Example: 4 requests on 2 replicas, each 2 to a step of 10 ms that emits 3 tokens of each: 1,200 tokens a second.
         """
@@ -87,13 +87,9 @@ class Machine:
 
 
 def best_of(machine: Machine, drafts: Drafts, workers: int, requests: int) -> dict[str, dict[str, Any]]:
-    """The fastest strategy of each kind that fits, the fastest kind first.
+    """Return the fastest strategy of each kind that fits, the fastest kind first.
 
-    Args:
-        machine: GPUs and model.
-        drafts: measured.
-        workers: GPUs; trees are those that were measured with so many ranks or fewer.
-        requests: at once.
+    Trees are those that were measured with at most ``workers`` ranks.
     """
     found: dict[str, dict[str, Any]] = {}
     for kind in KINDS:
@@ -105,15 +101,8 @@ def best_of(machine: Machine, drafts: Drafts, workers: int, requests: int) -> di
     return dict(sorted(found.items(), key=lambda pair: -pair[1]["tokens_per_s"]))
 
 
-def sentence(place: str, machine: Machine, workers: int, cells: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> str:
-    """Which form to choose, by requests at once, and why.
-
-    Args:
-        place: how the machine is called.
-        machine: GPUs and model.
-        workers: GPUs.
-        cells: what ``best_of`` says, by requests at once.
-    """
+def sentence(place: str, machine: Machine, workers: int, cells: Mapping[int, Kinds]) -> str:
+    """Return the form to choose by the number of concurrent requests, with the reason."""
     parts: list[str] = []
     former = None
     for requests, kinds in cells.items():
@@ -122,13 +111,14 @@ def sentence(place: str, machine: Machine, workers: int, cells: Mapping[int, Map
             break
         best = next(iter(kinds))
         if best != former:
-            parts.append(f"from {requests} at once {best} with {_name(kinds[best]['strategy'])}, {_why(best, kinds, machine)}")
+            strategy = "plain" if kinds[best]["strategy"] == PLAIN else kinds[best]["strategy"]
+            parts.append(f"from {requests} at once {best} with {strategy}, {_why(best, kinds, machine)}")
         former = best
     return f"{place}, {workers} GPUs: {'; '.join(parts)}."
 
 
-def _why(best: str, kinds: Mapping[str, Mapping[str, Any]], machine: Machine) -> str:
-    """How far ahead of lookahead parallelism it is, or lookahead of the next, and what decides."""
+def _why(best: str, kinds: Kinds, machine: Machine) -> str:
+    """Return the lead over lookahead parallelism, or lookahead's lead over the next, and its reason."""
     if best == "lookahead":
         other = next((kind for kind in kinds if kind != best), best)
         ahead = kinds[best]["tokens_per_s"] / kinds[other]["tokens_per_s"]
@@ -140,7 +130,7 @@ def _why(best: str, kinds: Mapping[str, Mapping[str, Any]], machine: Machine) ->
         "replicas": "since requests share no step",
         "one": "since one GPU checks the same tree in the same time, and exchanges nothing",
     }
-    if machine.software.launch_s and best == "tensor":
+    if machine.software.launch_s:
         reasons["tensor"] = "since what it checks is computed in parts, while launches take as long as ever"
     if "lookahead" not in kinds:
         return f"{reasons[best]}; a copy of the model a GPU does not fit"
@@ -148,19 +138,15 @@ def _why(best: str, kinds: Mapping[str, Mapping[str, Any]], machine: Machine) ->
     return f"{ahead:.2f} times lookahead, {reasons[best]}"
 
 
-def _name(strategy: str) -> str:
-    return "plain" if strategy == PLAIN else strategy
-
-
 def measure(args: argparse.Namespace, run: Run) -> Results:
-    """All machines, numbers of GPUs and of requests at once.
+    """Compare the forms for all machines, numbers of GPUs and numbers of concurrent requests.
 
     Returns:
-        ``prediction``: true; ``drafts`` as measured; ``cells`` by machine, GPUs and requests at once; ``answer``, a sentence for
-        each machine and number of GPUs.
+        ``prediction``: true; ``drafts`` as measured; ``cells`` by machine, GPUs and requests; ``answer``, a sentence for each
+        machine and number of GPUs.
 
     Raises:
-        ValueError: a record, a GPU or a model that cannot be used.
+        ValueError: an unusable record, GPU or model.
     """
     drafts, gpu = read_drafts(args.record), find_gpu(args.gpu)
     workers = sorted({count for ranks in drafts.values() for count in ranks} - {1})
@@ -190,33 +176,22 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
     return {"prediction": True, "drafts": told, "cells": cells, "answer": answer, "figures": panels}
 
 
-def _lead(kinds: Mapping[str, Mapping[str, Any]]) -> float:
-    """Of lookahead parallelism over the best of another form."""
-    others: Sequence[float] = [own["tokens_per_s"] for kind, own in kinds.items() if kind != "lookahead"]
+def _lead(kinds: Kinds) -> float:
+    """Return the speed of lookahead parallelism relative to the best other form."""
+    others = [own["tokens_per_s"] for kind, own in kinds.items() if kind != "lookahead"]
     return round(float(kinds["lookahead"]["tokens_per_s"]) / max(others), 3)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Those of the command."""
+    """Add the options of the command."""
     parser.add_argument("record", type=Path, help="of outrider bench scaling, with one worker and lookahead parallelism")
     parser.add_argument("--gpu", default="A100-80", help="A100-80, A100-40, H100, V100-32")
-    parser.add_argument(
-        "--model", nargs="+", default=["llama-2-7b", "llama-2-13b", "llama-2-70b"], help="or a folder's config.json"
-    )
-    parser.add_argument("--clients", type=numbers(int, 1), default=(1, 2, 4, 8, 16, 32, 64), help="requests at once")
+    models = ["llama-2-7b", "llama-2-13b", "llama-2-70b"]
+    parser.add_argument("--model", nargs="+", default=models, help="known model, or folder with a config.json")
+    parser.add_argument("--clients", type=numbers(int, 1), default=(1, 2, 4, 8, 16, 32, 64), help="concurrent requests")
     parser.add_argument("--context", type=int, default=1024, help="tokens of each request")
-    parser.add_argument(
-        "--launch-us", type=numbers(float, 0), default=(0.0, 735.0),
-        help="a layer on the host: 0 with graphs; 735 where Python launches (34 tokens/s of 13B, arXiv 2312.12728)",
-    )  # fmt: skip
+    launches = "a layer on the host: 0 with graphs; 735 where Python launches (34 tokens/s of 13B, arXiv 2312.12728)"
+    parser.add_argument("--launch-us", type=numbers(float, 0), default=(0.0, 735.0), help=launches)
 
 
 BENCH = Bench("simulate-forms", __doc__ or "", measure, options, {"context": 1})
-
-
-if __name__ == "__main__":
-    import sys
-
-    from experiments.bench.run import run as run_bench
-
-    sys.exit(run_bench(BENCH))

@@ -1,4 +1,4 @@
-"""Which form to choose, by what drafts brought and how long a step takes."""
+"""Map of the fastest form of parallelism."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from decoding.request import PLAIN
-from experiments.bench.run import run
 from experiments.report.simulation import form_map
-from experiments.simulation import choice
-from experiments.simulation.choice import Brought, Machine, best_of, read_drafts
+from experiments.simulation.__main__ import main
+from experiments.simulation.forms import Brought, Machine, best_of, read_drafts
 from experiments.simulation.hardware import GPUS, MODELS
 from experiments.simulation.steps import Software
 
@@ -62,7 +61,7 @@ def test_the_map_is_a_record_with_a_sentence_for_each_place(tmp_path: Path) -> N
     plain = [told(kind, ranks, PLAIN, 1.0, 0.0) for kind, ranks in (("one", 1), ("lookahead", 2))]
     path = record(tmp_path / "record.json", *rows, *plain, told("tensor", 2, "auto", 9.0, 9.0))
     options = ["--model", "llama-2-7b", "llama-2-70b", "--clients", "1,64", "--out", str(tmp_path / "out")]
-    assert run(choice.BENCH, [str(path), *options]) == 0
+    assert main(["forms", str(path), *options]) == 0
     (made,) = (tmp_path / "out").glob("*-simulate-forms.json")
     results = json.loads(made.read_text())["results"]
     assert results["prediction"] and len(results["answer"]) == 4
@@ -80,7 +79,7 @@ def test_a_record_without_ranks_is_refused(tmp_path: Path, capsys: pytest.Captur
     with pytest.raises(ValueError, match="it needs one worker and lookahead parallelism"):
         read_drafts(path)
     path.write_text("{}")
-    assert run(choice.BENCH, [str(path)]) == 2
+    assert main(["forms", str(path)]) == 2
     assert "no record of outrider bench scaling with tokens per step" in capsys.readouterr().err
 
 

@@ -1,1 +1,0 @@
-"""What the simulation predicts for the GPUs of papers, beside what they published."""

@@ -1,1 +1,0 @@
-"""What the simulation predicts, beside what the engine then does."""
