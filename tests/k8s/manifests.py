@@ -141,7 +141,7 @@ def walk(value: object) -> Iterator[tuple[str, Any]]:
 
 def pods_of(documents: list[Document]) -> list[Pods]:
     found = []
-    for document in of_kind(documents, "StatefulSet", "Job"):
+    for document in of_kind(documents, "Deployment", "StatefulSet", "Job"):
         spec = document["spec"]
         claims = tuple(claim["metadata"]["name"] for claim in spec.get("volumeClaimTemplates", ()))
         template = spec["template"]
