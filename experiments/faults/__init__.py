@@ -1,1 +1,1 @@
-"""What answers come to while ranks, replicas, machines or Redis fail. In: a fault. Out: answers beside undisturbed ones."""
+"""Requests while ranks, replicas, machines or Redis fail. In: a fault. Out: answers compared with undisturbed ones, and times."""

@@ -1,4 +1,4 @@
-"""What answers come to while something fails: python -m experiments.faults NAME; NAME --help says more of each."""
+"""Fault injection while requests run: ``outrider bench faults NAME``."""
 
 from __future__ import annotations
 
@@ -7,16 +7,11 @@ from collections.abc import Sequence
 
 from experiments.bench.run import run_named
 
-FAULTS = {
-    "cache": "experiments.faults.cache",
-    "nodes": "experiments.faults.nodes",
-    "ranks": "experiments.faults.ranks",
-    "replicas": "experiments.faults.replicas",
-}
+FAULTS = {name: f"experiments.faults.{name}" for name in ("cache", "nodes", "ranks", "replicas")}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the named fault trial."""
+    """Run the named fault injection and return its exit code; 2 for an unknown name."""
     return run_named(FAULTS, "outrider bench faults", argv)
 
 

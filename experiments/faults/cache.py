@@ -1,13 +1,12 @@
-"""Requests while Redis dies, hangs or is full: is every output right, how fast are they, and does sharing come back?
+"""Requests while Redis is killed, stopped or full: exactness of outputs, speed, and the return of sharing after the repair.
 
-python -m experiments.faults cache --prompts FILE.jsonl [--requests 50]
+outrider bench faults cache --prompts FILE.jsonl [--requests 50]
 
-Two replicas share a Redis, a third decodes plainly, all in this process; they take turns, so that none slows another down. In
-each phase replica A streams all requests for a tenant that nobody has answered before, and the fault comes when half of them
-are done; then replica B streams the same requests, while the fault lasts. After the repair both do it once more for another
-tenant. Plain decoding runs twice: what it differs by from itself is noise. With one request at a time (--concurrency 1) a request
-is compared with itself; with several it also waits for the prefills of whoever runs beside it, and shorter decoding means more
-of those.
+Two replicas share a Redis and a third one decodes plainly, all in this process and in turns, so that none slows another down. In
+each phase replica A streams all requests of a new tenant, and the fault begins when half of them are done. Then replica B streams
+the same requests during the fault. After the repair both do so for another tenant. Plain decoding runs twice: its difference from
+itself is noise. With --concurrency 1 a request is compared with itself; otherwise it also waits for the prefills of requests
+beside it.
 """
 
 from __future__ import annotations
@@ -16,10 +15,13 @@ import argparse
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from actors.replica import Replica
 from cache_service.access import CacheAccess
@@ -31,40 +33,58 @@ from experiments.bench.engines.contestants import Prompt
 from experiments.bench.engines.models import chat_workload, fitting
 from experiments.bench.options import add_model
 from experiments.bench.progress import Progress
+from experiments.bench.record import spread
 from experiments.bench.run import Bench, Results, Run
 from experiments.bench.strategies import EXACT_DTYPES
-from experiments.faults.figures import Answer, Pass, compared, halves, ratios
 from experiments.faults.redis_process import RedisProcess
 
 Act = Callable[[RedisProcess], None]
-FAULTS: dict[str, tuple[Act, Act]] = {  # what breaks it, what mends it
+FAULTS: dict[str, tuple[Act, Act]] = {  # fault and repair
     "killed": (RedisProcess.kill, RedisProcess.start),
     "stopped": (RedisProcess.pause, RedisProcess.resume),
     "full": (RedisProcess.fill, RedisProcess.make_room),
 }
-_MENDED_S = 60.0
+_REPAIRED_S = 60.0
+_CONTEXT = 2048  # tokens of prompt and output
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A finished request."""
+
+    output: list[int]
+    tokens: int
+    steps: int
+    shared: int  # accepted tokens from other requests' outputs
+    seconds: float
+    place: int  # 1 for the first request that finished
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """All requests once, in the order of their prompts."""
+
+    answers: tuple[Answer, ...]
+    seconds: float
+
+    @property
+    def tokens(self) -> int:
+        """Number of emitted tokens."""
+        return sum(answer.tokens for answer in self.answers)
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked, and how."""
+    """The requests of a pass."""
 
     prompts: Sequence[Prompt]
     max_tokens: int
     concurrency: int
 
-    def stream(self, replica: Replica, name: str, tenant: str | None, at_half: Callable[[], None] | None = None) -> Pass:
-        """All requests, so many at a time.
-
-        Args:
-            replica: that answers.
-            name: makes the ids unique.
-            tenant: whose the requests are.
-            at_half: called when half of them have been answered, while others stream.
-        """
-        return asyncio.run(self._stream(replica, name, tenant, at_half))
-
-    async def _stream(self, replica: Replica, name: str, tenant: str | None, at_half: Callable[[], None] | None) -> Pass:
+    async def stream(
+        self, replica: Replica, name: str, tenant: str | None = None, at_half: Callable[[], None] = lambda: None
+    ) -> Pass:
+        """Stream all requests from a replica; ``name`` makes their ids unique, ``at_half`` is called when half are done."""
         free, done = asyncio.Semaphore(self.concurrency), 0
 
         async def one(number: int, prompt: Prompt) -> Answer:
@@ -78,59 +98,141 @@ class Load:
             if last.stats is None or last.error is not None:
                 raise RuntimeError(f"request {number} of {name} failed: {last.error}")
             done += 1
-            if done == len(self.prompts) // 2 and at_half is not None:
+            if done == len(self.prompts) // 2:
                 at_half()
             shared = sum(last.stats.accepted_by_source.get(source, 0) for source in ("history", "similar"))
-            return Answer(
-                request.output_ids.tolist(), request.num_output, last.stats.steps, shared, seconds, last.stats.decode_s, done
-            )
+            return Answer(request.output_ids.tolist(), request.num_output, last.stats.steps, shared, seconds, done)
 
         began = time.perf_counter()
         answers = await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(self.prompts)))
         return Pass(tuple(answers), time.perf_counter() - began)
 
 
-@dataclass(frozen=True, slots=True)
-class Replicas:
-    """Two that share, and one that decodes plainly."""
-
-    a: Replica
-    b: Replica
-    plain: Replica
-
-    def wait_until_mended(self) -> float:
-        """Seconds until both talk to Redis again and nothing waits to be written.
-
-        Raises:
-            TimeoutError: they do not within a minute.
-        """
-        began = time.monotonic()
-        for replica in (self.a, self.b):
-            while not _mended(replica):
-                if time.monotonic() > began + _MENDED_S:
-                    raise TimeoutError(f"a replica did not find back to Redis within {_MENDED_S:.0f} s")
-                time.sleep(0.01)
-        return time.monotonic() - began
-
-    def stop(self) -> None:
-        """Ends all three."""
-        for replica in (self.a, self.b, self.plain):
-            replica.stop()
-
-
-def run_loads(args: argparse.Namespace, run: Run) -> Results:
-    """All phases with each number of requests at a time."""
-    model = ModelOptions(find_model(args.model), dtype=args.dtype, threads=args.threads)
-    tokenizer = load_tokenizer(model.path)
-    workload = fitting(chat_workload(args.prompts, tokenizer, None), args.max_tokens, args.context)
+def measure(args: argparse.Namespace, run: Run) -> Results:
+    """Run all phases with each number of concurrent requests."""
+    model = ModelOptions(find_model(args.model), dtype=args.dtype, threads=1)
+    workload = fitting(chat_workload(args.prompts, load_tokenizer(model.path), None), args.max_tokens, _CONTEXT)
     if len(workload.prompts) < args.requests:
         raise ValueError(f"{args.prompts} has {len(workload.prompts)} prompts that fit, --requests is {args.requests}")
     loads = [Load(workload.prompts[: args.requests], args.max_tokens, number) for number in args.concurrency]
-    return {f"{load.concurrency} at a time": measure(model, load, args.repeats, run.progress) for load in loads}
+    return {f"{load.concurrency} at a time": measure_load(model, load, args.repeats, run.progress) for load in loads}
+
+
+def measure_load(model: ModelOptions, load: Load, repeats: int, progress: Progress) -> dict[str, Any]:
+    """Run all phases ``repeats`` times on the same replicas."""
+    phases = ["warm-up", "healthy", *(name for fault in FAULTS for name in (fault, f"after {fault}"))]
+    tenants = tuple(f"{phase} {repeat}" for phase in phases for repeat in range(repeats))
+    engine = EngineOptions(max_running=load.concurrency)
+    with RedisProcess() as redis, ExitStack() as started:
+        access = CacheAccess(CacheOptions(timeout_s=0.5, retry_s=0.5), redis.url, secrets.token_bytes(32), tenants)
+
+        def replica(*arguments: Any) -> Replica:
+            made = Replica(model, engine, *arguments)
+            started.callback(made.stop)
+            return made
+
+        a, b = (replica(SpeculationOptions(), access) for _ in range(2))
+        plain = replica(SpeculationOptions(strategy="autoregressive"))
+        for each in (a, b, plain):
+            asyncio.run(load.stream(each, "warm-up", "warm-up 0"))
+        passes: dict[str, list[Pass]] = {}
+        repaired_s: dict[str, list[float]] = {fault: [] for fault in FAULTS}
+        for repeat in range(repeats):
+            for name, done in _repeat(a, b, plain, redis, load, repeat, repaired_s):
+                passes.setdefault(name, []).append(done)
+                speed = f"{done.tokens / done.seconds:.0f} tokens/s, {tokens_per_step(done.answers)} tokens per step"
+                progress.say(f"repeat {repeat}, {name}: {speed}")
+        counts = [each.describe().cache for each in (a, b)]
+    fields = ("opened", "failures", "dropped_tokens", "lost_records")
+    return {
+        "phases": {name: compared(done, passes["plain"]) for name, done in passes.items()},
+        "tokens_per_step_of_b": {f"{fault}, B": halves(passes[f"{fault}, A"], passes[f"{fault}, B"]) for fault in FAULTS},
+        "mended_s": {fault: [round(seconds, 3) for seconds in times] for fault, times in repaired_s.items()},
+        "mirrors": [{name: getattr(count, name) for name in fields} for count in counts],
+    }
+
+
+def _repeat(
+    a: Replica, b: Replica, plain: Replica, redis: RedisProcess, load: Load, repeat: int, repaired_s: Mapping[str, list[float]]
+) -> Iterator[tuple[str, Pass]]:
+    """Yield the passes of a repeat with their names."""
+
+    def both(phase: str, fault: Act | None = None) -> Iterator[tuple[str, Pass]]:
+        tenant = f"{phase} {repeat}"
+        at_half = (lambda: None) if fault is None else (lambda: fault(redis))
+        yield f"{phase}, A", asyncio.run(load.stream(a, tenant, tenant, at_half))
+        if fault is None:
+            wait_until_repaired(a, b)
+        yield f"{phase}, B", asyncio.run(load.stream(b, tenant, tenant))
+
+    for name in ("plain", "plain again"):
+        yield name, asyncio.run(load.stream(plain, f"{name} {repeat}"))
+    yield from both("healthy")
+    for name, (fault, repair) in FAULTS.items():
+        yield from both(name, fault)
+        repair(redis)
+        repaired_s[name].append(wait_until_repaired(a, b))
+        yield from both(f"after {name}")
+
+
+def wait_until_repaired(*replicas: Replica) -> float:
+    """Return the seconds until all replicas are connected to Redis and have written everything; ``TimeoutError`` after 60."""
+    began = time.monotonic()
+    for replica in replicas:
+        while (counts := replica.describe().cache) is None or not counts.connected or counts.outbox_bytes:
+            if time.monotonic() > began + _REPAIRED_S:
+                raise TimeoutError(f"a replica did not connect to Redis within {_REPAIRED_S:.0f} s")
+            time.sleep(0.01)
+    return time.monotonic() - began
+
+
+def tokens_per_step(answers: Sequence[Answer]) -> float | None:
+    """Return emitted tokens per forward; None without forwards."""
+    steps = sum(answer.steps for answer in answers)
+    return round(sum(answer.tokens for answer in answers) / steps, 3) if steps else None
+
+
+def compared(passes: Sequence[Pass], plain: Sequence[Pass]) -> dict[str, Any]:
+    """Compare the repeats of a phase with plain decoding of the same requests.
+
+    Returns:
+        Numbers of requests, identical outputs and tokens; ``ratio``, the speed of all requests relative to plain decoding, over
+        the repeats; ``request_ratio``, the same of single requests: percentiles, and the lowest one.
+
+    Example: requests of 2 s and 4 s in plain decoding that took 1 s and 5 s in the phase have the request ratios 2.0 and 0.8.
+    """
+    pairs = [pair for one, other in zip(passes, plain, strict=True) for pair in zip(one.answers, other.answers, strict=True)]
+    own, single = [one for one, _ in pairs], np.array([other.seconds / one.seconds for one, other in pairs])
+    percentiles = {f"p{percent}": round(float(np.percentile(single, percent)), 3) for percent in (50, 5)}
+    return {
+        "requests": len(own),
+        "identical": sum(one.output == other.output for one, other in pairs),
+        "tokens": sum(one.tokens for one in own),
+        "tokens_per_step": tokens_per_step(own),
+        "shared_tokens": sum(one.shared for one in own),
+        "tokens_per_s": spread([one.tokens / one.seconds for one in passes]),
+        "ratio": spread([other.seconds / one.seconds for one, other in zip(passes, plain, strict=True)]),
+        "request_ratio": percentiles | {"lowest": round(float(single.min()), 3)},
+    }
+
+
+def halves(first: Sequence[Pass], second: Sequence[Pass]) -> dict[str, float | None]:
+    """Return B's tokens per step for requests that A answered before the fault and after it.
+
+    Args:
+        first: repeats of A; the fault began when half of the requests were done.
+        second: repeats of B, with the same requests.
+    """
+    parts: dict[str, list[Answer]] = {"answered_before": [], "answered_after": []}
+    for one, other in zip(first, second, strict=True):
+        for answered, answer in zip(one.answers, other.answers, strict=True):
+            before = answered.place <= len(one.answers) // 2
+            parts["answered_before" if before else "answered_after"].append(answer)
+    return {name: tokens_per_step(answers) for name, answers in parts.items()}
 
 
 def differing(results: Results, args: argparse.Namespace) -> list[str]:
-    """Outputs that are not plain decoding's; none where the type's rounding excuses it."""
+    """Return the phases with outputs that differ from plain decoding, if the type is exact."""
     return [
         f"{run}: {name} ({row['identical']} of {row['requests']})"
         for run, part in results.items()
@@ -140,84 +242,16 @@ def differing(results: Results, args: argparse.Namespace) -> list[str]:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Those of the command."""
+    """Add the options of the command."""
     add_model(parser, "bfloat16")
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines with prompt")
     parser.add_argument("--requests", type=int, default=50, help="prompts, from the beginning of the file")
-    parser.add_argument("--max-tokens", type=int, default=96, help="of an output")
-    parser.add_argument("--context", type=int, default=2048, help="of the model; longer prompts are left out")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[8, 1], help="requests at a time; several: one run each")
+    parser.add_argument("--max-tokens", type=int, default=96, help="tokens per output")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[8, 1], help="requests at a time; one run for each number")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1, help="torch threads of a replica")
-
-
-def measure(model: ModelOptions, load: Load, repeats: int, progress: Progress) -> dict[str, Any]:
-    """All phases, ``repeats`` times, in replicas that live through all of it."""
-    phases = ["healthy", *(name for fault in FAULTS for name in (fault, f"after {fault}"))]
-    tenants = tuple(f"{phase} {repeat}" for phase in ("warm-up", *phases) for repeat in range(repeats))
-    with RedisProcess() as redis:
-        access = CacheAccess(CacheOptions(timeout_s=0.5, retry_s=0.5), redis.url, secrets.token_bytes(32), tenants)
-        engine = EngineOptions(max_running=load.concurrency)
-        auto, plain = SpeculationOptions(), SpeculationOptions(strategy="autoregressive")
-        a, b = (Replica(model, engine, auto, access) for _ in range(2))
-        replicas = Replicas(a, b, Replica(model, engine, plain))
-        try:
-            for replica in (replicas.a, replicas.b, replicas.plain):
-                load.stream(replica, "warm-up", "warm-up 0")
-            passes: dict[str, list[Pass]] = {}
-            mended_s: dict[str, list[float]] = {fault: [] for fault in FAULTS}
-            for repeat in range(repeats):
-                for name, done in _repeat(replicas, redis, load, repeat, mended_s):
-                    passes.setdefault(name, []).append(done)
-                    progress.say(f"repeat {repeat}, {name}: {done.summary}")
-            counts = [replica.describe().cache for replica in (replicas.a, replicas.b)]
-        finally:
-            replicas.stop()
-    return _results(passes) | {
-        "mended_s": {fault: [round(seconds, 3) for seconds in times] for fault, times in mended_s.items()},
-        "mirrors": [
-            {name: getattr(count, name) for name in ("opened", "failures", "dropped_tokens", "lost_records")} for count in counts
-        ],
-    }
-
-
-def _repeat(replicas: Replicas, redis: RedisProcess, load: Load, repeat: int, mended_s: Mapping[str, list[float]]) -> Any:
-    """Passes by name, as they are done."""
-
-    def both(phase: str, breaks: Act | None = None) -> Any:
-        tenant = f"{phase} {repeat}"
-        yield f"{phase}, A", load.stream(replicas.a, tenant, tenant, None if breaks is None else lambda: breaks(redis))
-        if breaks is None:
-            replicas.wait_until_mended()
-        yield f"{phase}, B", load.stream(replicas.b, tenant, tenant)
-
-    yield "plain", load.stream(replicas.plain, f"plain {repeat}", None)
-    yield "plain again", load.stream(replicas.plain, f"plain again {repeat}", None)
-    yield from both("healthy")
-    for fault, (breaks, mends) in FAULTS.items():
-        yield from both(fault, breaks)
-        mends(redis)
-        mended_s[fault].append(replicas.wait_until_mended())
-        yield from both(f"after {fault}")
-
-
-def _results(passes: Mapping[str, Sequence[Pass]]) -> dict[str, Any]:
-    """A row for each phase, those of a fault also beside the same replica's without one; of B what A had answered before it."""
-    rows = {name: compared(done, passes["plain"]) for name, done in passes.items()}
-    for fault in FAULTS:
-        for name in "AB":
-            rows[f"{fault}, {name}"]["beside_healthy"] = ratios(passes[f"{fault}, {name}"], passes[f"healthy, {name}"])
-    parts = {f"{fault}, B": halves(passes[f"{fault}, A"], passes[f"{fault}, B"]) for fault in FAULTS}
-    return {"phases": rows, "tokens_per_step_of_b": parts}
-
-
-def _mended(replica: Replica) -> bool:
-    counts = replica.describe().cache
-    assert counts is not None
-    return counts.connected and counts.outbox_bytes == 0
 
 
 BENCH = Bench(
-    "cache-faults", __doc__ or "", run_loads, options,
-    dict.fromkeys(("requests", "max_tokens", "repeats", "threads", "concurrency"), 1), wrong=differing,
+    "cache-faults", __doc__ or "", measure, options,
+    dict.fromkeys(("requests", "max_tokens", "repeats", "concurrency"), 1), wrong=differing,
 )  # fmt: skip

@@ -1,10 +1,11 @@
-"""Machines made of namespaces: each has an address, ports and a folder of its own, and can be lost as a machine is.
+"""Machines made of network namespaces, each with its own address, ports and private folder, that can be lost.
 
-Needs root, ``ip`` and ``unshare`` (Debian: iproute2, util-linux). Nothing outside this machine reaches them.
+They need root, ``ip`` and ``unshare`` (Debian: iproute2, util-linux). Nothing outside this machine reaches them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -13,18 +14,17 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 _SUBNETS = range(1, 255)
 _ENDED_S = 20.0
 
 
 class MachinesError(RuntimeError):
-    """No machines can be made; the message says what is missing."""
+    """Machines cannot be made, or a cluster of them does not get into the expected state."""
 
 
 def why_not() -> str | None:
-    """What keeps this process from making machines; None where nothing does."""
+    """Return why this process cannot make machines; None if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     for command, package in (("ip", "iproute2"), ("unshare", "util-linux")):
@@ -34,14 +34,14 @@ def why_not() -> str | None:
 
 
 class Machine:
-    """One of them, at first without a process."""
+    """A machine, at first without a process."""
 
-    def __init__(self, name: str, namespace: str, address: str, private: Path | None, cable: str) -> None:
-        self.name, self.address, self._namespace, self._private, self._cable = name, address, namespace, private, cable
+    def __init__(self, namespace: str, address: str, private: Path | None, cable: str) -> None:
+        self.address, self._namespace, self._private, self._cable = address, namespace, private, cable
         self._started: list[subprocess.Popen[bytes]] = []
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-        """Starts a process on it; what it says is appended to a file."""
+        """Start a process whose output is appended to ``log``."""
         within = ["ip", "netns", "exec", self._namespace]
         if self._private is not None:
             within += ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(self._private)]
@@ -55,32 +55,30 @@ class Machine:
 
     @property
     def ended(self) -> bool:
-        """Whether a process that was started here has ended by itself."""
+        """Whether a started process has ended by itself."""
         return any(process.poll() is not None for process in self._started)
 
     def pids(self) -> list[int]:
-        """Of all processes that run on it."""
-        return [int(pid) for pid in _ip("netns", "pids", self._namespace).split()]
+        """Return the ids of all processes of the machine."""
+        return [int(pid) for pid in _ip(f"netns pids {self._namespace}").split()]
 
     def cut(self) -> None:
-        """Nothing reaches it any more, and nothing of it anybody: what it runs goes on, and no connection ends."""
-        _ip("link", "set", self._cable, "down")
+        """Cut the network: processes go on, and no connection is closed."""
+        _ip(f"link set {self._cable} down")
 
     def mend(self) -> None:
-        """Ends ``cut``."""
-        _ip("link", "set", self._cable, "up")
+        """Connect the network again."""
+        _ip(f"link set {self._cable} up")
 
     def kill(self) -> None:
-        """Ends all that runs on it at once, without a word to anybody, and returns when it has ended."""
+        """Send SIGKILL to all processes of the machine, and return when they have ended."""
         deadline = time.monotonic() + _ENDED_S
         while pids := self.pids():
             for pid in pids:
-                try:
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
             if time.monotonic() > deadline:
-                raise MachinesError(f"{self.name}: processes {pids} do not end")
+                raise MachinesError(f"{self._namespace}: processes {pids} do not end")
             time.sleep(0.05)
         for process in self._started:
             process.wait()
@@ -88,13 +86,14 @@ class Machine:
 
 
 class Machines:
-    """Machines on one network, to which this one belongs as well. ``with`` takes them away again, with all that runs on them."""
+    """Machines on a network that this machine belongs to as well; ``with`` removes them with all their processes."""
 
     def __init__(self, names: Sequence[str], private: Path | None = None) -> None:
-        """
+        """Make the machines.
+
         Args:
             names: of the machines.
-            private: a folder of which each process that is started on a machine has an empty one of its own.
+            private: a folder that is empty and separate for each process that is started on a machine.
 
         Raises:
             MachinesError: see ``why_not``; or a command failed.
@@ -103,58 +102,52 @@ class Machines:
         if reason is not None:
             raise MachinesError(reason)
         self._tag = secrets.token_hex(2)  # names of interfaces have 15 characters at most
-        self._private = private
-        subnet = f"10.213.{secrets.choice(_SUBNETS)}"
+        self._bridge, subnet = f"outr-{self._tag}", f"10.213.{secrets.choice(_SUBNETS)}"
         self.address = f"{subnet}.1"
         self.by_name: dict[str, Machine] = {}
+        self._made = contextlib.ExitStack()
         try:
-            _ip("link", "add", self._bridge, "type", "bridge")
-            _ip("addr", "add", f"{self.address}/24", "dev", self._bridge)
-            _ip("link", "set", self._bridge, "up")
+            self._made.callback(_remove_link, self._bridge)
+            _ip(f"link add {self._bridge} type bridge")
+            _ip(f"addr add {self.address}/24 dev {self._bridge}")
+            _ip(f"link set {self._bridge} up")
             for number, name in enumerate(names, start=2):
-                self.by_name[name] = self._make(name, number, f"{subnet}.{number}")
+                self.by_name[name] = self._make(number, f"{subnet}.{number}", private)
         except BaseException:
             self.close()
             raise
 
-    @property
-    def _bridge(self) -> str:
-        return f"outr-{self._tag}"
-
-    def _make(self, name: str, number: int, address: str) -> Machine:
+    def _make(self, number: int, address: str, private: Path | None) -> Machine:
         namespace, cable = f"outrider-{self._tag}-{number}", f"{self._bridge}-{number}"
-        _ip("netns", "add", namespace)
-        machine = self.by_name[name] = Machine(name, namespace, address, self._private, cable)
-        _ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", namespace)
-        _ip("link", "set", cable, "master", self._bridge, "up")
-        _ip("-n", namespace, "addr", "add", f"{address}/24", "dev", "eth0")
-        _ip("-n", namespace, "link", "set", "eth0", "up")
-        _ip("-n", namespace, "link", "set", "lo", "up")
+        machine = Machine(namespace, address, private, cable)
+        _ip(f"netns add {namespace}")
+        self._made.callback(_ip, f"netns del {namespace}")
+        self._made.callback(_remove_link, cable)  # with its namespace it would be removed a moment later
+        self._made.callback(machine.kill)
+        _ip(f"link add {cable} type veth peer name eth0 netns {namespace}")
+        _ip(f"link set {cable} master {self._bridge} up")
+        _ip(f"-n {namespace} addr add {address}/24 dev eth0")
+        _ip(f"-n {namespace} link set eth0 up")
+        _ip(f"-n {namespace} link set lo up")
         return machine
 
     def close(self) -> None:
-        """Ends and removes all of them. Harmless when repeated."""
-        for number, machine in enumerate(self.by_name.values(), start=2):
-            machine.kill()
-            _take_away(f"{self._bridge}-{number}")  # with its namespace it would go a moment later
-            _ip("netns", "del", f"outrider-{self._tag}-{number}")
-        self.by_name = {}
-        _take_away(self._bridge)
+        """End and remove all machines. May be repeated."""
+        self._made.close()
 
     def __enter__(self) -> Machines:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
-def _take_away(link: str) -> None:
-    """Of a network that was made in part, some links are not there."""
-    subprocess.run(["ip", "link", "del", link], capture_output=True, check=False)
+def _remove_link(link: str) -> None:
+    subprocess.run(["ip", "link", "del", link], capture_output=True, check=False)  # may not exist yet
 
 
-def _ip(*arguments: str) -> str:
-    found = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+def _ip(arguments: str) -> str:
+    found = subprocess.run(["ip", *arguments.split()], capture_output=True, text=True, check=False)
     if found.returncode:
-        raise MachinesError(f"ip {' '.join(arguments)}: {found.stderr.strip()}")
+        raise MachinesError(f"ip {arguments}: {found.stderr.strip()}")
     return found.stdout

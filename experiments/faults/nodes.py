@@ -1,9 +1,9 @@
-"""The CPU overlay's RayService on machines of their own, of which one after the other is lost, upgraded and given new keys.
+"""Machines of the CPU overlay's RayService that are lost, upgraded and given new keys while requests run.
 
-python -m experiments.faults nodes [--only engine head ...]
+outrider bench faults nodes [--only engine head ...]
 
-Machines are network namespaces (root and iproute2 are needed), see ``faults/manifest_cluster.py``. While a fault is there,
-requests of several kinds run; their text, finish reason, tokens and usage have to be those of an undisturbed run.
+Machines are network namespaces (root and iproute2 are needed), see ``experiments/faults/manifest_cluster.py``. During a fault
+requests of several kinds run; their text, finish reason, tokens and usage have to equal those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -30,24 +30,23 @@ from experiments.service.served import spread
 
 OVERLAY, SPARE = "cpu-demo", "engine-2"
 _KINDS = ("greedy", "sampled", "whole", "json", "penalties")
-_AWAY_S = 10.0  # until what was lost is started again, as a scheduler does
-_CUT_S = 60.0
-_CONNECT_S = 1.0  # likewise, for a connection
-_SILENCE_S = 10.0  # after that a client gives up what it waits for, and asks again
-_MIDDLE_S = 4.0  # by then streams are under way
+_AWAY_S = 10.0  # until a lost machine is started again, as by a scheduler
+_CUT_S = 60.0  # duration of a cut of the network
+_CONNECT_S, _SILENCE_S = 1.0, 10.0  # time limits of clients for a connection and for the next byte
+_MIDDLE_S = 4.0  # until streams are under way
 _PATIENCE_S = 180.0
 _ATTEMPTS = 8
-_SPARE_PLACES = 8
-_CONTEXT = 1024  # tokens of prompt and answer, so that places for all of them fit
-_ANEW = ("model_replaced", "resumed_otherwise")  # codes of errors that say to ask anew
-_MODELS = ("demo_model", "smollm2-135m-instruct")  # the one that is not served takes the other's place
-_RESUMABLE = {"Accept": "text/event-stream"}  # has streams tell the ids of their events
+_SPARE_SLOTS = 8
+_CONTEXT = 1024  # tokens of prompt and answer, so that slots for all requests fit
+_ANEW = ("model_replaced", "resumed_otherwise")  # codes of errors after which clients ask anew
+_MODELS = ("demo_model", "smollm2-135m-instruct")  # the one that is not served replaces the other
+_RESUMABLE = {"Accept": "text/event-stream"}  # makes the server number the events of streams
 _HEALTHY = {"status": "ok", "replicas": 2, "shared_cache": "connected"}
-Fault = Callable[[ManifestCluster], dict[str, Any]]  # runs in a thread beside the requests; returns what is told of it
+Fault = Callable[[ManifestCluster], dict[str, Any]]  # runs in a thread beside the requests; returns its results
 
 
 def lose_engine(cluster: ManifestCluster) -> dict[str, Any]:
-    """A machine with an engine is gone, and another one comes."""
+    """Lose the machine of an engine, and start another one."""
     cluster.machine("engine-0").kill()
     noticed_s = cluster.until("/health", {"status": "degraded"})
     time.sleep(_AWAY_S)
@@ -56,7 +55,7 @@ def lose_engine(cluster: ManifestCluster) -> dict[str, Any]:
 
 
 def lose_head(cluster: ManifestCluster) -> dict[str, Any]:
-    """The head is gone, and comes back with what Redis knows of the cluster."""
+    """Lose the head, and start it again with the cluster's state in Redis."""
     cluster.machine("head").kill()
     time.sleep(_AWAY_S)
     cluster.start("head")
@@ -64,7 +63,7 @@ def lose_head(cluster: ManifestCluster) -> dict[str, Any]:
 
 
 def lose_redis(cluster: ManifestCluster) -> dict[str, Any]:
-    """The replicas' memory is gone, and comes back with what it had written."""
+    """Lose the Redis of the replicas' memory, and start it again with its files."""
     cluster.memory.kill()
     time.sleep(_AWAY_S)
     state = httpx.get(f"{cluster.urls[0]}/health", timeout=5).json()["shared_cache"]
@@ -73,27 +72,27 @@ def lose_redis(cluster: ManifestCluster) -> dict[str, Any]:
 
 
 def upgrade(cluster: ManifestCluster) -> dict[str, Any]:
-    """Another Serve configuration, as ``kubectl apply`` brings it, for API and engines, and back."""
+    """Deploy another Serve configuration for API and engines, as ``kubectl apply`` does, and roll it back."""
     before = copy.deepcopy(cluster.serve_config)
     cluster.set({"engine": {"max_waiting": 128}, "audit": {"keep": 32}})
-    there_s = deployed(cluster)
+    upgrade_s = deployed(cluster)
     cluster.serve_config = before
-    return {"upgrade_s": there_s, "rollback_s": deployed(cluster)}
+    return {"upgrade_s": upgrade_s, "rollback_s": deployed(cluster)}
 
 
 def replace_model(cluster: ManifestCluster) -> dict[str, Any]:
-    """The model that was served before takes the place of the one that was set meanwhile, under the same name."""
+    """Deploy the cluster's model under the name of the one that is served."""
     set_model(cluster, cluster.model)
     return {"model_s": deployed(cluster)}
 
 
 def set_model(cluster: ManifestCluster, path: Path) -> None:
-    """Names a model in the Serve configuration."""
+    """Change the model of the next deployment."""
     cluster.set({"model": {"path": str(path), "served_name": cluster.model_name}})
 
 
 def scale(cluster: ManifestCluster) -> dict[str, Any]:
-    """A third engine on a machine of its own, and back to two."""
+    """Add a third engine on another machine, and remove it."""
     cluster.start(SPARE)
     cluster.set({"server": {"replicas": 3}})
     out_s = deployed(cluster, 3)
@@ -104,17 +103,17 @@ def scale(cluster: ManifestCluster) -> dict[str, Any]:
 
 
 def deployed(cluster: ManifestCluster, replicas: int = 2) -> float:
-    """Deploys what was set; the seconds until all runs with it."""
+    """Deploy the Serve configuration and return the seconds until everything runs with it."""
     began = time.monotonic()
     cluster.deploy()
-    time.sleep(1.0)  # until the old state is not told any more
+    time.sleep(1.0)  # until the old state is not reported any more
     cluster.until_running()
     cluster.until("/health", _HEALTHY | {"replicas": replicas})
     return round(time.monotonic() - began, 2)
 
 
 def rotate(cluster: ManifestCluster) -> dict[str, Any]:
-    """The secret with the keys changes."""
+    """Change the secret with the keys."""
     old, cluster.key = cluster.key, f"{cluster.key}-new"
     cluster.give_key(cluster.key)
     began, found = time.monotonic(), {}
@@ -128,7 +127,7 @@ def rotate(cluster: ManifestCluster) -> dict[str, Any]:
 
 
 def lose_api(cluster: ManifestCluster) -> dict[str, Any]:
-    """The machine of one of the APIs is gone, with all connections to it, and comes back."""
+    """Lose the machine of an API with all its connections, and start it again."""
     time.sleep(_MIDDLE_S)
     cluster.machine("api-0").kill()
     waits = new_requests(cluster, _AWAY_S)
@@ -137,7 +136,7 @@ def lose_api(cluster: ManifestCluster) -> dict[str, Any]:
 
 
 def cut_zone(cluster: ManifestCluster) -> dict[str, Any]:
-    """The network of a zone, with one of the APIs and one of the engines, is cut in the middle of streams, and comes back."""
+    """Cut the network of a zone with an API and an engine in the middle of streams, and connect it again."""
     zone = [cluster.machine(name) for name in ("api-1", "engine-1")]
     time.sleep(_MIDDLE_S)
     for machine in zone:
@@ -149,7 +148,7 @@ def cut_zone(cluster: ManifestCluster) -> dict[str, Any]:
 
 
 def new_requests(cluster: ManifestCluster, seconds: float) -> list[float]:
-    """One new request after the other, each at the first API that takes the connection; how long each took."""
+    """Send requests one after the other to the first API that takes the connection, and return the seconds of each."""
     waits, began = [], time.monotonic()
     body = {"model": cluster.model_name, "prompt": "The library opens", "max_tokens": 1, "temperature": 0}
     timeout = httpx.Timeout(_SILENCE_S, connect=_CONNECT_S)
@@ -168,34 +167,32 @@ def new_requests(cluster: ManifestCluster, seconds: float) -> list[float]:
 
 
 WITH_REQUESTS: dict[str, Fault] = {
-    "api": lose_api,
-    "zone": cut_zone,
-    "engine": lose_engine,
-    "head": lose_head,
-    "redis": lose_redis,
-    "upgrade": upgrade,
-    "model": replace_model,
-    "scale": scale,
-}
+    "api": lose_api, "zone": cut_zone, "engine": lose_engine, "head": lose_head, "redis": lose_redis, "upgrade": upgrade,
+    "model": replace_model, "scale": scale,
+}  # fmt: skip
 ALONE: dict[str, Fault] = {"keys": rotate}
 
 
 def bearer(key: str) -> dict[str, str]:
-    """The header that says who asks."""
+    """Return the header with an API key."""
     return {"Authorization": f"Bearer {key}"}
 
 
 async def under(
     cluster: ManifestCluster, fault: Fault, asks: Sequence[Ask], rights: Sequence[Sequence[Answer]], concurrency: int
 ) -> dict[str, Any]:
-    """A fault while requests run, round after round until it is over.
+    """Run a fault beside rounds of requests until it is over.
 
     Args:
-        rights: the answers of undisturbed runs, with each of the models that are served meanwhile.
+        cluster: that is disturbed.
+        fault: to run.
+        asks: requests of a round.
+        rights: answers of an undisturbed run with each model that is served during the fault.
+        concurrency: requests in flight.
 
     Returns:
-        What the fault tells; ``answers``, how many of them ``identical`` and ``resumed``, ``wrong`` and ``pause_s`` of streams;
-        where there are several models, the answers ``by_model``.
+        The results of the fault; the numbers of ``answers``, of ``identical`` and of ``resumed`` ones; ``wrong``; ``pause_s`` of
+        streams; and the answers ``by_model`` if there are several.
     """
     rounds: list[Answer] = []
     wrong, by_model = [], [0] * len(rights)
@@ -209,17 +206,15 @@ async def under(
                 by_model[found.index([])] += 1
             else:
                 wrong.append({"kind": asked.kind, "differs": min(found, key=len), "error": told.error})
-    pauses = [told.pause_s(0.0) for told in rounds if len(told.times) > 2]
-    resumed = sum(bool(told.resumed) for told in rounds)
-    counts = {"answers": len(rounds), "identical": len(rounds) - len(wrong), "resumed": resumed, "wrong": wrong}
-    counts["pause_s"] = spread(pauses)
-    if len(rights) > 1:
-        counts["by_model"] = by_model
-    return await beside | counts
+    counts = {
+        "answers": len(rounds), "identical": len(rounds) - len(wrong), "resumed": sum(bool(told.resumed) for told in rounds),
+        "wrong": wrong, "pause_s": spread([told.pause_s(0.0) for told in rounds if len(told.times) > 2]),
+    }  # fmt: skip
+    return await beside | counts | ({"by_model": by_model} if len(rights) > 1 else {})
 
 
 async def ask_all(cluster: ManifestCluster, asks: Sequence[Ask], concurrency: int) -> tuple[list[Answer], float]:
-    """All requests, in the tenant's name, at the APIs in turns, and the seconds they took."""
+    """Send all requests with the tenant's key to the APIs in turns; return the answers and the seconds."""
     limits, free, began = httpx.Limits(max_connections=None), asyncio.Semaphore(concurrency), time.monotonic()
     headers, silence = bearer(cluster.key) | _RESUMABLE, httpx.Timeout(_SILENCE_S, connect=_CONNECT_S)
     async with contextlib.AsyncExitStack() as open_:
@@ -235,7 +230,7 @@ async def ask_all(cluster: ManifestCluster, asks: Sequence[Ask], concurrency: in
 
 
 async def ask_again(clients: Sequence[httpx.AsyncClient], cluster: ManifestCluster, request: Ask) -> Answer:
-    """Asks as a client behind the Service does: one that loses its API goes on at the next, a stream after its last event."""
+    """Ask like a client behind the Service: after the loss of its API it continues at the next, a stream after its last event."""
     told: Answer | None = None
     for attempt in range(_ATTEMPTS):
         told = await ask(clients[attempt % len(clients)], cluster.model_name, request, told=told)
@@ -249,14 +244,14 @@ async def ask_again(clients: Sequence[httpx.AsyncClient], cluster: ManifestClust
 
 
 def measure(args: argparse.Namespace, run: Run) -> Results:
-    """All faults, one after the other, each on a whole cluster. Raises ``MachinesError``: no machines can be made."""
+    """Run all faults one after the other, each on a healthy cluster; ``MachinesError`` if machines cannot be made."""
     began = time.monotonic()
     run.progress.say("starting the machines")
-    running = args.concurrency + _SPARE_PLACES  # nobody waits for a place
-    settings = {"model": {"dtype": args.dtype, "max_model_len": _CONTEXT}, "engine": {"max_running": running}}
+    slots = args.concurrency + _SPARE_SLOTS  # so that no request waits
+    settings = {"model": {"dtype": args.dtype, "max_model_len": _CONTEXT}, "engine": {"max_running": slots}}
     with ManifestCluster(OVERLAY, Path(find_model(args.model)), settings, (SPARE,)) as cluster:
         ready_s = time.monotonic() - began
-        asks = make_asks(args.requests, args.max_tokens, args.seed, _KINDS)
+        asks = make_asks(args.requests, args.max_tokens, 0, _KINDS)
         right, seconds = asyncio.run(ask_all(cluster, asks, args.concurrency))
         failed = [told.error for told in right if told.error]
         if failed:
@@ -280,18 +275,17 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Those of the command."""
+    """Add the options of the command."""
     add_model(parser, "float32", ("float32",))
     names = [*WITH_REQUESTS, *ALONE]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, help="faults; all by default")
-    parser.add_argument("--requests", type=int, default=10, help="of a round; rounds follow each other while a fault lasts")
-    parser.add_argument("--concurrency", type=int, default=4)
-    parser.add_argument("--max-tokens", type=int, default=120, help="of an answer")
-    parser.add_argument("--seed", type=int, default=0, help="of prompts")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="faults; default: all")
+    parser.add_argument("--requests", type=int, default=10, help="requests per round; rounds are repeated during a fault")
+    parser.add_argument("--concurrency", type=int, default=4, help="requests in flight")
+    parser.add_argument("--max-tokens", type=int, default=120, help="tokens per answer")
 
 
 def other(results: Results, args: argparse.Namespace) -> list[str]:
-    """Answers that are not the undisturbed ones."""
+    """Return the answers that differ from the undisturbed ones."""
     return [f"{name}: {entry}" for name, told in results["faults"].items() for entry in told.get("wrong", ())]
 
 

@@ -1,4 +1,4 @@
-"""A Redis that can be killed, paused, filled up and started again at its address, for experiments with its faults."""
+"""A Redis that can be killed, paused, filled and started again at its address."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import signal
 import subprocess
 import tempfile
 import time
-from types import TracebackType
 
 import redis
 
@@ -19,18 +18,13 @@ _START_S = 20.0
 
 
 class RedisProcess:
-    """A server on a free port, without password. ``with`` ends it.
-
-    The embedded one of ``cache_service`` is gone once it has died; this one comes back where it was, empty, or with what it had
-    written to its files.
-    """
+    """A server on a free port, without password; ``with`` ends it. Unlike the embedded one it can be started again."""
 
     def __init__(self, host: str = "127.0.0.1", has_files: bool = False) -> None:
-        """Starts it. Raises as ``start`` does.
+        """Start the server, which listens on ``host`` and until ``close`` writes to files if it has them.
 
-        Args:
-            host: where it listens; whoever reaches that may use it.
-            has_files: it writes what it is told to files, until ``close``.
+        Raises:
+            EmbeddedRedisError: see ``start``.
         """
         self._host, self._has_files = host, has_files
         self._port = free_port(host)
@@ -42,10 +36,10 @@ class RedisProcess:
         self.start()
 
     def start(self) -> None:
-        """Starts it and returns once it answers.
+        """Start the server and return once it answers, empty or with the contents of its files.
 
         Raises:
-            cache_service.store.embedded.EmbeddedRedisError: there is no binary, or the server does not come up.
+            EmbeddedRedisError: there is no binary, or the server does not come up.
         """
         binary = find_redis_server()
         if binary is None:
@@ -54,44 +48,43 @@ class RedisProcess:
         options += ["--appendonly", "yes" if self._has_files else "no"]
         deadline = time.monotonic() + _START_S
         while True:
-            # It ends at once while an outgoing connection of another process has its port, which was free as long as it was away.
+            # It ends at once while an outgoing connection of another process has the port, which was free in the meantime.
             if self._process is None or self._process.poll() is not None:
-                # A session of its own: Ctrl-C in the terminal is for the experiment, which then ends this.
+                # In its own session, so that Ctrl-C in the terminal reaches the experiment alone, which then ends the server.
                 self._process = subprocess.Popen([str(binary.path), *options], stdout=subprocess.DEVNULL, start_new_session=True)
             try:
                 self.client.ping()
+                return
             except redis.RedisError as error:
                 if time.monotonic() > deadline:
                     raise EmbeddedRedisError(f"redis-server did not come up on port {self._port}: {error}") from error
                 time.sleep(0.05)
-            else:
-                return
 
     def kill(self) -> None:
-        """``kill -9``: all it held in memory is lost. Harmless when it does not run."""
+        """Send SIGKILL, which loses the contents of the memory. Harmless if it does not run."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def pause(self) -> None:
-        """``SIGSTOP``: connections stay open, and nothing answers."""
+        """Send SIGSTOP: connections stay open without answers."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """``SIGCONT``."""
+        """Send SIGCONT."""
         self._signal(signal.SIGCONT)
 
     def fill(self) -> None:
-        """``maxmemory`` is reached: it can be read, and takes nothing more."""
+        """Exceed ``maxmemory``: reads work and writes are refused."""
         self.client.config_set("maxmemory", 1)
 
     def make_room(self) -> None:
-        """Takes ``maxmemory`` away."""
+        """Remove ``maxmemory``."""
         self.client.config_set("maxmemory", 0)
 
     def close(self) -> None:
-        """Ends it. May be repeated."""
+        """End the server and delete its files. May be repeated."""
         self.kill()
         self.client.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -103,5 +96,5 @@ class RedisProcess:
     def __enter__(self) -> RedisProcess:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

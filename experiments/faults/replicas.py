@@ -1,9 +1,9 @@
-"""Requests of every kind while engine replicas are killed: is every answer the undisturbed one, and how long is the pause?
+"""Requests of every kind while engine replicas are killed: answers compared with the undisturbed run, and pauses of streams.
 
-python -m experiments.faults replicas [--requests 100] [--kills 12] [--replicas 3]
+outrider bench faults replicas [--requests 100] [--kills 12] [--replicas 3]
 
-``outrider serve`` runs once. First all requests are answered with nobody killed; then again, while at random moments a random
-replica gets SIGKILL. Text, finish reason, tokens, log-probabilities and usage have to be the same, streamed or not.
+``outrider serve`` runs once. All requests are answered without a fault, then again while a random replica gets SIGKILL at random
+moments. Text, finish reason, tokens, log-probabilities and usage have to be the same, streamed or not.
 """
 
 from __future__ import annotations
@@ -23,30 +23,29 @@ import psutil
 from experiments.bench.options import add_model
 from experiments.bench.progress import Progress
 from experiments.bench.run import Bench, Results
-from experiments.service.asks import KINDS, make_asks, play
+from experiments.service.asks import make_asks, play
 from experiments.service.served import Served, conducted, memory_mib, replica_settings, spread, until_whole
 
 ENGINE = "ray::ServeReplica:outrider:engine"  # title of the replicas' processes
-_POLL_S = 0.25
+_CONCURRENCY, _POLL_S, _SEED = 12, 0.25, 0
 
 
 @dataclass(slots=True)
 class Killer:
-    """Kills replicas as the text comes."""
+    """Kills random replicas at given shares of the text of all answers."""
 
     server: Served
-    moments: list[float]  # shares of all text, ascending
+    moments: list[float]  # shares, ascending
     rng: random.Random
-    total: int  # characters that will come
+    total: int  # expected characters
     come: int = 0
     at_s: list[float] = field(default_factory=list)  # time.monotonic of each kill
 
     def came(self, text: str) -> None:
-        """To be called with each piece of text."""
+        """Count a piece of text, and kill a replica if a moment has come."""
         self.come += len(text)
         if self.moments and self.come >= self.moments[0] * self.total:
-            # One that is starting holds no request: its title says what it does.
-            starting = {process.pid for process in self.server.processes(f"{ENGINE}.initialize")}
+            starting = {process.pid for process in self.server.processes(f"{ENGINE}.initialize")}  # holds no request yet
             victims = [process for process in self.server.processes(ENGINE) if process.pid not in starting]
             if victims:
                 self.moments.pop(0)
@@ -56,10 +55,10 @@ class Killer:
 
 
 async def trial(server: Served, model: str, args: argparse.Namespace, progress: Progress) -> Results:
-    """Both passes, and how long it takes until all replicas are there again."""
-    rng, asks = random.Random(args.seed), make_asks(args.requests, args.max_tokens, args.seed, args.kind)
+    """Run both passes, and wait until all replicas are ready again."""
+    rng, asks = random.Random(_SEED), make_asks(args.requests, args.max_tokens, _SEED)
     async with httpx.AsyncClient(base_url=server.url, timeout=600, limits=httpx.Limits(max_connections=None)) as client:
-        right, calm_s = await play(client, model, asks, args.concurrency)
+        right, calm_s = await play(client, model, asks, _CONCURRENCY)
         failed = [told.error for told in right if told.error]
         if failed:
             raise RuntimeError(f"the undisturbed run failed: {failed[0]}")
@@ -68,7 +67,7 @@ async def trial(server: Served, model: str, args: argparse.Namespace, progress: 
         killer = Killer(server, moments, rng, total)
         before, began, seen = memory_mib(server), time.monotonic(), list[tuple[float, int]]()
         watch = asyncio.create_task(count_replicas(client, seen))
-        answers, under_fire_s = await play(client, model, asks, args.concurrency, killer.came)
+        answers, under_fire_s = await play(client, model, asks, _CONCURRENCY, killer.came)
         whole_again_s = await until_whole(client, args.replicas)
         watch.cancel()
     wrong = [
@@ -78,14 +77,13 @@ async def trial(server: Served, model: str, args: argparse.Namespace, progress: 
     ]
     for entry in wrong:
         progress.say(f"not the undisturbed answer: {entry}")
-    streamed = [told for request, told in zip(asks, answers, strict=True) if request.body.get("stream")]
-    pauses = [max((told.pause_s(at) for at in killer.at_s if at < told.times[-1]), default=0.0) for told in streamed]
-    calm = [told.pause_s(0.0) for request, told in zip(asks, right, strict=True) if request.body.get("stream")]
+    streamed = [(told, good) for request, told, good in zip(asks, answers, right, strict=True) if request.body.get("stream")]
+    pauses = [max((told.pause_s(at) for at in killer.at_s if at < told.times[-1]), default=0.0) for told, _ in streamed]
     return {
         "requests": len(asks), "identical": len(asks) - len(wrong), "wrong": wrong, "kills": len(killer.at_s),
         "kinds": Counter(request.kind for request in asks),
         "seconds": {"undisturbed": round(calm_s, 2), "disturbed": round(under_fire_s, 2)},
-        "pause_s": {"undisturbed": spread(calm), "disturbed": spread(pauses)},
+        "pause_s": {"undisturbed": spread([good.pause_s(0.0) for _, good in streamed]), "disturbed": spread(pauses)},
         "pauses_s": sorted(round(pause, 3) for pause in pauses),
         "kills_s": [round(at - began, 2) for at in killer.at_s],
         "replicas_seen": [(round(at - began, 2), count) for at, count in seen],
@@ -95,9 +93,9 @@ async def trial(server: Served, model: str, args: argparse.Namespace, progress: 
 
 
 async def count_replicas(client: httpx.AsyncClient, seen: list[tuple[float, int]]) -> None:
-    """Appends the time and how many replicas ``/health`` counts, whenever that is another number; until it is cancelled."""
+    """Append time and number whenever the number of replicas in ``/health`` changes, until cancelled."""
     while True:
-        with contextlib.suppress(httpx.TransportError):  # a slow answer is none
+        with contextlib.suppress(httpx.TransportError):
             replicas = (await client.get("/health")).json().get("replicas", 0)
             if not seen or seen[-1][1] != replicas:
                 seen.append((time.monotonic(), replicas))
@@ -105,30 +103,27 @@ async def count_replicas(client: httpx.AsyncClient, seen: list[tuple[float, int]
 
 
 def settings(args: argparse.Namespace) -> list[str]:
-    """Of the server: who asks without a key is one tenant, so that the replicas share what they generate."""
+    """Return the settings of the server; clients without a key are one tenant, so that replicas share outputs."""
     return [*replica_settings(args), "tenancy.anonymous=local"]
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Those of the command."""
+    """Add the options of the command."""
     add_model(parser, "float32")
-    parser.add_argument("--requests", type=int, default=100)
-    parser.add_argument("--concurrency", type=int, default=12, help="requests in flight")
+    parser.add_argument("--requests", type=int, default=100, help="of all kinds in turns")
     parser.add_argument("--kills", type=int, default=12, help="at random shares of the text")
     parser.add_argument("--replicas", type=int, default=3)
-    parser.add_argument("--kind", nargs="+", choices=[kind[0] for kind in KINDS], default=[], help="of requests; all by default")
-    parser.add_argument("--max-tokens", type=int, default=300, help="of an answer")
-    parser.add_argument("--seed", type=int, default=0, help="of prompts, victims and moments")
+    parser.add_argument("--max-tokens", type=int, default=300, help="tokens per answer")
 
 
 def other(results: Results, args: argparse.Namespace) -> list[str]:
-    """Answers that are not the undisturbed ones, and replicas that did not come back."""
+    """Return the number of answers that differ from the undisturbed ones, and whether replicas are missing."""
     same, of = results["identical"], results["requests"]
     found = [f"{same} of {of} answers as undisturbed, under {results['kills']} kills"] if same < of else []
-    return found + (["not all replicas are there again"] if results["whole_again_s"] is None else [])
+    return found + (["not all replicas are ready again"] if results["whole_again_s"] is None else [])
 
 
 BENCH = Bench(
     "service-faults", __doc__ or "", conducted(trial, settings), options,
-    {"requests": 1, "concurrency": 1, "kills": 0, "replicas": 1, "max_tokens": 1}, wrong=other, refuses=(RuntimeError,),
+    {"requests": 1, "kills": 0, "replicas": 1, "max_tokens": 1}, wrong=other, refuses=(RuntimeError,),
 )  # fmt: skip

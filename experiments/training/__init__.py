@@ -1,1 +1,1 @@
-"""The demo model: its data, its training, and whether it copies. In: text. Out: weights."""
+"""Training of the demo models, evaluation of the demo model, distillation of draft models. In: text. Out: weights."""

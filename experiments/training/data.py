@@ -1,8 +1,7 @@
-"""Text of the demo model: corpus records to weighted token sequences, generated copying tasks, packed windows.
+"""Training data of the demo models: weighted token sequences of corpus records, generated copying tasks, packed windows.
 
-A record is ``{"source", "license", "kind", "text"}``. Its text is split at the answer headings, so that every answer gets
-the full loss weight and ends with the end-of-text token; prompts get a smaller weight. Everything here is a function of the
-seed alone.
+A record is ``{"source", "license", "kind", "text"}``. Its text is split at the answer headings, so that every answer has the full
+loss weight and ends with the end-of-text token; prompts have a smaller weight. All data is a function of the seed.
 """
 
 from __future__ import annotations
@@ -20,13 +19,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 END_OF_TEXT = "<|endoftext|>"
 ANSWER_HEADINGS = ("### Answer\n", "### Solution\n")
 PROMPT_WEIGHT = 0.4
-RELAID_SHARE = 0.5  # of the tasks, laid out as people write them in a chat
-LOOP_SHARE = 0.5  # of the records, with a loop that is broken off
+RELAID_SHARE = 0.5  # of the tasks, in the layout of a chat message
+LOOP_SHARE = 0.5  # of the records, with an interrupted loop
 _SPLIT = re.compile("(" + "|".join(re.escape(heading) for heading in ANSWER_HEADINGS) + ")")
 _DOCUMENTS = re.compile(r"\A### Documents\n(.*?)\n\n### Question\n(.*?)\n\n### Answer\n(.*)\Z", re.S)
 _PASSAGE = re.compile(r"^\[\d+\] (.*?)(?=^\[\d+\] |\Z)", re.M | re.S)
-# Ways in which people lay out documents and a question in one message.
-_LAYOUTS = (
+_LAYOUTS = (  # of documents and a question in one message
     "{docs}\n\n{question}",
     "{question}\n\n{docs}",
     "Context:\n{docs}\n\nQuestion: {question}",
@@ -34,11 +32,8 @@ _LAYOUTS = (
     "Text:\n{docs}\n\nTask: {question}",
 )
 _COPY_REQUESTS = (
-    "Copy document [{k}].",
-    "Repeat document [{k}].",
-    "What does document [{k}] say?",
-    "Quote document [{k}] in full.",
-)
+    "Copy document [{k}].", "Repeat document [{k}].", "What does document [{k}] say?", "Quote document [{k}] in full.",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +42,11 @@ class Encoded:
 
     tokens: np.ndarray  # [n] uint16
     weights: np.ndarray  # [n] float16, loss weight of predicting the target
-    targets: np.ndarray | None = None  # [n] uint16, what to predict in place of the token; the token itself when absent
+    targets: np.ndarray | None = None  # [n] uint16; the tokens themselves if absent
 
 
 def read_records(paths: Iterable[Path]) -> Iterator[dict[str, str]]:
-    """Yields the records of gzipped JSON-lines files, in file order."""
+    """Yield the records of gzipped JSON-lines files, in file order."""
     for path in paths:
         with gzip.open(path, "rt", encoding="utf-8") as lines:
             for line in lines:
@@ -59,24 +54,29 @@ def read_records(paths: Iterable[Path]) -> Iterator[dict[str, str]]:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE with single digits; id 0 is the end-of-text token."""
+    """Train a byte-level BPE with single digits; id 0 is the end-of-text token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
+def end_id(tokenizer: Tokenizer) -> int:
+    """Return the id of the end-of-text token."""
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    assert isinstance(end, int), END_OF_TEXT
+    return end
+
+
 def passages_of(text: str) -> list[str]:
-    """The passages of a record's documents, without their numbers."""
+    """Return the passages of a record's documents, without their numbers."""
     match = _DOCUMENTS.match(text)
     if match is None:
         return []
@@ -84,7 +84,7 @@ def passages_of(text: str) -> list[str]:
 
 
 def relaid(text: str, rng: np.random.Generator) -> str:
-    """The same task as one free-form message, as a chat client would send it; unchanged when it is no task."""
+    """Return a task as one free-form message, as a chat client sends it; other texts unchanged."""
     if text.startswith("### Problem\n") and "### Solution\n" in text:
         return text.replace("### Problem\n", "### Question\n", 1).replace("### Solution\n", "### Answer\n", 1)
     match = _DOCUMENTS.match(text)
@@ -98,9 +98,8 @@ def relaid(text: str, rng: np.random.Generator) -> str:
 
 
 def encode(text: str, tokenizer: Tokenizer) -> Encoded:
-    """Tokens and weights of a record; the end-of-text token closes every answer and the record."""
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    assert end is not None, END_OF_TEXT
+    """Return tokens and weights of a record; the end-of-text token closes every answer and the record."""
+    end = end_id(tokenizer)
     parts = _SPLIT.split(text)
     tokens: list[int] = []
     weights: list[float] = []
@@ -124,7 +123,7 @@ def encode(text: str, tokenizer: Tokenizer) -> Encoded:
 
 
 def random_repeat(vocab_size: int, rng: np.random.Generator) -> Encoded:
-    """A span of random tokens, filler, and the span again: only the repetition is learned."""
+    """Return a span of random tokens, filler, and the span again; only the repetition has weight."""
     span = rng.integers(1, vocab_size, int(rng.integers(16, 160)))
     filler = rng.integers(1, vocab_size, int(rng.integers(0, 120)))
     tokens = np.concatenate([span, filler, span])
@@ -134,7 +133,7 @@ def random_repeat(vocab_size: int, rng: np.random.Generator) -> Encoded:
 
 
 def copy_task(passages: list[str], rng: np.random.Generator) -> str:
-    """Documents and the request to repeat one of them."""
+    """Return documents and the request to repeat one of them."""
     count = int(rng.integers(1, 5))
     chosen = [passages[int(i)] for i in rng.integers(len(passages), size=count)]
     k = int(rng.integers(count))
@@ -144,11 +143,11 @@ def copy_task(passages: list[str], rng: np.random.Generator) -> str:
 
 
 def broken_off_loop(sequence: Encoded, end: int, rng: np.random.Generator) -> Encoded:
-    """The sequence with its last answer caught in a loop, in which every token should have been the end of the text.
+    """Return the sequence with its last answer in a loop whose targets are the end of the text.
 
-    Greedy decoding of a model that copies falls into copying itself. Training text never shows that state, so the way out has to
-    be shown: a span of the answer is repeated, and after one repetition (three of a span of up to three tokens) the target is the
-    end-of-text token everywhere. The repetition itself is never learned. Sequences without a longer answer come back as they are.
+    Greedy decoding of a model that copies falls into copying itself, a state that training text never shows. Therefore a span of
+    the answer is repeated, and after one repetition (three of a span of up to three tokens) every target is the end-of-text
+    token. The repetition itself has no weight. Sequences without a longer answer are returned unchanged.
     """
     inside = np.flatnonzero(sequence.weights == 1.0)
     if len(inside) == 0 or inside[-1] != len(sequence.tokens) - 1:
@@ -171,28 +170,20 @@ def broken_off_loop(sequence: Encoded, end: int, rng: np.random.Generator) -> En
 
 
 class Windows:
-    """Endless batches of packed windows, a function of (seed, step count so far).
+    """Endless batches of packed windows, a function of the seed and the number of batches so far.
 
-    Records are never split: a window takes whole records in shuffled order until the next one does not fit; the rest is
-    padding of weight 0. ``copy_share`` of the sequences are generated copying tasks.
+    Records are never split: a window takes whole records in shuffled order until the next one does not fit; the rest is padding
+    of weight 0. ``copy_share`` of the sequences are generated copying tasks.
     """
 
     def __init__(self, records: list[dict[str, str]], tokenizer: Tokenizer, window: int, seed: int) -> None:
         self._records, self._tokenizer, self._window = records, tokenizer, window
-        end = tokenizer.token_to_id(END_OF_TEXT)
-        assert end is not None, END_OF_TEXT
-        self._end = end
+        self._end = end_id(tokenizer)
         self._rng = np.random.default_rng(seed)
         self._passages = [p for record in records for p in passages_of(record["text"]) if 80 < len(p) < 1200]
         self._order = np.zeros(0, np.int64)
         self._cursor = 0
         self._held: Encoded | None = None
-
-    def _next_record(self) -> dict[str, str]:
-        if self._cursor == len(self._order):
-            self._order, self._cursor = self._rng.permutation(len(self._records)), 0
-        self._cursor += 1
-        return self._records[int(self._order[self._cursor - 1])]
 
     def _next_sequence(self, copy_share: float) -> Encoded:
         if self._held is not None:
@@ -203,7 +194,10 @@ class Windows:
             return random_repeat(self._tokenizer.get_vocab_size(), self._rng)
         if draw < copy_share:
             return encode(copy_task(self._passages, self._rng), self._tokenizer)
-        text = self._next_record()["text"]
+        if self._cursor == len(self._order):
+            self._order, self._cursor = self._rng.permutation(len(self._records)), 0
+        self._cursor += 1
+        text = self._records[int(self._order[self._cursor - 1])]["text"]
         if self._rng.random() < RELAID_SHARE:
             text = relaid(text, self._rng)
         sequence = encode(text, self._tokenizer)
@@ -212,7 +206,7 @@ class Windows:
         return sequence
 
     def batch(self, rows: int, copy_share: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens [rows, window + 1] int64, targets [rows, window] int64 after ``tokens[:, :-1]``, and their weights, float32."""
+        """Return tokens [rows, window + 1] int64, targets [rows, window] int64 of ``tokens[:, :-1]``, and float32 weights."""
         tokens = np.zeros((rows, self._window + 1), np.int64)
         targets = np.zeros_like(tokens)
         weights = np.zeros(tokens.shape, np.float32)

@@ -1,12 +1,12 @@
-"""Distils a draft model from a model: a few of its layers, trained to say what all of them say.
+"""Distill a draft model from a model: a few of its layers, trained to imitate all of them.
 
     python -m experiments.training.distill --model smollm2-135m-instruct --corpus CORPUS --out build/smollm2-draft
 
-The model answers questions of the corpus, greedily and drawn in turns, and reads further records with their own answers. The
-draft model keeps the embeddings as they are and ``--layers`` of the layers, which learn the model's distributions at all tokens
-of the answers and some of the prompts (Hinton et al., 2015, arXiv 1503.02531). What is done is kept in ``--out``: the same
-command goes on where it was. In the end there are a folder for transformers, ``model``, and of the packaged model a file of four
-bits a weight, ``model.gguf``: ``speculation.draft_model`` takes either.
+The model answers questions of the corpus, greedily and sampled in turns, and reads further records with the corpus' answers.
+The draft model keeps the embeddings and ``--layers`` of the layers, which learn the model's distributions at all tokens of the
+answers and some of the prompts (Hinton et al., 2015, arXiv 1503.02531). Finished parts are kept in ``--out``, so that the same
+command continues an interrupted run. At the end there are a folder for transformers, ``model``, and for the packaged model a file
+of four bits per weight, ``model.gguf``; ``speculation.draft_model`` accepts both.
 """
 
 from __future__ import annotations
@@ -37,44 +37,44 @@ from experiments.training.data import read_records, relaid
 
 ANSWER_TOKENS = 80
 CONTEXT = 640  # tokens of a prompt and its answer
-RANKS = 32  # of a distribution, that are learned
-PROMPT_SHARE = 0.2  # of a prompt's tokens are learned
+RANKS = 32  # learned tokens of a distribution
+PROMPT_SHARE = 0.2  # learned share of a prompt's tokens
 BATCH_TOKENS = 1536
-SAVED = 100  # steps
-READ = 256  # texts that are kept together
+SAVED = 100  # steps between checkpoints
+READ = 256  # texts per file
+SEED = 0
 _HEADINGS = "### Question\n", "\n\n### Answer\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A prompt and its answer, and what the model says of it."""
+    """A prompt with its answer, and the model's distributions."""
 
     tokens: np.ndarray[Any, np.dtype[np.int64]]
-    positions: np.ndarray[Any, np.dtype[np.int64]]  # [learned] whose next tokens are learned
+    positions: np.ndarray[Any, np.dtype[np.int64]]  # [learned], whose next tokens are learned
     ids: np.ndarray[Any, np.dtype[np.int64]]  # [learned, RANKS] the likeliest next tokens, the likeliest first
     log_probs: np.ndarray[Any, np.dtype[np.float32]]  # [learned, RANKS]
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct", help="a Llama with a chat template")
     parser.add_argument("--corpus", type=Path, required=True, help="folder with train-*.jsonl.gz and valid.jsonl.gz")
-    parser.add_argument("--out", type=Path, required=True, help="folder for what is kept and for the draft model")
-    parser.add_argument("--layers", type=int, nargs="+", default=[0, 1, -1], help="of the model, that the draft model has")
+    parser.add_argument("--out", type=Path, required=True, help="folder for intermediate results and the draft model")
+    parser.add_argument("--layers", type=int, nargs="+", default=[0, 1, -1], help="layers of the model that the draft model has")
     parser.add_argument("--answers", type=int, default=1500, help="questions that the model answers")
-    parser.add_argument("--texts", type=int, default=3000, help="further records with the corpus' answers")
-    parser.add_argument("--held-out", type=int, default=40, help="questions that are answered and not learned from")
+    parser.add_argument("--texts", type=int, default=3000, help="further records, with the corpus' answers")
+    parser.add_argument("--held-out", type=int, default=40, help="questions that are answered and not learned")
     parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=1e-3, help="peak of the learning rate")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
 
 
-def questions(paths: Sequence[Path], tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Tokens of a chat's prompt and of the corpus' answer, of records that have both and fit, in an order drawn by the seed."""
-    records, rng = list(read_records(paths)), np.random.default_rng(seed)
+def questions(paths: Sequence[Path], tokenizer: PreTrainedTokenizerFast) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield the tokens of a chat's prompt and of the corpus' answer for records that have both and fit, in random order."""
+    records, rng = list(read_records(paths)), np.random.default_rng(SEED)
     for at in rng.permutation(len(records)).tolist():
         question, heading, answer = relaid(records[at]["text"], rng).partition(_HEADINGS[1])
         if heading and question.startswith(_HEADINGS[0]):
@@ -87,7 +87,7 @@ def questions(paths: Sequence[Path], tokenizer: PreTrainedTokenizerFast, seed: i
 def answer(
     path: Path, wanted: Sequence[list[int]], drawn: bool, args: argparse.Namespace, progress: Progress
 ) -> list[tuple[list[int], list[int]]]:
-    """Prompts with the model's own answers, every second one drawn if ``drawn``; those in the file are there already."""
+    """Return prompts with the model's answers, every second one sampled if ``drawn``; answers in the file are reused."""
     known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     if len(known) < len(wanted):
         engine = Engine.load(
@@ -109,21 +109,16 @@ def answer(
 
 @torch.inference_mode()
 def read(
-    folder: Path,
-    model: PreTrainedModel,
-    pairs: Sequence[tuple[list[int], list[int]]],
-    share: float,
-    seed: int,
-    progress: Progress,
+    folder: Path, model: PreTrainedModel, pairs: Sequence[tuple[list[int], list[int]]], share: float, progress: Progress
 ) -> list[Text]:
-    """What the model says of prompts and answers, at the answers' tokens and a share of the prompts'; kept in the folder."""
+    """Return the model's distributions at the tokens of answers and a share of the prompts'; results in the folder are reused."""
     folder.mkdir(exist_ok=True)
     texts: list[Text] = []
     for start in range(0, len(pairs), READ):
         path, part = folder / f"{start}.pt", pairs[start : start + READ]
         known = [Text(*map(torch.Tensor.numpy, one)) for one in torch.load(path)] if path.exists() else []
         if [text.tokens.tolist() for text in known] != [prompt + output for prompt, output in part]:
-            rng, known = np.random.default_rng(seed + start), []
+            rng, known = np.random.default_rng(SEED + start), []
             for at, (prompt, output) in enumerate(part, start):
                 progress.note(f"text {at} of {len(pairs)}")
                 tokens = torch.tensor(prompt + output)
@@ -140,10 +135,10 @@ def read(
 
 
 def draft_model(model: PreTrainedModel, layers: Sequence[int]) -> LlamaForCausalLM:
-    """The model with some of its layers, in float32; embeddings are the model's own and learn nothing.
+    """Return the model with some of its layers, in float32; the embeddings are shared and do not learn.
 
     Raises:
-        ValueError: it is no Llama, or has no such layer.
+        ValueError: it is not a Llama, or has no such layer.
     """
     count = model.config.num_hidden_layers
     if model.config.model_type != "llama" or not all(-count <= layer < count for layer in layers):
@@ -162,10 +157,10 @@ def draft_model(model: PreTrainedModel, layers: Sequence[int]) -> LlamaForCausal
 
 
 def log_probs(small: LlamaForCausalLM, texts: Sequence[Text]) -> Iterator[tuple[Text, torch.Tensor]]:
-    """The draft model's logarithms of probabilities at what is learned of each text: [learned, vocabulary]."""
+    """Yield each text with the draft model's log-probabilities at its learned positions: [learned, vocabulary]."""
     tokens = np.zeros((len(texts), max(len(text.tokens) for text in texts)), np.int64)
     for row, text in enumerate(texts):
-        tokens[row, : len(text.tokens)] = text.tokens  # what fills a row up comes after all that counts
+        tokens[row, : len(text.tokens)] = text.tokens  # padding comes after all positions that count
     with torch.autocast("cpu", torch.bfloat16):
         hidden = small.model(input_ids=torch.from_numpy(tokens), use_cache=False).last_hidden_state
         for row, text in enumerate(texts):
@@ -173,29 +168,29 @@ def log_probs(small: LlamaForCausalLM, texts: Sequence[Text]) -> Iterator[tuple[
 
 
 def loss_of(small: LlamaForCausalLM, texts: Sequence[Text]) -> torch.Tensor:
-    """Mean cross-entropy with the model's distributions, as far as their likeliest tokens go."""
-    losses = []
-    for text, ours in log_probs(small, texts):
-        losses.append(-(torch.from_numpy(text.log_probs).exp() * ours.gather(1, torch.from_numpy(text.ids))).sum(1))
+    """Return the mean cross-entropy with the model's distributions over their likeliest tokens."""
+    losses = [
+        -(torch.from_numpy(text.log_probs).exp() * ours.gather(1, torch.from_numpy(text.ids))).sum(1)
+        for text, ours in log_probs(small, texts)
+    ]
     return torch.cat(losses).mean()
 
 
 @torch.inference_mode()
 def agreement(small: LlamaForCausalLM, texts: Sequence[Text]) -> float:
-    """The share of the tokens at which both models' likeliest next token is the same."""
+    """Return the share of positions at which both models have the same likeliest next token."""
     same = [ours.argmax(1).numpy() == text.ids[:, 0] for one in texts for text, ours in log_probs(small, [one])]
     return float(np.concatenate(same).mean())
 
 
 def batches(texts: Sequence[Text], seed: int) -> Iterator[list[Text]]:
-    """All texts once, those of like length together, in an order drawn by the seed."""
-    rng, parts, used = np.random.default_rng(seed), [[]], 0  # type: tuple[np.random.Generator, list[list[Text]], int]
+    """Yield all texts once in random order, grouped by length."""
+    rng = np.random.default_rng(seed)
+    parts: list[list[Text]] = [[]]
     for text in sorted(texts, key=lambda text: len(text.tokens) + 32 * rng.random()):
-        if used and (used + 1) * len(text.tokens) > BATCH_TOKENS:
+        if parts[-1] and (len(parts[-1]) + 1) * len(text.tokens) > BATCH_TOKENS:
             parts.append([])
-            used = 0
         parts[-1].append(text)
-        used += 1
     for at in rng.permutation(len(parts)).tolist():
         yield parts[at]
 
@@ -203,13 +198,10 @@ def batches(texts: Sequence[Text], seed: int) -> Iterator[list[Text]]:
 def learn(
     small: LlamaForCausalLM, texts: Sequence[Text], held: Sequence[Text], args: argparse.Namespace, progress: Progress
 ) -> None:
-    """Trains the layers, from the checkpoint if there is one; the rate falls linearly to zero."""
+    """Train the layers, from the checkpoint if it exists; the learning rate falls linearly to zero."""
     weights = [weight for weight in small.parameters() if weight.requires_grad]
-    optimizer, step, checkpoint = (
-        torch.optim.AdamW(weights, args.lr, betas=(0.9, 0.95), weight_decay=0.01),
-        0,
-        args.out / "checkpoint.pt",
-    )
+    optimizer = torch.optim.AdamW(weights, args.lr, betas=(0.9, 0.95), weight_decay=0.01)
+    checkpoint, steps, step = args.out / "checkpoint.pt", args.steps, 0
     if checkpoint.exists():
         state = torch.load(checkpoint, weights_only=True)
         small.load_state_dict(state["model"], strict=False)
@@ -217,12 +209,12 @@ def learn(
         step = state["step"]
     recent, epoch = 0.0, step
     order: Iterator[list[Text]] = iter(())
-    while step < args.steps:
+    while step < steps:
         if (batch := next(order, None)) is None:
-            order, epoch = batches(texts, args.seed + epoch), epoch + 1
+            order, epoch = batches(texts, SEED + epoch), epoch + 1
             continue
         for group in optimizer.param_groups:
-            group["lr"] = args.lr * min(1.0, (step + 1) / 50) * (1 - step / args.steps)
+            group["lr"] = args.lr * min(1.0, (step + 1) / 50) * (1 - step / steps)
         loss = loss_of(small, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
@@ -230,37 +222,37 @@ def learn(
         optimizer.zero_grad()
         step += 1
         recent = float(loss.detach()) if not recent else 0.95 * recent + 0.05 * float(loss.detach())
-        progress.note(f"step {step} of {args.steps}, loss {recent:.3f}")
-        if step % SAVED == 0 or step == args.steps:
+        progress.note(f"step {step} of {steps}, loss {recent:.3f}")
+        if step % SAVED == 0 or step == steps:
             learned = {name: weight for name, weight in small.state_dict().items() if "layers" in name or "norm" in name}
             torch.save({"model": learned, "optimizer": optimizer.state_dict(), "step": step}, checkpoint.with_suffix(".partial"))
             checkpoint.with_suffix(".partial").replace(checkpoint)
             same = agreement(small, held)
-            progress.say(f"step {step} of {args.steps}, loss {recent:.3f}, held out: {same:.3f} of the tokens as the model's")
+            progress.say(f"step {step} of {steps}, loss {recent:.3f}, held out: {same:.3f} of the tokens as the model's")
 
 
-def distil(args: argparse.Namespace) -> None:
-    """The whole run."""
+def distill(args: argparse.Namespace) -> None:
+    """Run the distillation from its last intermediate result to the finished draft model."""
     torch.set_num_threads(args.threads)
     args.out.mkdir(parents=True, exist_ok=True)
     name, args.model = args.model, find_files(args.model)
     tokenizer = load_tokenizer_alone(args.model)
     with Progress() as progress:
         progress.say("questions")
-        trained = questions(sorted(args.corpus.glob("train-*.jsonl.gz")), tokenizer, args.seed)
+        trained = questions(sorted(args.corpus.glob("train-*.jsonl.gz")), tokenizer)
         pairs = list(islice(trained, args.answers + args.texts))
-        unknown = islice(questions([args.corpus / "valid.jsonl.gz"], tokenizer, args.seed), args.held_out)
+        unknown = islice(questions([args.corpus / "valid.jsonl.gz"], tokenizer), args.held_out)
         progress.say("answers")
         held = answer(args.out / "held_out.jsonl", [prompt for prompt, _ in unknown], False, args, progress)
         own = answer(args.out / "answers.jsonl", [prompt for prompt, _ in pairs[: args.answers]], True, args, progress)
-        progress.say("what the model says of them")
+        progress.say("the model's distributions")
         model = load_weights(args.model, torch.bfloat16, "sdpa").eval()
         others = pairs[args.answers :]
-        texts = read(args.out / "texts", model, own + others, PROMPT_SHARE, args.seed, progress)
-        tested = read(args.out / "held_out", model, held, 0.0, args.seed, progress)
+        texts = read(args.out / "texts", model, own + others, PROMPT_SHARE, progress)
+        tested = read(args.out / "held_out", model, held, 0.0, progress)
         learned = sum(len(text.positions) for text in texts)
         small = draft_model(model, args.layers)
-        progress.say(f"{learned} tokens to learn, of {len(own)} own answers and {len(others)} of the corpus")
+        progress.say(f"{learned} tokens to learn, of {len(own)} answers of the model and {len(others)} of the corpus")
         learn(small, texts, tested, args, progress)
         small.to(torch.bfloat16).save_pretrained(args.out / "model")
         tokenizer.save_pretrained(args.out / "model")
@@ -270,4 +262,4 @@ def distil(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    distil(arguments())
+    distill(arguments())
