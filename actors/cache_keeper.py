@@ -20,7 +20,7 @@ class CacheNotReadyError(RuntimeError):
     """Error raised while no replica has reported the model, from which the Redis namespaces of tenants are derived."""
 
 
-class CacheKeeper:
+class CacheServerActor:
     """``CacheServer`` and ``CacheAdmin`` for the model that the replicas have loaded."""
 
     def __init__(self, access: CacheAccess, quotas: Mapping[str, int], identity: Callable[[], Identity | None]) -> None:

@@ -10,7 +10,7 @@ from engine.loading.model_info import ModelInfo
 from engine.measures.metrics import EngineCounts
 
 if TYPE_CHECKING:
-    from cache_service.mirror.mirror import MirrorCounts
+    from cache_service.mirror.mirror import CacheClientCounts
     from engine.measures.energy_ledger import EnergyCounts
     from engine.measures.metrics import MetricsCounts
     from engine.measures.strategy_counts import StrategyCounts
@@ -59,7 +59,7 @@ class Description:
 
     info: ModelInfo
     counts: EngineCounts
-    cache: MirrorCounts | None  # None if the replica shares no cache
+    cache: CacheClientCounts | None  # None if the replica shares no cache
     group: GroupState | None = None  # ranks that share its steps; None if it computes alone
     strategies: tuple[StrategyCounts, ...] = ()  # counts of its finished requests by drafting strategy
     energy: EnergyCounts | None = None  # None if no device is metered

@@ -7,14 +7,16 @@ import math
 import time
 from dataclasses import dataclass, field
 
-from decoding.request import CLEARED_TOKENS, Request, StepOutput
+from decoding.request import QUARANTINE_TOKENS, Request, StepOutput
 from decoding.step_output import merge_outputs
 
-MOST_HELD = CLEARED_TOKENS // 2  # tokens; held output is recomputed after a crash, so it must be less than what ends a quarantine
+MOST_HELD = (
+    QUARANTINE_TOKENS // 2
+)  # tokens; held output is recomputed after a crash, so it must be less than what ends a quarantine
 
 
 @dataclass(slots=True)
-class Live:
+class RunningRequest:
     """Running request and the queue of the event loop that receives its outputs."""
 
     request: Request
@@ -22,18 +24,18 @@ class Live:
     items: asyncio.Queue[StepOutput | Exception]
     published: int = 0  # output tokens already passed to the mirror
     held: StepOutput | None = None  # output delayed until the next one
-    told_s: float = -math.inf  # time of the last delivery to the event loop
+    delivered_s: float = -math.inf  # time of the last delivery to the event loop
     resumed: bool = False  # replaces a running request of the same id and account
-    announced: bool = False  # the consumer is notified when the request is computed alone
+    notifies_quarantine: bool = False  # the consumer is notified when the request is computed alone
     began_s: float = field(default_factory=time.monotonic)
 
-    def tell(self, output: StepOutput, now_s: float, period_s: float) -> bool:
+    def deliver(self, output: StepOutput, now_s: float, period_s: float) -> bool:
         """Deliver an output, or hold it if the last delivery was less than ``period_s`` ago. Return the result of ``put``."""
         held = 0 if self.held is None else len(self.held.token_ids)
         # Final outputs, step reports and more than a few tokens are never held.
         at_once = output.finish_reason is not None or output.report is not None or held + len(output.token_ids) >= MOST_HELD
-        if now_s - self.told_s >= period_s or at_once:
-            self.told_s = now_s
+        if now_s - self.delivered_s >= period_s or at_once:
+            self.delivered_s = now_s
             return self.put(output)
         self.held = output if self.held is None else merge_outputs((self.held, output))
         return True
@@ -53,15 +55,15 @@ class Live:
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class AbortRequest:
     """Request whose consumer has gone."""
 
-    live: Live
+    running: RunningRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class UpdatesReady:
     """Signal that updates of other replicas are ready to be applied."""
 
 
-Command = Live | Abort | Arrived | None  # None: stop
+Command = RunningRequest | AbortRequest | UpdatesReady | None  # None: stop

@@ -35,7 +35,7 @@ STREAM_S = 0.05  # period of output messages; each costs the leader's thread a f
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class GroupShape:
     """Number of ranks, and the resources of each."""
 
     world_size: int
@@ -48,7 +48,7 @@ class Shape:
         return {"GPU": 1.0} if self.threads is None else {"CPU": float(self.threads)}
 
 
-def shape_of(world_size: int | str, model: ModelOptions, cpus: int, gpus: int) -> Shape:
+def group_shape(world_size: int | str, model: ModelOptions, cpus: int, gpus: int) -> GroupShape:
     """Return the ranks that fit on a machine. Raises GroupError for too few GPUs or cores, or a device that is a single GPU.
 
     ``world_size`` auto means one rank per GPU, or per ``model.threads`` cores.
@@ -61,7 +61,7 @@ def shape_of(world_size: int | str, model: ModelOptions, cpus: int, gpus: int) -
         ranks = max(1, min(gpus, MAX_WORLD_SIZE)) if world_size == "auto" else int(world_size)
         if ranks > gpus:
             raise GroupError(f"world size {ranks} needs {ranks} GPUs, one for each rank, but there are {gpus}")
-        return Shape(ranks, "cuda", None)
+        return GroupShape(ranks, "cuda", None)
     if world_size == "auto":
         threads = model.threads or 1
         ranks = max(1, min(cpus // threads, MAX_WORLD_SIZE))
@@ -73,7 +73,7 @@ def shape_of(world_size: int | str, model: ModelOptions, cpus: int, gpus: int) -
             f"world size {ranks} with {threads} threads a rank needs {ranks * threads} CPU cores, but there are {cpus}: lower "
             "one of them"
         )
-    return Shape(ranks, "cpu", threads)
+    return GroupShape(ranks, "cpu", threads)
 
 
 class OfflineLeader:
@@ -108,7 +108,7 @@ class OfflineGroup:
     ) -> None:
         """Start Ray, the leader and the ranks, and load the model. Raises ModelLoadError, GroupError, or ValueError.
 
-        ``world_size`` may be auto, and threads are per rank: see ``shape_of``.
+        ``world_size`` may be auto, and threads are per rank: see ``group_shape``.
         """
         self._failed = False
         try:
@@ -118,7 +118,7 @@ class OfflineGroup:
         try:
             _start(self._folder)
             resources = ray.cluster_resources()
-            shape = shape_of(parallelism.world_size, model, int(resources.get("CPU", 0)), int(resources.get("GPU", 0)))
+            shape = group_shape(parallelism.world_size, model, int(resources.get("CPU", 0)), int(resources.get("GPU", 0)))
             self.world_size, self.threads = shape.world_size, shape.threads
             # One machine: the configured placement across nodes does not apply.
             parallelism = dataclasses.replace(parallelism, mode="lookahead", world_size=shape.world_size, placement="STRICT_PACK")

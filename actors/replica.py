@@ -17,10 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from weakref import WeakValueDictionary
 
 from actors.description import Description, DeviceLostError, ReplicaError, identity_of
-from actors.live import Abort, Arrived, Command, Live
+from actors.live import AbortRequest, Command, RunningRequest, UpdatesReady
 from actors.ranks import Ranks
 from cache_service.access import CacheAccess
-from cache_service.mirror.mirror import Mirror
+from cache_service.mirror.mirror import CacheClient
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import FinishReason, Request, RequestState, StepOutput
 from engine.engine import Engine
@@ -33,7 +33,7 @@ MAX_FAILED_STEPS = 3  # consecutive failures after which the device or the model
 SETTLED_S = 5.0  # after the start, before background warm-up: other processes of the server need the CPU first
 QUIET_S = 1.0  # without requests before background warm-up continues: it uses CPU, and KV slots whose content could be reused
 STALL_S = 120.0  # a longer step counts as a hang
-ANNOUNCE_S = 0.05  # for the quarantine notice to be sent before a step that may crash this process
+NOTIFY_QUARANTINE_S = 0.05  # for the quarantine notice to be sent before a step that may crash this process
 STREAM_PERIOD_S = 0.04  # least time between two messages of a request under load: each event costs time for all requests
 MANY = 4  # requests in a step from which STREAM_PERIOD_S applies
 RESUME_PERIOD_S = 1.0  # least time between two takeovers of a stream: each recomputes it
@@ -66,13 +66,13 @@ class Replica:
         Raises ModelLoadError, GroupError, or ValueError for an option or Redis address.
         """
         self._ranks, self._end = ranks, end
-        self._mirror: Mirror | None = None
+        self._mirror: CacheClient | None = None
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._live: dict[str, Live] = {}  # by request id; for the engine's thread, except in `_close`
+        self._live: dict[str, RunningRequest] = {}  # by request id; for the engine's thread, except in `_close`
         self._closing = threading.Lock()  # after the inbox was drained for the last time, no command may enter it
         self._fault: ReplicaError | None = None  # reason why new requests are refused
         self._failed_steps = 0
-        self._alone: Live | None = None  # last request whose consumer was notified that it is computed alone
+        self._alone: RunningRequest | None = None  # last request whose consumer was notified that it is computed alone
         self._unapplied = False  # updates of other replicas remain
         self._step_began: float | None = None
         self._busy = False  # state last reported to the ranks
@@ -81,17 +81,17 @@ class Replica:
         with contextlib.ExitStack() as parts:
             parts.callback(self._close_parts)  # close them if the replica cannot start
             if ranks is None:
-                self._engine = Engine.load(model, engine, speculation, put_off=True)
+                self._engine = Engine.load(model, engine, speculation, defer_warmup=True)
             else:
                 self._engine = Engine.load(model, engine, speculation, ranks.world_size, ranks.executor, ranks.runner)
             self._info, self._counts = self._engine.info, self._engine.counts()
-            self._mirror = self._open_mirror(cache)
+            self._mirror = self._open_cache_client(cache)
             if ranks is not None:
                 ranks.start()
             if meter is not None:
                 self._open_meter(meter)
             parts.pop_all()
-        self._engine.before_step = self._announce
+        self._engine.on_step = self._notify_quarantine
         if ranks is not None and end is not None:
             ranks.device_failed = self._lose_device
         self._chores_from_s = time.monotonic() + SETTLED_S
@@ -126,7 +126,9 @@ class Replica:
                 logger.exception("the grammar of request %s cannot be compiled", request.request_id)
                 yield _failure(request.request_id, error)
                 return
-        live = Live(request, asyncio.get_running_loop(), asyncio.Queue(), resumed=resumed, announced=announced)
+        live = RunningRequest(
+            request, asyncio.get_running_loop(), asyncio.Queue(), resumed=resumed, notifies_quarantine=announced
+        )
         if not self._send(live):
             assert self._fault is not None
             raise _again(self._fault)
@@ -140,7 +142,7 @@ class Replica:
                 yield item
         finally:
             if not finished:
-                self._send(Abort(live))
+                self._send(AbortRequest(live))
 
     async def _compile(self, request: Request) -> None:
         """Compile a request's grammar in a thread while steps continue. Each account uses one thread at a time."""
@@ -189,11 +191,11 @@ class Replica:
             measure_idle(meter, IDLE_S)
             self._engine.meter(meter)
 
-    def _open_mirror(self, cache: CacheAccess | None) -> Mirror | None:
-        memory = self._engine.memory
+    def _open_cache_client(self, cache: CacheAccess | None) -> CacheClient | None:
+        memory = self._engine.histories
         if cache is None or memory is None:
             return None
-        mirror = Mirror(cache, identity_of(self._info), memory, lambda: self._inbox.put(Arrived()))
+        mirror = CacheClient(cache, identity_of(self._info), memory, lambda: self._inbox.put(UpdatesReady()))
         mirror.start(cache.options.start_timeout_s)
         return mirror
 
@@ -217,8 +219,8 @@ class Replica:
                     self._chores_from_s = max(self._chores_from_s, time.monotonic() + QUIET_S)
                     self._counts = self._engine.counts()
                     self._tell_ranks()
-                elif self._until_chore_s() == 0.0:
-                    self._engine.chore()
+                elif self._until_warmup_s() == 0.0:
+                    self._engine.run_warmup_slice()
         except DeviceError as error:
             self._lose_device(error)
         except Exception as error:
@@ -237,24 +239,24 @@ class Replica:
         wait = not self._engine.has_work and not self._unapplied
         while True:
             try:
-                command = self._inbox.get(wait, self._until_chore_s() if wait else None)
+                command = self._inbox.get(wait, self._until_warmup_s() if wait else None)
             except queue.Empty:
                 return True
             wait = False
             if command is None:
                 return False
-            if isinstance(command, Abort):
-                self._abort(command.live)
-            elif isinstance(command, Live):
+            if isinstance(command, AbortRequest):
+                self._abort(command.running)
+            elif isinstance(command, RunningRequest):
                 self._add(command)
 
-    def _until_chore_s(self) -> float | None:
+    def _until_warmup_s(self) -> float | None:
         """Return the seconds until background warm-up may continue; None if it is complete."""
-        if not self._engine.has_chores:
+        if not self._engine.has_warmup:
             return None
         return max(self._chores_from_s - time.monotonic(), 0.0)
 
-    def _add(self, live: Live) -> None:
+    def _add(self, live: RunningRequest) -> None:
         request_id = live.request.request_id
         try:
             other = self._live.get(request_id)
@@ -276,7 +278,7 @@ class Replica:
         self._live[request_id] = live
         live.put(StepOutput(request_id, (), ""))
 
-    def _abort(self, live: Live) -> None:
+    def _abort(self, live: RunningRequest) -> None:
         request_id = live.request.request_id
         # Otherwise it has finished, and another request may use its id.
         if self._live.get(request_id) is live:
@@ -284,20 +286,22 @@ class Replica:
             self._engine.abort(request_id)
             self._publish(live, final=True)
 
-    def _publish(self, live: Live, final: bool) -> None:
+    def _publish(self, live: RunningRequest, final: bool) -> None:
         """Send the tokens emitted since the last call to the tenant's other replicas."""
         request = live.request
-        if self._mirror is None or request.memory is None or not self._engine.remembers(request):
+        if self._mirror is None or request.cache_namespace is None or not self._engine.keeps_output(request):
             return
         # The first call also sends tokens that another replica emitted: that replica may have crashed before it sent them.
         # Receivers ignore duplicates.
         if request.num_output:
-            self._mirror.publish(request.memory, request.text, live.published, request.output_ids[live.published :], final)
+            self._mirror.publish(
+                request.cache_namespace, request.text, live.published, request.output_ids[live.published :], final
+            )
             live.published = request.num_output
-        history = self._engine.memory.of(request.memory) if final and self._engine.memory is not None else None
+        history = self._engine.histories.of(request.cache_namespace) if final and self._engine.histories is not None else None
         for key, tokens in [] if history is None else history.notes(request):
             if tokens.max() < self._info.vocab_size:  # in very small vocabularies a note's numbers may not be valid tokens
-                self._mirror.publish(request.memory, key, 0, tokens, True)
+                self._mirror.publish(request.cache_namespace, key, 0, tokens, True)
 
     def _step(self) -> None:
         self._step_began = time.monotonic()
@@ -320,17 +324,17 @@ class Replica:
             if live.held is not None and request_id not in told:  # the time of its next step is unknown, so send held output now
                 live.put(StepOutput(request_id, (), ""))
 
-    def _announce(self, alone: Request | None) -> None:
+    def _notify_quarantine(self, alone: Request | None) -> None:
         """Notify consumers, before a step that may crash the process, which request it computes alone."""
         live = None if alone is None else self._live.get(alone.request_id)
-        before, self._alone = self._alone, live if live is not None and live.announced else None
+        before, self._alone = self._alone, live if live is not None and live.notifies_quarantine else None
         if before is self._alone:
             return
         if before is not None and self._live.get(before.request.request_id) is before:
             before.put(StepOutput(before.request.request_id, (), "", alone=False))
         if self._alone is not None:
             self._alone.put(StepOutput(self._alone.request.request_id, (), "", alone=True))
-        time.sleep(ANNOUNCE_S)
+        time.sleep(NOTIFY_QUARANTINE_S)
 
     def _deliver(self, output: StepOutput, now_s: float, period_s: float) -> None:
         live = self._live.get(output.request_id)
@@ -339,7 +343,7 @@ class Replica:
         self._publish(live, output.finish_reason is not None)
         if output.finish_reason is not None:
             del self._live[output.request_id]
-        if not live.tell(output, now_s, period_s):
+        if not live.deliver(output, now_s, period_s):
             self._abort(live)
 
     def _fail_step(self, error: Exception) -> None:
@@ -375,7 +379,7 @@ class Replica:
         with contextlib.suppress(queue.Empty):
             while True:
                 command = self._inbox.get_nowait()
-                if isinstance(command, Live):
+                if isinstance(command, RunningRequest):
                     command.put(_again(fault))
         for live in list(self._live.values()):
             live.put(_again(fault))

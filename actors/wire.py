@@ -52,7 +52,7 @@ def decode(data: bytes) -> Message:
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class _Codec:
     """Codec of a type."""
 
     pack: Callable[[Any], Any]  # converts to types that msgpack supports
@@ -64,7 +64,7 @@ def _as_is(value: Any) -> Any:
 
 
 @cache
-def _form(hint: Any) -> _Form:
+def _form(hint: Any) -> _Codec:
     origin, arguments = get_origin(hint), get_args(hint)
     if dataclasses.is_dataclass(hint):
         return _object(hint)
@@ -75,22 +75,22 @@ def _form(hint: Any) -> _Form:
         return _sequence(_form(arguments[0]))
     if origin is tuple:
         forms = [_form(one) for one in arguments]
-        return _Form(_as_is, lambda value: tuple(form.build(one) for form, one in zip(forms, value, strict=True)))
+        return _Codec(_as_is, lambda value: tuple(form.build(one) for form, one in zip(forms, value, strict=True)))
     if origin in (Union, types.UnionType):
         return _optional(_form(arguments[0])) if types.NoneType in arguments else _one_of(arguments)
     return _plain((int, float) if hint is float else hint)
 
 
-def _plain(kinds: Any) -> _Form:
+def _plain(kinds: Any) -> _Codec:
     def build(value: Any) -> Any:
         if not isinstance(value, kinds):
             raise ValueError(f"expected {kinds}, got {type(value).__name__}")
         return value
 
-    return _Form(_as_is, build)
+    return _Codec(_as_is, build)
 
 
-def _object(kind: Any) -> _Form:
+def _object(kind: Any) -> _Codec:
     hints = get_type_hints(kind)
     forms = [_form(hint) for hint in hints.values()]
     packs = [(name, None if form.pack is _as_is else form.pack) for name, form in zip(hints, forms, strict=True)]
@@ -102,35 +102,35 @@ def _object(kind: Any) -> _Form:
     def build(told: Sequence[Any]) -> Any:
         return kind(*[inner(value) for inner, value in zip(builds, told, strict=True)])
 
-    return _Form(pack, build)
+    return _Codec(pack, build)
 
 
-def _array(dtype: np.dtype[Any]) -> _Form:
+def _array(dtype: np.dtype[Any]) -> _Codec:
     little = dtype.newbyteorder("<")
 
     def build(told: Sequence[Any]) -> Any:
         shape, data = told
         return np.frombuffer(data, little).reshape(shape).astype(dtype)
 
-    return _Form(lambda array: (array.shape, array.astype(little, copy=False).tobytes()), build)
+    return _Codec(lambda array: (array.shape, array.astype(little, copy=False).tobytes()), build)
 
 
-def _sequence(form: _Form) -> _Form:
+def _sequence(form: _Codec) -> _Codec:
     def build(told: Any) -> tuple[Any, ...]:
         if not isinstance(told, tuple):
             raise ValueError(f"expected a tuple, got {type(told).__name__}")
         return tuple([form.build(one) for one in told])
 
-    return _Form(_as_is if form.pack is _as_is else lambda values: [form.pack(one) for one in values], build)
+    return _Codec(_as_is if form.pack is _as_is else lambda values: [form.pack(one) for one in values], build)
 
 
-def _optional(form: _Form) -> _Form:
-    return _Form(
+def _optional(form: _Codec) -> _Codec:
+    return _Codec(
         lambda value: None if value is None else form.pack(value), lambda told: None if told is None else form.build(told)
     )
 
 
-def _one_of(kinds: Sequence[Any]) -> _Form:
+def _one_of(kinds: Sequence[Any]) -> _Codec:
     """Return the codec of a union of dataclasses: the index of the class, then its fields."""
     forms = [_form(kind) for kind in kinds]
 
@@ -142,4 +142,4 @@ def _one_of(kinds: Sequence[Any]) -> _Form:
         number, fields = told
         return forms[number].build(fields)
 
-    return _Form(pack, build)
+    return _Codec(pack, build)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from cache_service.namespace import Identity, namespace
 from cache_service.store.redis_store import RedisStore
 from configs.slices import CacheOptions
-from decoding.request import PUBLIC, memory_name
+from decoding.request import PUBLIC, cache_namespace_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class CacheAccess:
         """Return the namespaces of a tenant by memory name, the base model's first. Raises ``ValueError`` for an empty secret."""
         revision, tokenizer = identity.model_revision, identity.tokenizer_revision
         found = {tenant: namespace(self.secret, tenant, revision, tokenizer)}
-        # Each adapter has a separate memory (``decoding.request.memory_name``), bound to its weights.
+        # Each adapter has a separate memory (``decoding.request.cache_namespace_of``), bound to its weights.
         for name, digest in identity.adapters if tenant != PUBLIC else ():
-            memory = memory_name(tenant, name)
+            memory = cache_namespace_of(tenant, name)
             assert memory is not None, tenant
             found[memory] = namespace(self.secret, memory, f"{revision}+{digest}", tokenizer)
         return found

@@ -20,7 +20,7 @@ MAX_HELD = 256  # pieces of a text that wait for earlier ones; more are dropped
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class AdmittedBatch:
     """Parts of a batch to apply, in this order."""
 
     cleared: bool = False  # the tenant was deleted: drop all its texts first
@@ -55,18 +55,18 @@ class Ledger:
             return True
         return bool(self.removed) and tokens is not None and is_passage(text) and _is_of(text, tokens, self.removed)
 
-    def admit(self, batch: TextBatch, now_s: float = 0.0) -> Admitted:
+    def admit(self, batch: TextBatch, now_s: float = 0.0) -> AdmittedBatch:
         """Return the parts of a batch to apply. ``now_s`` is recorded with removed requests."""
         if batch.epoch < self.epoch:
-            return Admitted()
+            return AdmittedBatch()
         cleared = self._enter(batch.epoch)
         for request in batch.removed:
             self.removed.setdefault(request, now_s)
         self.evict(batch.evicted)
         deltas = tuple(delta for delta in batch.deltas if self.allows(delta.text, delta.tokens))
-        return Admitted(cleared, batch.removed, batch.evicted, deltas)
+        return AdmittedBatch(cleared, batch.removed, batch.evicted, deltas)
 
-    def admit_snapshot(self, snapshot: Snapshot) -> Admitted | None:
+    def admit_snapshot(self, snapshot: Snapshot) -> AdmittedBatch | None:
         """Return the parts of a snapshot for a mirror that reloads its history; None if its epoch is older.
 
         ``cleared`` means a newer epoch, so texts growing here were deleted. Removals of both sides stay. ``removed`` and
@@ -81,7 +81,7 @@ class Ledger:
             self.removed.setdefault(request, at_s)
         self.evict(evicted)
         pieces = (CacheDelta(text.text, text.offset, text.tokens, text.final) for text in snapshot.texts)
-        return Admitted(cleared, removed, evicted, tuple(piece for piece in pieces if self.allows(piece.text, piece.tokens)))
+        return AdmittedBatch(cleared, removed, evicted, tuple(piece for piece in pieces if self.allows(piece.text, piece.tokens)))
 
     def evict(self, keys: Iterable[int]) -> None:
         """Record evicted texts."""
@@ -109,7 +109,7 @@ def _is_of(passage: int, tokens: Int32Array, documents: Container[int]) -> bool:
     return any(name in documents for name in names_of(passage, tokens))
 
 
-class KeptText:
+class CachedText:
     """Text without gaps, and pieces after a gap."""
 
     __slots__ = ("_buffer", "final", "held", "length", "updated_s")
@@ -172,14 +172,14 @@ class TenantTexts:
     def __init__(self, epoch: int = 0) -> None:
         self.ledger = Ledger(epoch)
         self.num_tokens = 0  # all texts, including pieces after gaps
-        self._texts: dict[int, KeptText] = {}
+        self._texts: dict[int, CachedText] = {}
 
     @property
-    def texts(self) -> Mapping[int, KeptText]:
+    def texts(self) -> Mapping[int, CachedText]:
         """Return the texts by key."""
         return MappingProxyType(self._texts)
 
-    def apply(self, batch: TextBatch, now_s: float) -> Admitted:
+    def apply(self, batch: TextBatch, now_s: float) -> AdmittedBatch:
         """Apply a batch, repeatedly and in any order. Return the admitted parts."""
         admitted = self.ledger.admit(batch, now_s)
         if admitted.cleared:
@@ -257,7 +257,7 @@ class TenantTexts:
         if text is None:
             if not (len(tokens) or final):
                 return
-            text = self._texts[key] = KeptText()
+            text = self._texts[key] = CachedText()
         before = text.num_tokens
         if text.extend(offset, tokens, final):
             text.updated_s = max(text.updated_s, now_s)

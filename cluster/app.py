@@ -41,7 +41,7 @@ from cluster.observe.device_failures import DeviceFailures
 from cluster.observe.shadow import Shadow
 from cluster.observe.tracing import open_tracing
 from cluster.serving import autoscaling
-from cluster.serving.cache_actor import CacheActor, CachePlace, HandleCacheAdmin
+from cluster.serving.cache_actor import CacheActor, CacheSettings, HandleCacheAdmin
 from cluster.serving.engine_replica import EngineReplica
 from cluster.serving.generation import EnginePort
 from cluster.serving.handle_engine import ACCEPT_TIMEOUT_S, DESCRIBE_TIMEOUT_S, HandleEngine
@@ -101,7 +101,7 @@ class Ingress:
             guard=StreamGuard(server), admission=admission_options(config),
             cache_options=config.cache,
             baseline=other, shadow=None if other is None or not config.baseline.shadow else _shadow_of(config, port, other),
-            listeners=() if self._tracing is None else (self._tracing.listen,), wake=None if server.replicas else port.wake,
+            listeners=() if self._tracing is None else (self._tracing.on_output,), wake=None if server.replicas else port.wake,
             forget=None if apis is None else apis.forget, tells_engines=None if apis is None else apis.leads,
             device_failures=failures.counts, stream_key=stream_key(),
         )  # fmt: skip
@@ -164,7 +164,7 @@ def application(config: Config) -> serve.Application:
     config = config.model_copy(update={"tenancy": with_tenants_of_file(config.tenancy)})
     server, cache, place, baseline = config.server, config.cache, None, None
     if redis_address(config.redis_url) and cache.enabled:
-        place = CachePlace(cache, config.redis_url, tenant_names(config), version_of(config))
+        place = CacheSettings(cache, config.redis_url, tenant_names(config), version_of(config))
     engine = _engines("engine", server.replicas, server.most_replicas, config, place, _membership_options(config))
     if config.baseline.enabled:  # the engine without drafting and shared cache, with its own parallelism
         parallelism, options = baseline_parallelism(config), config.engine
@@ -206,7 +206,7 @@ def _engines(
     replicas: int,
     most_replicas: int,
     config: Config,
-    place: CachePlace | None = None,
+    place: CacheSettings | None = None,
     membership: MembershipOptions | None = None,
 ) -> serve.Application:
     """Return a deployment of engine replicas with their number, resources, request limit and health checks."""

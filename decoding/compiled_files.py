@@ -16,7 +16,7 @@ from typing import Any
 
 import numba.core.caching
 
-from decoding.private_files import keep_sealed, read_sealed
+from decoding.private_files import read_sealed, save_sealed
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class _Locator(caching.UserProvidedCacheLocator):  # type: ignore[misc]
         self._cache_path = str(folder / self.get_suitable_cache_subpath(path))
 
     def ensure_cache_path(self) -> None:
-        """Do nothing: ``keep_sealed`` creates the folder."""
+        """Do nothing: ``save_sealed`` creates the folder."""
 
 
 class _SealedFiles(caching.IndexDataCacheFile):  # type: ignore[misc]
@@ -87,7 +87,7 @@ class _SealedFiles(caching.IndexDataCacheFile):  # type: ignore[misc]
         return found
 
     def _save_index(self, overloads: dict[Any, str]) -> None:
-        keep_sealed(Path(self._index_path), pickle.dumps(self._version) + self._dump((self._source_stamp, overloads)))
+        save_sealed(Path(self._index_path), pickle.dumps(self._version) + self._dump((self._source_stamp, overloads)))
 
     def _load_data(self, name: str) -> Any:
         found = None
@@ -96,7 +96,7 @@ class _SealedFiles(caching.IndexDataCacheFile):  # type: ignore[misc]
         return found
 
     def _save_data(self, name: str, data: Any) -> None:
-        keep_sealed(Path(self._data_path(name)), self._dump(data))
+        save_sealed(Path(self._data_path(name)), self._dump(data))
 
 
 @contextmanager

@@ -68,7 +68,7 @@ def open_private(path: Path) -> BinaryIO:
     raise PermissionError(errno.EACCES, f"it is user {found.st_uid}'s and has the mode {found.st_mode & 0o7777:o}", str(path))
 
 
-def keep_file(path: Path, content: bytes | memoryview) -> None:
+def save_file(path: Path, content: bytes | memoryview) -> None:
     """Write a file atomically: other processes see the old or the new content. Missing folders are created."""
     make_folder(path.parent)
     handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=".tmp", dir=path.parent)
@@ -83,15 +83,15 @@ def keep_file(path: Path, content: bytes | memoryview) -> None:
         raise
 
 
-def keep_sealed(path: Path, content: bytes) -> None:
-    """Write a file as ``keep_file`` does, followed by a checksum that ``read_sealed`` verifies."""
+def save_sealed(path: Path, content: bytes) -> None:
+    """Write a file as ``save_file`` does, followed by a checksum that ``read_sealed`` verifies."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)  # a file cannot replace a folder
-    keep_file(path, content + _seal(path, content))
+    save_file(path, content + _seal(path, content))
 
 
 def read_sealed(path: Path) -> bytes:
-    """Return the content of a file that ``keep_sealed`` wrote. Raise ``OSError`` or, for a bad checksum, ``ValueError``."""
+    """Return the content of a file that ``save_sealed`` wrote. Raise ``OSError`` or, for a bad checksum, ``ValueError``."""
     with open_private(path) as file:
         kept = file.read()
     content = kept[:-_SEAL_BYTES]

@@ -18,17 +18,34 @@ from decoding.tree import Int32Array
 from decoding.verify.grammar import Grammar
 
 __all__ = [
-    "CLEARED_TOKENS", "MAX_LOGIT_BIAS", "MAX_LOGPROBS", "MAX_STOP_CHARS", "PLAIN", "PUBLIC", "Acceptance", "FinishReason",
-    "Request", "RequestState", "SamplingParams", "SpecStats", "StepOutput", "StepReport", "TokenLogprob", "memory_name",
-    "request_hash", "request_of", "tenant_of", "text_key",
+    "MAX_LOGIT_BIAS",
+    "MAX_LOGPROBS",
+    "MAX_STOP_CHARS",
+    "PLAIN",
+    "PUBLIC",
+    "QUARANTINE_TOKENS",
+    "Acceptance",
+    "FinishReason",
+    "Request",
+    "RequestState",
+    "SamplingParams",
+    "SpecStats",
+    "StepOutput",
+    "StepReport",
+    "TokenLogprob",
+    "cache_namespace_of",
+    "request_hash",
+    "request_of",
+    "tenant_of",
+    "text_key",
 ]  # fmt: skip
 
 PUBLIC = "*"  # tenant whose texts all tenants may draft from
 PLAIN = "autoregressive"  # name of plain decoding, which every request may choose
-CLEARED_TOKENS = 16  # tokens that end a quarantine: tokens not yet reported when an engine ended are of one or two steps
+QUARANTINE_TOKENS = 16  # tokens that end a quarantine: tokens not yet reported when an engine ended are of one or two steps
 
 
-def memory_name(tenant: str | None, adapter: str | None) -> str | None:
+def cache_namespace_of(tenant: str | None, adapter: str | None) -> str | None:
     """Return the namespace in which a tenant's outputs are kept. Outputs of an adapter are kept apart from the model's own.
 
     Example: ``acme``, and ``acme:sql`` for its adapter ``sql``; None for no tenant. Names of tenants have no colon.
@@ -37,7 +54,7 @@ def memory_name(tenant: str | None, adapter: str | None) -> str | None:
 
 
 def tenant_of(memory: str) -> str:
-    """Return the tenant of a namespace made by ``memory_name``."""
+    """Return the tenant of a namespace made by ``cache_namespace_of``."""
     return memory.partition(":")[0]
 
 
@@ -82,7 +99,7 @@ class Request:
         embedding: the client's embedding as sign bits (``decoding.sources.embeddings.signs_of``), used to find similar past
             requests.
         quarantined: the request was running when an engine ended or a step failed. It is computed alone until it has emitted
-            ``CLEARED_TOKENS`` more tokens.
+            ``QUARANTINE_TOKENS`` more tokens.
 
     Raises:
         ValueError: the prompt is empty, ``emitted`` leaves no room for one more token, or ``max_draft_tokens`` is negative.
@@ -92,11 +109,46 @@ class Request:
     """
 
     __slots__ = (
-        "_buffer", "_length", "account", "adapter", "admitted_s", "argmax", "arrival", "arrived_s", "embedding", "fault",
-        "fault_field", "finish_reason", "first_token_s", "grammar", "max_draft_tokens", "memory", "num_computed", "num_given",
-        "num_prompt", "params", "priority", "prompt_logprobs", "prompt_scores", "public", "quarantined", "queued_s", "reach",
-        "references", "report", "request_id", "scope", "siblings", "slot", "state", "stats", "strategy", "tenant", "text",
-        "waited_s", "weight",
+        "_buffer",
+        "_length",
+        "account",
+        "adapter",
+        "admitted_s",
+        "argmax",
+        "arrival",
+        "arrived_s",
+        "cache_namespace",
+        "embedding",
+        "fault",
+        "fault_field",
+        "finish_reason",
+        "first_token_s",
+        "grammar",
+        "max_draft_tokens",
+        "num_computed",
+        "num_given",
+        "num_prompt",
+        "params",
+        "priority",
+        "prompt_logprobs",
+        "prompt_scores",
+        "public",
+        "quarantined",
+        "queued_s",
+        "references",
+        "report",
+        "request_id",
+        "rope_length",
+        "scope",
+        "siblings",
+        "slot",
+        "state",
+        "stats",
+        "strategy",
+        "tenant",
+        "text",
+        "waited_s",
+        "weight",
     )  # fmt: skip
 
     def __init__(
@@ -127,7 +179,7 @@ class Request:
         self.strategy = strategy
         self.max_draft_tokens = 0 if strategy == PLAIN else max_draft_tokens
         self.tenant, self.public, self.siblings, self.report = tenant, public, siblings, report
-        self.adapter, self.memory = adapter, memory_name(tenant, adapter)
+        self.adapter, self.cache_namespace = adapter, cache_namespace_of(tenant, adapter)
         self.quarantined, self.embedding = quarantined, embedding
         self.argmax = params.greedy and not params.alters_logits  # every token is the argmax of the unmodified logits
         self.prompt_logprobs = None if len(emitted) else prompt_logprobs
@@ -143,7 +195,7 @@ class Request:
         self.slot: int | None = None
         self.num_computed = 0  # tokens whose KV is in the slot
         self.scope: str | None = None  # scope of prefix KV sharing, set at admission; None: not shared
-        self.reach = 0  # minimum sequence length for length-dependent RoPE, set with ``scope``; 0: none
+        self.rope_length = 0  # minimum sequence length for length-dependent RoPE, set with ``scope``; 0: none
         self.arrival = 0  # order of arrival, set by the scheduler
         self.queued_s = self.waited_s = 0.0  # scheduler clock when it was queued for a slot; total of its earlier waits
         self.finish_reason: FinishReason | None = None
@@ -208,7 +260,7 @@ class Request:
         assert end <= len(self._buffer), (len(token_ids), self.remaining)
         self._buffer[self._length : end] = token_ids
         self._length = end
-        if self.quarantined and self.num_output - self.num_given >= CLEARED_TOKENS:
+        if self.quarantined and self.num_output - self.num_given >= QUARANTINE_TOKENS:
             self.quarantined = False
 
 

@@ -115,7 +115,7 @@ class DraftTree:
         candidates = int(np.searchsorted(rows, self.num_candidates))
         return DraftTree(self.tokens[rows], parents, self.sources[rows], candidates)
 
-    def partition(self, ranks: int) -> list[Part]:
+    def partition(self, ranks: int) -> list[TreePart]:
         """Return one part for each rank that shares the step (lookahead parallelism, arXiv 2402.02057, section 3.4).
 
         Leaves are partitioned as runs in depth-first order (children in order of their rows), each with its ancestors, so that
@@ -128,7 +128,7 @@ class DraftTree:
         rows); with 3 4 the first would have five.
         """
         if ranks == 1 or len(self.tokens) == 1:
-            return [Part(np.arange(len(self.tokens), dtype=np.int32), self)] * ranks
+            return [TreePart(np.arange(len(self.tokens), dtype=np.int32), self)] * ranks
         from decoding.budget.partition import partition  # imported here because it loads numba
 
         own = _own(self.tokens), _own(self.parents), self.sources.astype(np.int8)
@@ -137,7 +137,7 @@ class DraftTree:
         parts = []
         for rank in range(ranks):
             share = slice(at[rank], at[rank + 1])
-            parts.append(Part(rows[share], DraftTree(tokens[share], parents[share], sources[share], candidates[rank])))
+            parts.append(TreePart(rows[share], DraftTree(tokens[share], parents[share], sources[share], candidates[rank])))
         return parts
 
     def check(self) -> None:
@@ -150,7 +150,7 @@ class DraftTree:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TreePart:
     """Rows of a tree that one rank computes."""
 
     rows: Int32Array  # [m] ascending rows of the whole tree, the root first, each with its ancestors

@@ -20,19 +20,19 @@ from decoding.strategy_choice import parse_strategy
 from decoding.tree import DraftTree
 from engine.accelerator import accelerator, device_error, is_out_of_memory
 from engine.errors import ContextLengthError, RequestError, fault_of, first_line
-from engine.executor import Executor, LocalExecutor, Outcome
-from engine.forward.batch import Work
+from engine.executor import Executor, LocalExecutor, VerifyResult
+from engine.forward.batch import ScheduledRequest
 from engine.forward.runner import ModelRunner
 from engine.forward.runners import RunnerMaker, make_runner
 from engine.loading.draft_model import load_draft_model
-from engine.loading.memory import give_heap_back
+from engine.loading.memory import release_heap
 from engine.loading.model import LoadedModel, load_model
 from engine.loading.model_info import ModelInfo, strategies_apart
 from engine.loading.slot_memory import fitted
 from engine.measures.energy import EnergyMeter, NoMeter
 from engine.measures.energy_ledger import EnergyCounts, EnergyLedger
 from engine.measures.metrics import EngineCounts, EngineMetrics, MetricsCounts
-from engine.measures.progress import tell
+from engine.measures.progress import report_progress
 from engine.measures.strategy_counts import CountsByStrategy, StrategyCounts
 from engine.planner import StepPlanner
 from engine.scheduling.placement import SlotPlacement
@@ -51,7 +51,7 @@ def load_runner(
     loaded = load_model(model, options.gpu_memory_utilization)
     loaded, runner = runner_over(loaded, options, speculation, world_size)
     _grammars_of(runner).prepare()
-    give_heap_back()
+    release_heap()
     return loaded, runner
 
 
@@ -107,7 +107,7 @@ class Engine:
         self._grammars, self._target = grammars, target
         self.info, self.tokenizer, self._device = info, tokenizer, torch.device(info.device)
         self._executor, self._drafter = executor, drafter
-        self._admission = SlotPlacement(executor, drafter.memory, options.prefix_caching)
+        self._admission = SlotPlacement(executor, drafter.histories, options.prefix_caching)
         self._scheduler = Scheduler(options, max_draft_rows, self._admission.place, slots=executor.slots)
         self._requests: dict[str, Request] = {}
         self._outputs = Outputs(tokenizer, info.eos_token_ids)
@@ -115,9 +115,9 @@ class Engine:
         self._by_strategy = CountsByStrategy(info.choices)
         self._ledger = EnergyLedger(NoMeter())
         self._metrics = EngineMetrics(info.max_model_len)
-        self._chores: list[Iterator[None]] = []  # deferred warm-up tasks
+        self._warmup: list[Iterator[None]] = []  # deferred warm-up tasks
         self.in_step: tuple[str, ...] = ()  # ids of the requests in the current or last step; empty until it is planned
-        self.before_step: Callable[[Request | None], None] | None = None  # gets the quarantined request of the step, or None
+        self.on_step: Callable[[Request | None], None] | None = None  # gets the quarantined request of the step, or None
 
     @classmethod
     def load(
@@ -128,7 +128,7 @@ class Engine:
         world_size: int = 1,
         executor: Callable[[ModelRunner], Executor] = LocalExecutor,
         make: RunnerMaker = make_runner,
-        put_off: bool = False,
+        defer_warmup: bool = False,
     ) -> Engine:
         """Load a model into this process and create an engine over it.
 
@@ -149,10 +149,10 @@ class Engine:
         names = (speculation.strategy, *others)
         check_drafters(drafter, names, speculation.draft_model, speculation.exact, world_size > 1)
         check_options(options)
-        tell("reading the weights")
+        report_progress("reading the weights")
         loaded = load_model(model, options.gpu_memory_utilization)
         with accelerator().current(loaded.model.device):
-            tell("checking that steps are exact")
+            report_progress("checking that steps are exact")
             info = loaded.info(speculation.strategy, LOSSLESS.issuperset(names), others)  # before ``make`` drops parts of it
             loaded, runner = runner_over(loaded, options, speculation, world_size, make)
             info = dataclasses.replace(
@@ -167,17 +167,17 @@ class Engine:
                 drafter.draft_model = small
             if speculation.max_draft_tokens is None and runner.fixed_rows is not None:
                 most = min(most, runner.fixed_rows - 1)  # drafts and root fit into one forward
-            tell("preparing drafts")
-            chores: list[Iterator[None]] | None = [] if put_off else None
-            target = LocalTarget(runner, info, loaded.tokenizer, chores=chores)
+            report_progress("preparing drafts")
+            chores: list[Iterator[None]] | None = [] if defer_warmup else None
+            target = LocalTarget(runner, info, loaded.tokenizer, warmup=chores)
             drafter.prepare(target)
             engine = cls(computes, drafter, options, most, info, loaded.tokenizer, runner.grammars, target)
-            engine._chores = chores or []
-            if put_off:
-                engine._chores.insert(0, _grammars_of(runner).chore())
+            engine._warmup = chores or []
+            if defer_warmup:
+                engine._warmup.insert(0, _grammars_of(runner).warmup())
             else:
                 _grammars_of(runner).prepare()
-                give_heap_back()
+                release_heap()
             return engine
 
     @property
@@ -186,33 +186,33 @@ class Engine:
         return bool(self._requests)
 
     @property
-    def has_chores(self) -> bool:
+    def has_warmup(self) -> bool:
         """Return whether deferred warm-up work is left for ``chore``."""
-        return bool(self._chores)
+        return bool(self._warmup)
 
-    def chore(self) -> None:
+    def run_warmup_slice(self) -> None:
         """Run one piece of deferred warm-up, about as long as a step. It overwrites KV slots, so call it when idle."""
         assert not self._requests, "no request runs or waits"
         try:
             with accelerator().current(self._device):
-                next(self._chores[0])
+                next(self._warmup[0])
             return
         except StopIteration:
             logger.debug("background warm-up finished")
         except Exception as error:  # costs speed only, so it is not retried; a lost device raises ``DeviceError``
             self._raise_lost(error)
             logger.exception("background warm-up failed, drafting will be slower")
-        del self._chores[0]
-        give_heap_back()
+        del self._warmup[0]
+        release_heap()
 
     @property
-    def memory(self) -> Histories | None:
+    def histories(self) -> Histories | None:
         """Return the drafter's history of past outputs by tenant; None for a strategy that keeps none."""
-        return self._drafter.memory
+        return self._drafter.histories
 
-    def remembers(self, request: Request) -> bool:
+    def keeps_output(self, request: Request) -> bool:
         """Return whether the output of a request is kept for other requests of its tenant."""
-        return not request.plain and self._drafter.remembers(request)
+        return not request.plain and self._drafter.keeps_output(request)
 
     def counts(self) -> EngineCounts:
         """Return the current numbers of requests and slots, and the counters of prefix reuse and preemptions."""
@@ -234,7 +234,7 @@ class Engine:
 
     def metrics(self) -> MetricsCounts:
         """Return the counters for dashboards. Thread-safe."""
-        return self._metrics.read(None if self.memory is None else self.memory.log_bytes, self._drafter.budget())
+        return self._metrics.read(None if self.histories is None else self.histories.log_bytes, self._drafter.budget())
 
     def check_integrity(self) -> None:
         """Assert, between steps, that no slot, KV entry or request is lost and nothing is kept of ended requests."""
@@ -242,7 +242,7 @@ class Engine:
         live = {request.request_id: request for request in self._scheduler.requests()}
         assert live == self._requests, (live.keys(), self._requests.keys())
         self._outputs.check_integrity(live.keys())
-        assert live.keys() >= set(self._drafter.held()), (set(self._drafter.held()), live.keys())
+        assert live.keys() >= set(self._drafter.tracked_requests()), (set(self._drafter.tracked_requests()), live.keys())
         self._executor.check_integrity(self._scheduler.running)
 
     def add(self, request: Request) -> None:
@@ -316,7 +316,7 @@ class Engine:
         self.in_step = ()
         self._ledger.begin()
         width = self._executor.width
-        works: list[Work] = []
+        works: list[ScheduledRequest] = []
         try:
             works = self._planner.plan(width)
             if not works:
@@ -331,20 +331,25 @@ class Engine:
         return self._shrink(works, reason)  # not in the handler: the traceback holds the tensors of the step
 
     def _computed(
-        self, works: Sequence[Work], outcomes: Sequence[Outcome | None], forward_s: float, now_s: float, width: int
+        self,
+        works: Sequence[ScheduledRequest],
+        outcomes: Sequence[VerifyResult | None],
+        forward_s: float,
+        now_s: float,
+        width: int,
     ) -> list[StepOutput]:
         self._scheduler.computed()
         pairs = zip(works, outcomes, strict=True)
         outputs = [self._outcome(work, outcome, now_s) for work, outcome in pairs if outcome is not None]
-        self._metrics.stepped(works, forward_s)
+        self._metrics.record_step(works, forward_s)
         if self._target is not None and width == 1:
-            self._target.stepped(works, forward_s)
+            self._target.record_step(works, forward_s)
         return outputs
 
-    def _shrink(self, works: Sequence[Work], reason: str) -> list[StepOutput]:
+    def _shrink(self, works: Sequence[ScheduledRequest], reason: str) -> list[StepOutput]:
         """Make the next steps smaller after one that ran out of memory, or fail a request that does not fit alone."""
         accelerator().empty_cache()
-        self._metrics.out_of_memory()
+        self._metrics.record_out_of_memory()
         rows = sum(work.end - work.start + (0 if work.tree is None else len(work.tree.tokens) - 1) for work in works)
         if self._scheduler.shrink(rows):
             logger.warning("out_of_memory: a step of %d rows is computed again in parts: %s", rows, reason)
@@ -362,22 +367,22 @@ class Engine:
         if lost is not None:
             raise lost from error
 
-    def _execute(self, works: Sequence[Work]) -> tuple[list[Outcome | None], float, float]:
+    def _execute(self, works: Sequence[ScheduledRequest]) -> tuple[list[VerifyResult | None], float, float]:
         """Compute a step; return an outcome for each work (None for a part of a prompt), the seconds, and the end time."""
         self.in_step = tuple(work.request.request_id for work in works)
-        if self.before_step is not None:
-            self.before_step(works[0].request if works[0].request.quarantined else None)
+        if self.on_step is not None:
+            self.on_step(works[0].request if works[0].request.quarantined else None)
         started_s = time.perf_counter()
         outcomes = self._executor.execute(works, self._drafter.top_k)
         ended_s = time.perf_counter()
-        self._ledger.computed(works)
+        self._ledger.record_step(works)
         for work, outcome in zip(works, outcomes, strict=True):
             work.request.stats.forward_s += ended_s - started_s
             if outcome is None:
                 work.request.num_computed = work.end
         return outcomes, ended_s - started_s, ended_s
 
-    def _outcome(self, work: Work, outcome: Outcome, now_s: float) -> StepOutput:
+    def _outcome(self, work: ScheduledRequest, outcome: VerifyResult, now_s: float) -> StepOutput:
         """Commit the result of a request's tree, or end the request if it has a fault."""
         request = work.request
         if request.grammar is not None:
@@ -402,14 +407,14 @@ class Engine:
             self._release(request, FinishReason.ERROR if field is None else FinishReason.ABORT)
         return StepOutput(request.request_id, (), "", FinishReason.ERROR, message, request.stats, fault_field=field)
 
-    def _commit(self, work: Work, outcome: Outcome, now_s: float) -> StepOutput:
+    def _commit(self, work: ScheduledRequest, outcome: VerifyResult, now_s: float) -> StepOutput:
         """Append the accepted tokens, up to the end of the request, and release it if it ends."""
         request, tree, acceptance = work.request, outcome.tree, outcome.acceptance
         tokens = [*(tree.tokens[list(acceptance.rows)].tolist() if acceptance.rows else ()), acceptance.next_token]
         pieces, reason = self._outputs.read(request, tokens)
         kept, text = len(pieces), "".join(pieces)
         emitted, accepted = tuple(tokens[:kept]), acceptance.rows[:kept]
-        report = step_report(request, tree, accepted, pieces, self.memory) if request.report else None
+        report = step_report(request, tree, accepted, pieces, self.histories) if request.report else None
         request.commit(emitted)
         request.num_computed = work.end + len(acceptance.rows)
         self._count(request, tree, accepted, kept, now_s)
@@ -427,7 +432,7 @@ class Engine:
     def _count(self, request: Request, tree: DraftTree, accepted: tuple[int, ...], emitted: int, now_s: float) -> None:
         stats = request.stats
         assert request.admitted_s is not None, request.request_id
-        self._metrics.emitted(request, tree, emitted, len(accepted), now_s)
+        self._metrics.record_output(request, tree, emitted, len(accepted), now_s)
         if request.first_token_s is None:
             request.first_token_s = now_s
             stats.prefill_s = now_s - request.admitted_s
@@ -440,8 +445,8 @@ class Engine:
         self._executor.end(request)
         del self._requests[request.request_id]
         self._outputs.end(request)
-        self._ledger.ended(request, last=not self._requests)
+        self._ledger.record_end(request, last=not self._requests)
         self._by_strategy.add(request)
-        self._metrics.ended(request)
+        self._metrics.record_end(request)
         if not request.plain:
             self._drafter.finish(request)

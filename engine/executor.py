@@ -26,7 +26,7 @@ from decoding.verify.tree_rows import compile_rows
 from engine.accelerator import accelerator, device_error, is_out_of_memory
 from engine.errors import RequestError, fault_of
 from engine.forward import prompt_scores
-from engine.forward.batch import Work, pack
+from engine.forward.batch import ScheduledRequest, pack
 from engine.forward.rope import LengthRope
 from engine.forward.runner import ModelRunner
 from engine.text.grammar import Grammars
@@ -37,7 +37,7 @@ _COMPILING = ThreadPoolExecutor(2, thread_name_prefix="grammars")
 
 
 @dataclass(slots=True)  # not frozen: frozen is slower to create, and each step creates one per request
-class Outcome:
+class VerifyResult:
     """Verification result of one request's draft tree."""
 
     tree: DraftTree  # the work's tree, or fewer of its rows if a rank was lost
@@ -80,7 +80,7 @@ class Executor(Protocol):
         """Assert, between steps, that the state of the slots is consistent; ``running`` are all requests with a slot."""
         ...
 
-    def execute(self, works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
+    def execute(self, works: Sequence[ScheduledRequest], top_k: int = 0) -> list[VerifyResult | None]:
         """Compute the rows of at least one work; return the verification result of each tree, and None for works without one.
 
         Afterwards ``work.end + accepted rows`` tokens of a request with a tree count as computed, and ``work.end`` of one
@@ -90,7 +90,7 @@ class Executor(Protocol):
         ...
 
 
-def _reads_logits(work: Work) -> bool:
+def _reads_logits(work: ScheduledRequest) -> bool:
     """Return whether verification needs more than the likeliest token below each row."""
     return not work.request.argmax or work.rule is not None or work.request.params.logprobs is not None
 
@@ -105,7 +105,7 @@ class Verifier:
         self._grammars = grammars
         self._rules: dict[str, LogitRules] = {}  # by the id of a live request
 
-    def verify(self, work: Work, target: TargetRows, root: torch.Tensor | None = None) -> Outcome:
+    def verify(self, work: ScheduledRequest, target: TargetRows, root: torch.Tensor | None = None) -> VerifyResult:
         """Verify a tree; ``root`` has the root's [vocab] logits on the host if they are needed there."""
         request, tree, ids = work.request, work.tree, target.ids
         assert tree is not None
@@ -126,9 +126,9 @@ class Verifier:
             visited = torch.stack([logits[row] for row in (0, *acceptance.rows)])
             emitted = [*tree.tokens[list(acceptance.rows)].tolist(), acceptance.next_token]
             logprobs = token_logprobs(visited, emitted, request.params.logprobs)
-        return Outcome(tree, acceptance, target, logprobs)
+        return VerifyResult(tree, acceptance, target, logprobs)
 
-    def _by_rule(self, rule: Rule, work: Work, tree: DraftTree, logits: LogitRows) -> Acceptance:
+    def _by_rule(self, rule: Rule, work: ScheduledRequest, tree: DraftTree, logits: LogitRows) -> Acceptance:
         request = work.request
         rules = self._rules_of(request) if request.params.alters_logits else None
         distributions = TargetDistributions(request, tree, logits, work.end_tokens, rules)
@@ -137,7 +137,7 @@ class Verifier:
         assert 1 <= acceptance.count <= request.remaining, (request.request_id, acceptance, request.remaining)
         return acceptance
 
-    def _walk(self, work: Work, tree: DraftTree, logits: LogitRows) -> Acceptance:
+    def _walk(self, work: ScheduledRequest, tree: DraftTree, logits: LogitRows) -> Acceptance:
         """Choose a token at each visited row, with penalties and grammar of the prefix that leads to the row."""
         request, params = work.request, work.request.params
         rules = self._rules_of(request) if params.alters_logits else None
@@ -222,19 +222,19 @@ class LocalExecutor:
             at = -1 if states is None or not request.num_computed else states.anchor(request.slot)
             assert at <= request.num_computed, (request.request_id, at, request.num_computed)
 
-    def execute(self, works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
+    def execute(self, works: Sequence[ScheduledRequest], top_k: int = 0) -> list[VerifyResult | None]:
         """See ``Executor``."""
         with accelerator().current(self._device):
             return self._execute(works)
 
-    def _execute(self, works: Sequence[Work]) -> list[Outcome | None]:
+    def _execute(self, works: Sequence[ScheduledRequest]) -> list[VerifyResult | None]:
         batch = pack(works)
         prefixes, states = self._cache.prefixes, self._cache.states
         for work, segment in zip(works, batch.segments, strict=True):
             prefixes.cut(segment.slot, segment.start)
             if states is not None:
                 request, anchor = work.request, work.end - (work.tree is not None)
-                states.want(segment.slot, request.scope, request.tokens, work.start, anchor, request.num_prompt)
+                states.request_snapshot(segment.slot, request.scope, request.tokens, work.start, anchor, request.num_prompt)
         if prompt_scores.asks(works):
             wanted = len(batch.logit_rows)
             both = self.runner.forward(prompt_scores.with_prompt_rows(works, batch))
@@ -244,7 +244,7 @@ class LocalExecutor:
             logits = self.runner.forward(batch)
         highest = blocks_of(logits)
         greedy, roots = argmax_rows(logits, highest), _roots(works, batch.logit_starts, logits)
-        outcomes: list[Outcome | None] = []
+        outcomes: list[VerifyResult | None] = []
         for work, segment, first in zip(works, batch.segments, batch.logit_starts, strict=True):
             # Not beyond ``end``: a group of ranks may commit other tokens than those accepted here.
             prefixes.keep(segment.slot, work.request.scope, work.request.tokens[: work.end])
@@ -259,7 +259,7 @@ class LocalExecutor:
             outcomes.append(outcome)
         return outcomes
 
-    def _verify(self, work: Work, target: TargetRows, root: torch.Tensor | None) -> Outcome:
+    def _verify(self, work: ScheduledRequest, target: TargetRows, root: torch.Tensor | None) -> VerifyResult:
         """Verify a tree; on an error, set the request's fault, which ends it."""
         assert work.tree is not None
         try:
@@ -270,10 +270,10 @@ class LocalExecutor:
             if not isinstance(error, RequestError):
                 logger.exception("verifying request %s failed", work.request.request_id)
             work.request.fault, work.request.fault_field = fault_of(error)
-            return Outcome(work.tree, Acceptance((), int(target.ids[0])), target)
+            return VerifyResult(work.tree, Acceptance((), int(target.ids[0])), target)
 
 
-def _roots(works: Sequence[Work], starts: Sequence[int | None], logits: torch.Tensor) -> dict[int, torch.Tensor]:
+def _roots(works: Sequence[ScheduledRequest], starts: Sequence[int | None], logits: torch.Tensor) -> dict[int, torch.Tensor]:
     """Copy the logits of roots that are read to the host at once, [vocab] by row; empty if ``logits`` is on the CPU.
 
     ``starts`` are the rows of the roots in the step's [m, vocab] logits, None for works without a tree.

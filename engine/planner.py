@@ -10,10 +10,10 @@ from decoding.drafters.base import Drafter
 from decoding.request import Request
 from decoding.tree import DraftTree
 from decoding.verify.grammar import permitted
-from engine.forward.batch import Work
+from engine.forward.batch import ScheduledRequest
 from engine.forward.rope import LengthRope
 from engine.loading.model_info import ModelInfo
-from engine.scheduling.scheduler import Scheduler, Share
+from engine.scheduling.scheduler import RowAllotment, Scheduler
 from engine.text.outputs import Outputs
 
 MASK_RESTS = 20.0  # pause after slow masks, relative to their duration
@@ -40,13 +40,13 @@ class StepPlanner:
         self._last_slow = -1  # arrival number of the last slow request that had its turn
         self._rest_until_s = 0.0  # end of the pause
 
-    def plan(self, width: int) -> list[Work]:
+    def plan(self, width: int) -> list[ScheduledRequest]:
         """Return the work of the next step, which ``width`` ranks will share; empty if there is nothing to do."""
         self._drafter.ranks = width
         shares, now = self._scheduler.schedule(width), time.perf_counter()
         left_out = self._left_out([share.request for share in shares], now)
         drafted = [share for share in shares if share.draft_rows > 0 and not self._is_slow(share.request)]
-        drafts = self._draft(drafted, _load(shares, self._propose_s), now)
+        drafts = self._draft(drafted, step_load(shares, self._propose_s), now)
         rows = sum(-(-(len(tree.tokens) - 1) // width) for tree in drafts.values())
         works = []
         for share in self._scheduler.top_up(shares, rows):
@@ -60,7 +60,9 @@ class StepPlanner:
                 tree = drafts.get(request.request_id) or DraftTree.chain(request.root, ())
             # With a root alone, every rule gives the target's own choice.
             rule = None if tree is None or len(tree) == 1 else tree.rule
-            works.append(Work(request, request.num_computed, share.end, tree, self._outputs.end_tokens(request), rule))
+            works.append(
+                ScheduledRequest(request, request.num_computed, share.end, tree, self._outputs.end_tokens(request), rule)
+            )
         self._constrained = [work.request for work in works if work.request.grammar is not None]
         return works
 
@@ -86,7 +88,7 @@ class StepPlanner:
     def _is_slow(self, request: Request) -> bool:
         return request.grammar is not None and (request.grammar.slow_s > 0.0 or request.account in self._probation_until_s)
 
-    def _draft(self, shares: Sequence[Share], load: StepLoad, began_s: float) -> dict[str, DraftTree]:
+    def _draft(self, shares: Sequence[RowAllotment], load: StepLoad, began_s: float) -> dict[str, DraftTree]:
         trees = self._drafter.propose([share.request for share in shares], [share.draft_rows for share in shares], load)
         propose_s = self._propose_s = time.perf_counter() - began_s
         drafts: dict[str, DraftTree] = {}
@@ -109,7 +111,7 @@ class StepPlanner:
         return drafts
 
 
-def _load(shares: Sequence[Share], propose_s: float | None) -> StepLoad:
+def step_load(shares: Sequence[RowAllotment], propose_s: float | None) -> StepLoad:
     """Return the load of a step before drafting; ``propose_s`` are the seconds of drafting for the step before."""
     rows = context = prefill_rows = 0
     for share in shares:

@@ -11,12 +11,12 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 from decoding.budget.latency import LatencyCurve
 from decoding.jit import cache_folder
 from decoding.tree import Int32Array
-from engine.forward.batch import Work
+from engine.forward.batch import ScheduledRequest
 from engine.forward.runner import ModelRunner
 from engine.loading.model_info import ModelInfo
-from engine.loading.model_tables import bigram_rows, bigram_table, cached_table, keep_table, kept_table, unigram_ranking
+from engine.loading.model_tables import bigram_rows, bigram_table, cached_table, load_table, save_table, unigram_ranking
 from engine.measures.calibration import CalibrationFile
-from engine.measures.latency import glance
+from engine.measures.latency import quick_curve
 from engine.measures.live_curve import LiveCurve
 
 _CHORE_ROWS = 64  # rows of a deferred forward, small because a request may arrive and wait for it
@@ -33,7 +33,7 @@ class LocalTarget:
         info: ModelInfo,
         tokenizer: PreTrainedTokenizerFast | None = None,
         folder: Path | None = None,
-        chores: list[Iterator[None]] | None = None,
+        warmup: list[Iterator[None]] | None = None,
     ) -> None:
         """Create the target of a runner. Tables and latency curve are stored in ``folder``, by default the user's cache folder.
 
@@ -49,7 +49,7 @@ class LocalTarget:
         self._revision = f"{info.model_revision}-{info.tokenizer_revision}"
         self._info = info
         self._live: LiveCurve | None = None
-        self._chores = chores
+        self._warmup = warmup
 
     def bigram_table(self, width: int) -> Int32Array:
         """Return the [vocab, width] int32 table of ``Target``, built on first use. Raises ``ValueError`` for a wrong width."""
@@ -57,26 +57,26 @@ class LocalTarget:
         kept = min(max(width, _TABLE_WIDTH), self.vocab_size)
         context = "alone" if self._before is None else f"bos{self._before}"
         name, shape = f"{self._revision}-bigram-{kept}-{context}", (self.vocab_size, kept)
-        if self._chores is None or kept_table(self._folder, name, shape, self.vocab_size) is not None:
+        if self._warmup is None or load_table(self._folder, name, shape, self.vocab_size) is not None:
             table = cached_table(
                 self._folder, name, shape, self.vocab_size,
                 lambda: bigram_table(self._runner, self.vocab_size, kept, self._before),
             )  # fmt: skip
             return np.ascontiguousarray(table[:, :width])
         given = np.zeros((self.vocab_size, width), np.int32)
-        self._chores.append(self._fill_bigrams(name, np.empty(shape, np.int32), given))
+        self._warmup.append(self._fill_bigrams(name, np.empty(shape, np.int32), given))
         return given
 
     def _fill_bigrams(self, name: str, table: Int32Array, given: Int32Array) -> Iterator[None]:
         """Fill ``given``, the zeros returned earlier, in place, a few tokens at a time."""
-        kept = kept_table(self._folder, name, table.shape, self.vocab_size)  # an earlier task may have built it
+        kept = load_table(self._folder, name, table.shape, self.vocab_size)  # an earlier task may have built it
         if kept is not None:
             given[:] = kept[:, : given.shape[1]]
             return
         for done in bigram_rows(self._runner, table, self._before, _CHORE_ROWS):
             given[:done] = table[:done, : given.shape[1]]
             yield
-        keep_table(self._folder, name, table)
+        save_table(self._folder, name, table)
 
     def unigram_ranking(self, width: int) -> Int32Array:
         """Return the [width] int32 ranking of ``Target``.
@@ -93,10 +93,10 @@ class LocalTarget:
         """Return the latency curve, from disk or measured now; a rough one first if measuring is deferred. See ``Target``."""
         if self._live is None:
             file = CalibrationFile(self._folder, self._runner, self._info)
-            curve = file.curve() if self._chores is None else file.kept()
-            if curve is None and self._chores is not None:
-                curve = glance(self._runner, self.max_model_len)
-                self._chores.append(self._calibrate(file))
+            curve = file.curve() if self._warmup is None else file.cached()
+            if curve is None and self._warmup is not None:
+                curve = quick_curve(self._runner, self.max_model_len)
+                self._warmup.append(self._calibrate(file))
             assert curve is not None
             self._live = LiveCurve(curve)
         return self._live.curve
@@ -104,10 +104,10 @@ class LocalTarget:
     def _calibrate(self, file: CalibrationFile) -> Iterator[None]:
         self._live = LiveCurve((yield from file.curve_in_pieces()))
 
-    def stepped(self, works: Sequence[Work], seconds: float) -> None:
+    def record_step(self, works: Sequence[ScheduledRequest], seconds: float) -> None:
         """Update the curve, if it is in use, with the time of a step that no other rank shared."""
         if self._live is not None:
-            self._live.stepped(works, seconds)
+            self._live.record_step(works, seconds)
 
     def _check_width(self, width: int) -> None:
         if not 1 <= width <= self.vocab_size:

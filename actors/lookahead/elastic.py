@@ -31,7 +31,7 @@ _AWAY_S = 0.1  # before a rank that follows another leader is asked again
 _LOST_S = 5.0  # before a rank that failed in a step is asked again
 
 
-class Elastic(Ranks):
+class ElasticGroup(Ranks):
     """``Ranks`` of one of several replicas; each leads its own requests, and follows others while it has none.
 
     A replica with requests is *busy*. All replicas learn which ones are busy from the beats of ``RankServer`` and compute the
@@ -86,7 +86,7 @@ class Elastic(Ranks):
         """See ``Ranks``. Returns at once: the group is this replica alone until ``meet`` reports others."""
         self._supervisor.start()
 
-    def meet(self, own_rank: int, peers: dict[int, Address]) -> None:
+    def update_peers(self, own_rank: int, peers: dict[int, Address]) -> None:
         """Update this replica's rank and its peers' addresses by rank. Peers that are not listed are dropped."""
         assert own_rank not in peers, (own_rank, peers)
         with self._turn:
@@ -103,7 +103,7 @@ class Elastic(Ranks):
             self._idle_since = None if busy else time.monotonic()
             begins, self._busy = busy and not self._busy, self._busy or busy
         if begins:  # without the lock: this waits for a leader's step, and `state` needs the lock
-            self._server.occupy(True)
+            self._server.attach(True)
         self._wake.set()
 
     def state(self) -> GroupState | None:
@@ -159,7 +159,7 @@ class Elastic(Ranks):
                 pause_s = self._let_go()
                 self._meet_known()
                 self._regroup()
-                self._executor.tend()
+                self._executor.check_liveness()
                 self._dismiss()
             except Exception:  # keep the thread alive: the next round may succeed
                 logger.exception("updating the group failed, retrying")
@@ -176,7 +176,7 @@ class Elastic(Ranks):
             if left_s > 0.0:
                 return min(_TEND_S, left_s)
             self._busy = False
-            self._server.occupy(False)
+            self._server.attach(False)
             return _TEND_S
 
     def _meet_known(self) -> None:
@@ -235,7 +235,7 @@ class Elastic(Ranks):
             if lost.rank in led:
                 self._executor.remove_rank(lost.rank)
                 led[lost.rank].leaving = True
-                led[lost.rank].not_before_s = lost.noticed_s + (_AWAY_S if lost.away else _LOST_S)
+                led[lost.rank].not_before_s = lost.noticed_s + (_AWAY_S if lost.detached else _LOST_S)
         inner = self._executor.state(1)
         seated = {*inner.ready[1:], *inner.refilling}  # the first one, 0, is this replica
         for member in led.values():

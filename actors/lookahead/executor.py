@@ -15,16 +15,16 @@ from actors.lookahead.link import LINK_ERRORS, Link
 from actors.lookahead.membership import LostRank, RankMembership
 from actors.lookahead.messages import OutcomeMessage, Reply
 from actors.lookahead.rank import outcome_message
-from actors.lookahead.rank_state import Held, Holdings, Partition, RankState
-from actors.lookahead.shares import RankShare, merge
+from actors.lookahead.rank_state import RankKVState, RankKVStates, RankState, SentStep
+from actors.lookahead.shares import RankResult, merge_results
 from actors.lookahead.width import WidthChoice, WidthChoices
 from configs.slices import ParallelismOptions
 from decoding.budget.partition import compile_partition
 from decoding.request import Request
-from decoding.tree import DraftTree, Part
+from decoding.tree import DraftTree, TreePart
 from engine.errors import one_line
-from engine.executor import LocalExecutor, Outcome
-from engine.forward.batch import Work
+from engine.executor import LocalExecutor, VerifyResult
+from engine.forward.batch import ScheduledRequest
 from engine.forward.rope import LengthRope
 
 
@@ -40,11 +40,11 @@ class StepTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Own:
+class LeaderStep:
     """Results of the leader's own part, one entry per work."""
 
-    held: list[Held]
-    outcomes: list[Outcome | None]
+    held: list[RankKVState]
+    outcomes: list[VerifyResult | None]
     said: list[OutcomeMessage | None]  # outcomes in the form of a rank's reply
     seconds: float
     rows: int
@@ -74,7 +74,7 @@ class LookaheadParallelExecutor:
 
     def __init__(self, local: LocalExecutor, options: ParallelismOptions, chunk: int) -> None:
         self._local, self._check_steps, self._adaptive = local, options.check_steps, options.adaptive
-        self._held = Holdings()  # requests as the leader holds them
+        self._leader_states = RankKVStates()  # requests as the leader holds them
         self._membership = RankMembership(options, chunk)
         self._lock = threading.Lock()  # one step at a time; links are only read with it
         self._steps = self._divergences = 0
@@ -139,14 +139,14 @@ class LookaheadParallelExecutor:
             exchange_bytes=self._exchange_bytes,
         )
 
-    def tend(self) -> None:
+    def check_liveness(self) -> None:
         """Detect ranks lost between steps, from any thread. Call it a few times per second."""
         if self._lock.acquire(blocking=False):
             try:
                 self._membership.change()
-                self._membership.tend()
-                if not self._held.live:
-                    self._membership.settle()
+                self._membership.check_liveness()
+                if not self._leader_states.live:
+                    self._membership.mark_ready()
             finally:
                 self._lock.release()
 
@@ -154,24 +154,30 @@ class LookaheadParallelExecutor:
         """See ``Executor``. Only the leader's reusable tokens count; each rank checks its own."""
         with self._lock:
             slot, computed = self._local.place(request, free)
-            self._held.place(request, computed)
+            self._leader_states.place(request, computed)
         return slot, computed
 
     def end(self, request: Request) -> None:
         """See ``Executor``. The ranks learn of it with the next message."""
         with self._lock:
             self._local.end(request)
-            for holdings in (self._held, *(rank_state.holdings for rank_state in self._membership.rank_states.values())):
+            for holdings in (
+                self._leader_states,
+                *(rank_state.kv_states for rank_state in self._membership.rank_states.values()),
+            ):
                 holdings.end(request)
 
     def check_integrity(self, running: Sequence[Request]) -> None:
         """See ``Executor``."""
         with self._lock:
             self._local.check_integrity(running)
-            for holdings in (self._held, *(rank_state.holdings for rank_state in self._membership.rank_states.values())):
+            for holdings in (
+                self._leader_states,
+                *(rank_state.kv_states for rank_state in self._membership.rank_states.values()),
+            ):
                 holdings.check_integrity(running)
 
-    def execute(self, works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
+    def execute(self, works: Sequence[ScheduledRequest], top_k: int = 0) -> list[VerifyResult | None]:
         """See ``Executor``."""
         with self._lock:
             began = time.perf_counter()
@@ -199,24 +205,24 @@ class LookaheadParallelExecutor:
     # ---- below: with the lock held --------------------------------------------------------------------------------------------
 
     def _partition(
-        self, works: Sequence[Work], parts: Sequence[list[Part]], rank_states: Sequence[RankState], top_k: int
-    ) -> dict[RankState, Partition]:
+        self, works: Sequence[ScheduledRequest], parts: Sequence[list[TreePart]], rank_states: Sequence[RankState], top_k: int
+    ) -> dict[RankState, SentStep]:
         compare = self._steps % self._check_steps == 0
         partitioned = {}
         for at, rank_state in enumerate(rank_states, start=1):
             try:
-                partitioned[rank_state] = rank_state.partition(
+                partitioned[rank_state] = rank_state.send_step(
                     works, [part[at] if part else None for part in parts], top_k, compare
                 )
             except LINK_ERRORS as error:
                 self._membership.lose(rank_state, f"sending a message failed: {one_line(error)}")
         return partitioned
 
-    def _compute(self, works: Sequence[Work], trees: Sequence[DraftTree | None], top_k: int) -> _Own:
+    def _compute(self, works: Sequence[ScheduledRequest], trees: Sequence[DraftTree | None], top_k: int) -> LeaderStep:
         began = time.perf_counter()
-        held = [self._held.align(work) for work in works]
+        held = [self._leader_states.align(work) for work in works]
         mine = [
-            Work(work.request, has.computed, work.end, tree, work.end_tokens)
+            ScheduledRequest(work.request, has.computed, work.end, tree, work.end_tokens)
             for work, has, tree in zip(works, held, trees, strict=True)
         ]
         rows = sum(work.end - work.start + (0 if work.tree is None else len(work.tree) - 1) for work in mine)
@@ -225,41 +231,41 @@ class LookaheadParallelExecutor:
         said = [None if outcome is None else outcome_message(outcome, top_k) for outcome in outcomes]
         for has, work, outcome in zip(held, mine, outcomes, strict=True):
             has.computed = work.end + (0 if outcome is None else len(outcome.acceptance.rows))
-        return _Own(held, outcomes, said, time.perf_counter() - began, rows, recomputed)
+        return LeaderStep(held, outcomes, said, time.perf_counter() - began, rows, recomputed)
 
     def _merge(
         self,
-        works: Sequence[Work],
-        parts: Sequence[list[Part]],
-        own: _Own,
-        partitioned: dict[RankState, Partition],
+        works: Sequence[ScheduledRequest],
+        parts: Sequence[list[TreePart]],
+        own: LeaderStep,
+        partitioned: dict[RankState, SentStep],
         replies: dict[RankState, Reply],
-    ) -> list[Outcome | None]:
+    ) -> list[VerifyResult | None]:
         told = {rank_state: iter(reply.outcomes) for rank_state, reply in replies.items()}
-        outcomes: list[Outcome | None] = []
+        outcomes: list[VerifyResult | None] = []
         for at, (work, part, mine) in enumerate(zip(works, parts, own.outcomes, strict=True)):
             if mine is None or all(len(one.tree) == 1 for one in part[1:]):
                 outcomes.append(mine)
                 continue
             said = own.said[at]
             assert said is not None and work.tree is not None
-            shares = [RankShare(part[0], own.held[at], said)]
+            shares = [RankResult(part[0], own.held[at], said)]
             for rank_state, others in told.items():
                 share = partitioned[rank_state].awaited[at]
                 if share is not None:
-                    shares.append(RankShare(share, rank_state.holdings.align(work), next(others)))
-            merged, left_out = merge(work.tree, work.end, shares)
+                    shares.append(RankResult(share, rank_state.kv_states.align(work), next(others)))
+            merged, left_out = merge_results(work.tree, work.end, shares)
             self._divergences += left_out
             outcomes.append(merged)
         return outcomes
 
-    def _judge(self, works: Sequence[Work], emitted: int) -> None:
+    def _judge(self, works: Sequence[ScheduledRequest], emitted: int) -> None:
         """Record the step's speed for the width choice. Steps that also prefill are not recorded."""
         self._decoding = len(works)
         if self._choice is not None and all(work.tree is not None and work.end - work.start == 1 for work in works):
-            self._choice.took(emitted, time.perf_counter() - self._began)
+            self._choice.record_step(emitted, time.perf_counter() - self._began)
 
-    def _time(self, began: float, emitted: int, own: _Own, others: Sequence[tuple[float, Partition]]) -> None:
+    def _time(self, began: float, emitted: int, own: LeaderStep, others: Sequence[tuple[float, SentStep]]) -> None:
         rank_s = (own.seconds, *(seconds for seconds, _ in others))
         rows = (own.rows, *(partition.rows for _, partition in others))
         recomputed = (own.recomputed, *(partition.recomputed for _, partition in others))
@@ -272,9 +278,9 @@ def _moved(rank_states: Sequence[RankState]) -> int:
     return sum(rank_state.link.sent + rank_state.link.received for rank_state in rank_states)
 
 
-def _parts(tree: DraftTree, ranks: int, shared: bool) -> list[Part]:
+def _parts(tree: DraftTree, ranks: int, shared: bool) -> list[TreePart]:
     """Return each rank's part. If the step is not shared, the leader gets the whole tree and the others only its root."""
     if shared:
         return tree.partition(ranks)
     root = np.zeros(1, np.int32)
-    return [*tree.partition(1), *([Part(root, tree.take(root))] * (ranks - 1))]
+    return [*tree.partition(1), *([TreePart(root, tree.take(root))] * (ranks - 1))]

@@ -19,7 +19,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from actors.description import GroupState
 from actors.lookahead.executor import LookaheadParallelExecutor, StepTimes
 from actors.lookahead.link import LINK_ERRORS, Link, connect
-from actors.lookahead.rank_actor import RankActor, RankPlace
+from actors.lookahead.rank_actor import RankActor, RankAddress
 from actors.placement.bundles import BundleActor, bundles_for, reason
 from actors.placement.pinning import allowed_cores, own_cores, pin_thread
 from actors.ranks import GroupError, Ranks
@@ -112,7 +112,7 @@ class Group(Ranks):
                     late = ", ".join(str(member.rank) for member in waiting.values())
                     raise GroupError(f"rank {late} did not load {self._model.path} within {self._start_timeout_s:.0f} s")
                 self._join(waiting.pop(ready[0]))
-            self._executor.tend()  # so that they take part from the first step on
+            self._executor.check_liveness()  # so that they take part from the first step on
         except BaseException:
             self.close()
             raise
@@ -161,7 +161,7 @@ class Group(Ranks):
         """Add a loaded rank. Raises GroupError if it failed, has shorter slots than the leader, or does not answer."""
         assert self._executor is not None and member.actor is not None and member.loading is not None
         try:
-            place: RankPlace = ray.get(member.loading)
+            place: RankAddress = ray.get(member.loading)
             if place.max_model_len < self._max_model_len:
                 raise GroupError(
                     f"rank {member.rank} has memory for requests of {place.max_model_len} tokens, and the leader serves "
@@ -187,7 +187,7 @@ class Group(Ranks):
 
     def _tend(self) -> None:
         assert self._executor is not None
-        self._executor.tend()
+        self._executor.check_liveness()
         for lost in self._executor.take_lost():
             self._fail(self._members[lost.rank - 1], f"lost: {lost.reason}")
         for member in self._members:

@@ -117,7 +117,7 @@ def connect(address: Address, secret: bytes, timeout_s: float) -> Link:
         raise AuthenticationError(f"no rank answers at {address[0]}:{address[1]}: {error}") from None
 
 
-def accepted(raw: socket.socket, secret: bytes, timeout_s: float) -> Link:
+def accept(raw: socket.socket, secret: bytes, timeout_s: float) -> Link:
     """Return the accepting side's link over a socket. Raises the errors of ``connect``, after closing the socket."""
     return _authenticated(raw, None, secret, timeout_s)
 

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from actors.lookahead.link import LINK_ERRORS, Link, readable
-from actors.lookahead.messages import Away, Beat, Failure, Reply
+from actors.lookahead.messages import Detached, Failure, Heartbeat, Reply
 from actors.lookahead.rank_state import READY_LAG, RankState
 from configs.slices import ParallelismOptions
 from engine.errors import one_line
-from engine.forward.batch import Work
+from engine.forward.batch import ScheduledRequest
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class LostRank:
     rank: int
     reason: str
     noticed_s: float  # by time.monotonic
-    away: bool = False  # the rank works, but does not follow this leader
+    detached: bool = False  # the rank works, but does not follow this leader
 
 
 class RankMembership:
@@ -49,10 +49,10 @@ class RankMembership:
         # shared by all ranks, so that a late reply of a former rank never matches its successor's
         self._sequences = itertools.count()
 
-    def ready(self, works: Sequence[Work]) -> list[RankState]:
+    def ready(self, works: Sequence[ScheduledRequest]) -> list[RankState]:
         """Return the ranks that share this step; send the others tokens that they lack."""
         if time.monotonic() - self._tended_s > _TEND_S:
-            self.tend()
+            self.check_liveness()
         ready = []
         for rank_state in list(self.rank_states.values()):
             if rank_state.refilling and rank_state.unanswered:
@@ -129,14 +129,14 @@ class RankMembership:
         if isinstance(message, Failure):
             self.disagreements += message.disagrees
             self.lose(rank_state, message.reason)
-        elif isinstance(message, Away):
+        elif isinstance(message, Detached):
             del self.rank_states[rank_state.rank]
-            self.lost.append(LostRank(rank_state.rank, "it is busy or follows another leader", time.monotonic(), away=True))
-        elif not isinstance(message, Beat):
+            self.lost.append(LostRank(rank_state.rank, "it is busy or follows another leader", time.monotonic(), detached=True))
+        elif not isinstance(message, Heartbeat):
             self.lose(rank_state, f"it sent a {type(message).__name__}")
         return None
 
-    def tend(self) -> None:
+    def check_liveness(self) -> None:
         """Read pending messages and remove silent ranks."""
         self._tended_s = time.monotonic()
         while self.rank_states:
@@ -162,7 +162,7 @@ class RankMembership:
             if link is not None:
                 self.rank_states[rank] = RankState(rank, link, self._sequences)
 
-    def settle(self) -> None:
+    def mark_ready(self) -> None:
         """Mark ranks without pending messages as ready: with no running request, nothing has to be refilled."""
         for rank_state in self.rank_states.values():
             if not rank_state.unanswered:

@@ -20,12 +20,12 @@ class OpenMessage:
     end_tokens: tuple[int, ...]
     scope: str | None = None  # see ``engine.kv.prefix_cache.PrefixCache``
     adapter: str | None = None
-    reach: int = 0  # see ``engine.forward.rope``
+    rope_length: int = 0  # see ``engine.forward.rope``
 
 
 @dataclass(frozen=True, slots=True)
 class WorkMessage:
-    """Rank's part of a step for one request: see ``engine.forward.batch.Work``. ``start`` 0 assigns the slot to the request."""
+    """Rank's part of a step for one request: see ``engine.forward.batch.ScheduledRequest``. ``start`` 0 assigns the slot to the request."""
 
     number: int
     slot: int
@@ -78,12 +78,12 @@ class Failure(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Away(Message):
+class Detached(Message):
     """Reply of a rank that is busy or follows another leader."""
 
 
 @dataclass(frozen=True, slots=True)
-class Beat(Message):
+class Heartbeat(Message):
     """Sign of life, sent also during computation."""
 
     busy: bool  # the rank has own requests and follows no leader

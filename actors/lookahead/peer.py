@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from actors.lookahead.link import LINK_ERRORS, Address, Link, connect
-from actors.lookahead.messages import Beat
+from actors.lookahead.messages import Heartbeat
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Peer:
 
     def _hear(self, link: Link) -> None:
         while (message := link.receive(self._timeout_s)) is not None:
-            if isinstance(message, Beat):
+            if isinstance(message, Heartbeat):
                 self._set(message.busy)
         raise TimeoutError(f"nothing received for {self._timeout_s:g} s")
 
@@ -83,7 +83,7 @@ class Peer:
 
 @dataclass(slots=True)
 class Member:
-    """Peer, and whether this replica leads it. Used by the supervisor's thread of ``Elastic`` only."""
+    """Peer, and whether this replica leads it. Used by the supervisor's thread of ``ElasticGroup`` only."""
 
     peer: Peer
     number: int  # the executor's number for it; its first rank, if that was free

@@ -11,15 +11,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from actors.lookahead.link import LINK_ERRORS, Address, Link, accepted, shutdown
-from actors.lookahead.messages import Away, Beat, Failure, OutcomeMessage, Reply, StepMessage, WorkMessage
+from actors.lookahead.link import LINK_ERRORS, Address, Link, accept, shutdown
+from actors.lookahead.messages import Detached, Failure, Heartbeat, OutcomeMessage, Reply, StepMessage, WorkMessage
 from configs.slices import ParallelismOptions
 from decoding.request import Request, RequestState
 from decoding.tree import DraftTree, Int32Array
 from engine.accelerator import device_error
 from engine.errors import DeviceError, one_line
-from engine.executor import LocalExecutor, Outcome
-from engine.forward.batch import Work
+from engine.executor import LocalExecutor, VerifyResult
+from engine.forward.batch import ScheduledRequest
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Rank:
             self._close(number)
         for one in message.opened:
             request = Request(one.request_id, one.prompt, one.params, adapter=one.adapter)
-            request.state, request.scope, request.reach = RequestState.RUNNING, one.scope, one.reach
+            request.state, request.scope, request.rope_length = RequestState.RUNNING, one.scope, one.rope_length
             self._requests[one.number] = request, frozenset(one.end_tokens)
             self._executor.expect(request)
         made = [self._work(work) for work in message.works]
@@ -73,7 +73,7 @@ class Rank:
         request, _ = self._requests.pop(number)
         self._executor.end(request)
 
-    def _work(self, work: WorkMessage) -> Work | None:
+    def _work(self, work: WorkMessage) -> ScheduledRequest | None:
         """Return the work of a message; None if it has no tree and all of it is already computed."""
         request, end_tokens = self._requests[work.number]
         request.commit(work.committed.tolist())
@@ -92,10 +92,10 @@ class Rank:
             tree = DraftTree(work.tokens, work.parents, sources, work.num_candidates)
             assert work.end == request.num_tokens, (request.request_id, work.end, request.num_tokens)
         start = max(work.start, request.num_computed)  # the leader does not know how many tokens this rank reused
-        return Work(request, start, work.end, tree, end_tokens) if start < work.end else None
+        return ScheduledRequest(request, start, work.end, tree, end_tokens) if start < work.end else None
 
 
-def outcome_message(outcome: Outcome, top_k: int) -> OutcomeMessage:
+def outcome_message(outcome: VerifyResult, top_k: int) -> OutcomeMessage:
     """Return the message for an outcome, with the ``top_k`` likeliest next tokens of each row."""
     ranked = outcome.target.ranked(range(len(outcome.tree)), top_k) if top_k else None
     return OutcomeMessage(outcome.acceptance, outcome.target.ids, ranked, outcome.logprobs)
@@ -130,7 +130,7 @@ class RankServer:
         for work in (self._accept, self._beat):
             threading.Thread(target=work, name=f"rank-{work.__name__.strip('_')}", daemon=True).start()
 
-    def occupy(self, busy: bool) -> None:
+    def attach(self, busy: bool) -> None:
         """Turn leaders away from now on, or accept them again. Returns when no step of a leader is running."""
         self._busy = busy  # set before the lock is taken, so that a leader waiting for it is turned away
         self._wake.set()  # notify leaders at once
@@ -164,7 +164,7 @@ class RankServer:
 
     def _serve(self, raw: socket.socket) -> None:
         try:
-            link = accepted(raw, self._secret, self._options.rank_timeout_s)
+            link = accept(raw, self._secret, self._options.rank_timeout_s)
         except LINK_ERRORS as error:
             logger.warning("refused a connection: %s: %s", type(error).__name__, error)
             return
@@ -186,13 +186,13 @@ class RankServer:
         finally:
             self._leave(link)
 
-    def _answer(self, link: Link, message: StepMessage) -> Reply | Failure | Away:
+    def _answer(self, link: Link, message: StepMessage) -> Reply | Failure | Detached:
         with self._device:
             if message.joins and not self._busy:
                 self._rank.forget()
                 self._leader = link
             if self._busy or self._leader is not link:
-                return Away()
+                return Detached()
             try:
                 return self._rank.handle(message)
             except Exception as error:  # any error of the model or device: the leader continues without this rank
@@ -219,7 +219,7 @@ class RankServer:
                 links = list(self._links)
             for link in links:
                 try:
-                    link.send(Beat(self._busy))
+                    link.send(Heartbeat(self._busy))
                 except LINK_ERRORS:  # the link's own thread notices and removes it
                     link.end()
             self._wake.wait(self._options.rank_timeout_s / BEATS)

@@ -19,7 +19,7 @@ from engine.measures.energy import meter_name
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlace:
+class RankAddress:
     """Address, process and device of a rank."""
 
     address: Address
@@ -44,7 +44,7 @@ class RankActor:
         self._parallelism, self._world_size = parallelism, world_size
         self._server: RankServer | None = None
 
-    def load(self, pinned: tuple[int, int] | None, secret: bytes) -> RankPlace:
+    def load(self, pinned: tuple[int, int] | None, secret: bytes) -> RankAddress:
         """Load the model and listen. Raises ModelLoadError, or GroupError if the node has too few cores.
 
         ``pinned`` is (number of lower ranks on the node, cores per rank); None does not pin threads.
@@ -55,4 +55,4 @@ class RankActor:
         host = "127.0.0.1" if self._parallelism.placement == "STRICT_PACK" else ray.util.get_node_ip_address()
         self._server = RankServer(LocalExecutor(runner), secret, self._parallelism, host, prepare)
         node, device = ray.get_runtime_context().get_node_id(), meter_name(runner.model.device)
-        return RankPlace(self._server.address, os.getpid(), node, device, loaded.max_model_len)
+        return RankAddress(self._server.address, os.getpid(), node, device, loaded.max_model_len)

@@ -14,8 +14,8 @@ from actors.lookahead.link import Link
 from actors.lookahead.messages import OpenMessage, StepMessage, WorkMessage
 from actors.lookahead.rank import text_digest
 from decoding.request import Request, RequestState
-from decoding.tree import DraftTree, Int32Array, Part
-from engine.forward.batch import Work
+from decoding.tree import DraftTree, Int32Array, TreePart
+from engine.forward.batch import ScheduledRequest
 
 READY_LAG = 32  # a rank that lacks at most this many tokens of every request shares steps
 _LAZY_LAG = 16  # a rank without a part of a tree computes new tokens in groups of this size
@@ -24,35 +24,35 @@ _NO_TREE = (_NONE, _NONE, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Partition:
+class SentStep:
     """Part of a step that was sent to a rank."""
 
-    awaited: list[Part | None]  # for each work, the part whose outcome is awaited
+    awaited: list[TreePart | None]  # for each work, the part whose outcome is awaited
     rows: int
     recomputed: int  # of these, tokens that other ranks had computed before
 
 
 @dataclass(slots=True)
-class Held:
+class RankKVState:
     """Request as one rank holds it."""
 
     request: Request
     number: int  # identifies it in messages
     computed: int = 0  # tokens whose KV the rank has
     preemptions: int = 0  # the request's preemptions when ``computed`` was last valid
-    reach: int = 0  # the request's reach (RoPE length) when its number was assigned
-    told: int = -1  # output tokens sent to the rank; -1: the rank does not know the request yet
+    rope_length: int = 0  # the request's reach (RoPE length) when its number was assigned
+    num_sent: int = -1  # output tokens sent to the rank; -1: the rank does not know the request yet
 
 
-class Holdings:
+class RankKVStates:
     """Requests that one rank holds."""
 
     def __init__(self) -> None:
-        self._held: dict[str, Held] = {}  # by id of a running request
+        self._states: dict[str, RankKVState] = {}  # by id of a running request
         self._numbers = itertools.count()
         self._ended: list[int] = []  # numbers of finished requests that the rank still knows
 
-    def align(self, work: Work) -> Held:
+    def align(self, work: ScheduledRequest) -> RankKVState:
         """Return the record of a work's request, with nothing computed if the request is new or was preempted."""
         held = self._of(work.request)
         held.computed = min(held.computed, work.start)
@@ -62,13 +62,15 @@ class Holdings:
         """Record that a request got a slot in which ``computed`` tokens are computed."""
         self._of(request).computed = computed
 
-    def _of(self, request: Request) -> Held:
-        held = self._held.get(request.request_id)
-        if held is not None and held.reach != request.reach:  # recomputed with another RoPE length: a new request to the rank
+    def _of(self, request: Request) -> RankKVState:
+        held = self._states.get(request.request_id)
+        if (
+            held is not None and held.rope_length != request.rope_length
+        ):  # recomputed with another RoPE length: a new request to the rank
             self.end(request)
             held = None
         if held is None:
-            held = self._held[request.request_id] = Held(request, next(self._numbers), reach=request.reach)
+            held = self._states[request.request_id] = RankKVState(request, next(self._numbers), rope_length=request.rope_length)
         if held.preemptions != request.stats.preemptions:  # the slot has changed, or other requests used it
             held.computed, held.preemptions = 0, request.stats.preemptions
         return held
@@ -76,7 +78,7 @@ class Holdings:
     def check_integrity(self, running: Sequence[Request]) -> None:
         """Assert that no request has more computed tokens than tokens, and that finished requests were released."""
         alive = {request.request_id: request for request in running}
-        for name, held in self._held.items():
+        for name, held in self._states.items():
             request = held.request
             assert alive.get(name) is request or request.state is RequestState.WAITING, name
             assert held.computed <= request.num_tokens, (name, held.computed, request.num_tokens)
@@ -84,12 +86,12 @@ class Holdings:
     @property
     def live(self) -> bool:
         """Return whether any request is held."""
-        return bool(self._held)
+        return bool(self._states)
 
     def end(self, request: Request) -> None:
         """Release a finished request, if it is held."""
-        held = self._held.pop(request.request_id, None)
-        if held is not None and held.told >= 0:
+        held = self._states.pop(request.request_id, None)
+        if held is not None and held.num_sent >= 0:
             self._ended.append(held.number)
 
     def take_ended(self) -> tuple[int, ...]:
@@ -99,7 +101,7 @@ class Holdings:
 
     def clear(self) -> None:
         """Release all requests."""
-        for held in list(self._held.values()):
+        for held in list(self._states.values()):
             self.end(held.request)
 
 
@@ -112,23 +114,23 @@ class RankState:
 
     def __init__(self, rank: int, link: Link, sequences: Iterator[int]) -> None:
         self.rank, self.link, self._sequences = rank, link, sequences
-        self.holdings = Holdings()
+        self.kv_states = RankKVStates()
         self.refilling = True
         self.unanswered: deque[tuple[int, float]] = deque()  # (sequence number, time of sending)
         self._joins = True
 
-    def lag(self, works: Sequence[Work]) -> int:
+    def lag(self, works: Sequence[ScheduledRequest]) -> int:
         """Return the most tokens of one request that the group has computed and this rank has not."""
         lag = 0
         for work in works:
-            lag = max(lag, work.start - self.holdings.align(work).computed)
+            lag = max(lag, work.start - self.kv_states.align(work).computed)
         return lag
 
-    def refill(self, works: Sequence[Work], rows: int) -> None:
+    def refill(self, works: Sequence[ScheduledRequest], rows: int) -> None:
         """Send the next chunk of at most ``rows`` rows."""
         chunks = []
         for work in works:
-            held = self.holdings.align(work)
+            held = self.kv_states.align(work)
             target = work.end if work.tree is None else work.end - 1  # the root is computed by the next step
             end = min(target, held.computed + rows)
             if end > held.computed:
@@ -136,14 +138,16 @@ class RankState:
                 chunks.append((work, held, end))
         self._send([self._chunk(work, held, end) for work, held, end in chunks], chunks, 0)
 
-    def partition(self, works: Sequence[Work], parts: Sequence[Part | None], top_k: int, compare: bool) -> Partition:
+    def send_step(
+        self, works: Sequence[ScheduledRequest], parts: Sequence[TreePart | None], top_k: int, compare: bool
+    ) -> SentStep:
         """Send this rank's part of a step. Raises the errors of ``Link.send``."""
         messages: list[WorkMessage] = []
-        partitioned: list[tuple[Work, Held, int]] = []
-        awaited: list[Part | None] = []
+        partitioned: list[tuple[ScheduledRequest, RankKVState, int]] = []
+        awaited: list[TreePart | None] = []
         rows = recomputed = 0
         for work, part in zip(works, parts, strict=True):
-            held = self.holdings.align(work)
+            held = self.kv_states.align(work)
             share = part if part is not None and len(part.tree) > 1 else None
             awaited.append(share)
             end = work.end - 1 if part is not None and share is None else work.end  # no outcome is needed for a root alone
@@ -155,24 +159,28 @@ class RankState:
             messages.append(self._chunk(work, held, end, None if share is None else share.tree, compare))
         if messages:
             self._send(messages, partitioned, top_k)
-        return Partition(awaited, rows, recomputed)
+        return SentStep(awaited, rows, recomputed)
 
     def leave(self) -> None:
         """Release the rank. Raises the errors of ``Link.send``."""
-        self.holdings.clear()
-        ended = self.holdings.take_ended()
+        self.kv_states.clear()
+        ended = self.kv_states.take_ended()
         if not self._joins:
             self.link.send(StepMessage(next(self._sequences), (), ended, (), 0))
 
-    def _chunk(self, work: Work, held: Held, end: int, tree: DraftTree | None = None, compare: bool = False) -> WorkMessage:
+    def _chunk(
+        self, work: ScheduledRequest, held: RankKVState, end: int, tree: DraftTree | None = None, compare: bool = False
+    ) -> WorkMessage:
         request = work.request
         assert request.slot is not None
-        committed: Int32Array = request.output_ids[max(0, held.told) :]
+        committed: Int32Array = request.output_ids[max(0, held.num_sent) :]
         digest = text_digest(request.tokens) if compare else b""
         tokens, parents, candidates = _NO_TREE if tree is None else (tree.tokens, tree.parents, tree.num_candidates)
         return WorkMessage(held.number, request.slot, held.computed, end, committed, tokens, parents, candidates, digest)
 
-    def _send(self, messages: Sequence[WorkMessage], partitioned: Sequence[tuple[Work, Held, int]], top_k: int) -> None:
+    def _send(
+        self, messages: Sequence[WorkMessage], partitioned: Sequence[tuple[ScheduledRequest, RankKVState, int]], top_k: int
+    ) -> None:
         opened = tuple(
             OpenMessage(
                 held.number,
@@ -182,14 +190,14 @@ class RankState:
                 tuple(work.end_tokens),
                 work.request.scope,
                 work.request.adapter,
-                work.request.reach,
+                work.request.rope_length,
             )
             for work, held, _ in partitioned
-            if held.told < 0
+            if held.num_sent < 0
         )
         for work, held, end in partitioned:
-            held.computed, held.told = end, work.request.num_output
+            held.computed, held.num_sent = end, work.request.num_output
         sequence = next(self._sequences)
         self.unanswered.append((sequence, time.monotonic()))
-        self.link.send(StepMessage(sequence, opened, self.holdings.take_ended(), tuple(messages), top_k, self._joins))
+        self.link.send(StepMessage(sequence, opened, self.kv_states.take_ended(), tuple(messages), top_k, self._joins))
         self._joins = False

@@ -9,19 +9,19 @@ from itertools import takewhile
 import numpy as np
 
 from actors.lookahead.messages import OutcomeMessage
-from actors.lookahead.rank_state import Held
+from actors.lookahead.rank_state import RankKVState
 from decoding.drafters.base import TargetRows
 from decoding.request import Acceptance
-from decoding.tree import DraftTree, Int32Array, Part
-from engine.executor import Outcome
+from decoding.tree import DraftTree, Int32Array, TreePart
+from engine.executor import VerifyResult
 
 
 @dataclass(frozen=True, slots=True)
-class RankShare:
+class RankResult:
     """Rank's part of a tree, and its outcome."""
 
-    part: Part
-    held: Held  # the request as the rank holds it
+    part: TreePart
+    held: RankKVState  # the request as the rank holds it
     said: OutcomeMessage
 
     def tokens(self) -> list[int]:
@@ -30,7 +30,7 @@ class RankShare:
         return [*self.part.tree.tokens[list(walked.rows)].tolist(), walked.next_token]
 
 
-def merge(tree: DraftTree, end: int, shares: Sequence[RankShare]) -> tuple[Outcome, int]:
+def merge_results(tree: DraftTree, end: int, shares: Sequence[RankResult]) -> tuple[VerifyResult, int]:
     """Return the outcome of the longest walk (ties: lowest rank), and the number of walks dropped as different from rank 0's.
 
     ``shares`` are of the ranks that replied, rank 0 first. The outcome has the target's tokens for all computed rows and lacks
@@ -53,10 +53,12 @@ def merge(tree: DraftTree, end: int, shares: Sequence[RankShare]) -> tuple[Outco
     target = _target(len(tree), shares, places)
     rows = shares[best].part.rows[list(winner.acceptance.rows)]
     accepted = tuple((rows if places is None else places[rows]).tolist())
-    return Outcome(tree, Acceptance(accepted, winner.acceptance.next_token), target, winner.logprobs), len(shares) - len(same)
+    return VerifyResult(tree, Acceptance(accepted, winner.acceptance.next_token), target, winner.logprobs), len(shares) - len(
+        same
+    )
 
 
-def _target(count: int, shares: Sequence[RankShare], places: Int32Array | None) -> TargetRows:
+def _target(count: int, shares: Sequence[RankResult], places: Int32Array | None) -> TargetRows:
     """Return the target's tokens for each row. If several ranks computed a row, the lowest rank's result is used."""
     ids = np.empty(count, np.int32)
     own = shares[0].said.ranked

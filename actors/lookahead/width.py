@@ -42,7 +42,7 @@ class WidthChoice:
         """Return whether to share the next step."""
         return self._shared
 
-    def took(self, tokens: int, seconds: float) -> None:
+    def record_step(self, tokens: int, seconds: float) -> None:
         """Record a step of the chosen width: its emitted tokens and its duration."""
         self._paces[self._shared].add(tokens, seconds)
         self._steps += 1

@@ -18,14 +18,14 @@ from actors.placement.bundles import BundleActor, bundles_for, reason
 from actors.ranks import GroupError
 from actors.sharded.group import ShardedGroup, device_of, whole_model
 from actors.sharded.rank import ShardServer, load_whole
-from actors.sharded.shard import Shard, ShardMode, Terms
+from actors.sharded.shard import GroupSettings, ShardMode, ShardSpec
 from configs.slices import ModelOptions, ParallelismOptions
 
 
 class ShardActor:
     """Follower as an actor. Ends by itself when its leader ends."""
 
-    def load(self, model: ModelOptions, shard: Shard, terms: Terms) -> tuple[Address, int]:
+    def load(self, model: ModelOptions, shard: ShardSpec, terms: GroupSettings) -> tuple[Address, int]:
         """Load the model and listen. Return the address and the process id. Raises ``ModelLoadError``."""
         server = ShardServer(load_whole(model), shard, terms)
         spare_collector()
@@ -34,15 +34,15 @@ class ShardActor:
 
 
 class RankActors:
-    """``Housing`` of actors: rank i in bundle i of the placement group whose bundle 0 is the leader's."""
+    """``RankHost`` of actors: rank i in bundle i of the placement group whose bundle 0 is the leader's."""
 
-    def __init__(self, shards: Sequence[Shard], terms: Terms, bundles: PlacementGroup, model: ModelOptions) -> None:
+    def __init__(self, shards: Sequence[ShardSpec], terms: GroupSettings, bundles: PlacementGroup, model: ModelOptions) -> None:
         """Start the actors, which load ``model``. See ``ShardServer``."""
         self._actors = [BundleActor(ShardActor, bundles, shard.rank) for shard in shards]
         self._loading = [actor.handle.load.remote(model, shard, terms) for actor, shard in zip(self._actors, shards, strict=True)]
 
     def addresses(self, timeout_s: float) -> list[Address]:
-        """See ``Housing``."""
+        """See ``RankHost``."""
         try:
             told: list[tuple[Address, int]] = ray.get(self._loading, timeout=timeout_s)
         except GetTimeoutError:
@@ -55,7 +55,7 @@ class RankActors:
         return [address for address, _ in told]
 
     def close(self) -> None:
-        """See ``Housing``."""
+        """See ``RankHost``."""
         for actor in self._actors:
             actor.kill()
         self._actors = []
@@ -66,7 +66,7 @@ def actor_group(mode: ShardMode, model: ModelOptions, parallelism: ParallelismOp
 
     Raises GroupError if it is not in a placement group with a bundle for each rank.
     """
-    leader = Shard(mode, 0, int(parallelism.world_size), device_of(model))
-    terms = Terms(secrets.token_bytes(32), start_timeout_s, parallelism.step_timeout_s)
+    leader = ShardSpec(mode, 0, int(parallelism.world_size), device_of(model))
+    terms = GroupSettings(secrets.token_bytes(32), start_timeout_s, parallelism.step_timeout_s)
     housing = RankActors(leader.others, terms, bundles_for(leader.world_size), whole_model(model))
     return ShardedGroup(leader, housing, terms)

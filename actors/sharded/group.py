@@ -24,10 +24,10 @@ from actors.description import GroupState
 from actors.lookahead.link import LINK_ERRORS, Address, Link, connect
 from actors.lookahead.messages import Failure
 from actors.ranks import GroupError, Ranks
-from actors.sharded.messages import Join, Ready, ShardedStep
+from actors.sharded.messages import JoinMessage, ReadyMessage, ShardedStep
 from actors.sharded.parts import take_checked
 from actors.sharded.rank import WATCH_S, end_process
-from actors.sharded.shard import Shard, Terms, meet
+from actors.sharded.shard import GroupSettings, ShardSpec, rendezvous
 from actors.sharded.shared_sums import sweep
 from actors.wire import encode
 from configs.slices import EngineOptions, ModelOptions
@@ -46,7 +46,7 @@ CONNECT_S = 30.0  # limit of a handshake, and of a message that a rank does not 
 RAISE_S = 5.0  # time for a starting leader to raise the error before its process is ended
 
 
-class Housing(Protocol):
+class RankHost(Protocol):
     """Owner of the followers' processes or Ray actors, which have begun to load the model."""
 
     def addresses(self, timeout_s: float) -> Sequence[Address]:
@@ -73,7 +73,7 @@ class ShardedGroup(Ranks):
 
     world_size = 1  # all ranks compute the same trees
 
-    def __init__(self, shard: Shard, housing: Housing, terms: Terms) -> None:
+    def __init__(self, shard: ShardSpec, housing: RankHost, terms: GroupSettings) -> None:
         """Store the parts. ``housing`` loads the model in the followers; ``shard`` is the leader's, rank 0."""
         assert shard.rank == 0 and shard.world_size > 1, shard
         self._shard, self.housing, self._terms = shard, housing, terms
@@ -137,8 +137,8 @@ class ShardedGroup(Ranks):
         port = int(self._store.port)
         sweep(HOST, port, world_size)  # buffers of a group that was killed while it formed on this port
         for link in self._links:
-            link.send(Join(HOST, port, slots, capacity))
-        meet(self._shard, HOST, port, self._terms.start_timeout_s)
+            link.send(JoinMessage(HOST, port, slots, capacity))
+        rendezvous(self._shard, HOST, port, self._terms.start_timeout_s)
         return port
 
     @contextlib.contextmanager
@@ -182,7 +182,7 @@ class ShardedGroup(Ranks):
             message = self._links[rank - 1].take()
         except LINK_ERRORS as error:
             return one_line(error)
-        if not isinstance(message, Ready):
+        if not isinstance(message, ReadyMessage):
             return message.reason if isinstance(message, Failure) else f"it sent {type(message).__name__}"
         self._ready[rank] = message.device
         if len(self._ready) == len(self._links):

@@ -13,7 +13,7 @@ from engine.forward.sharded import Move
 
 
 @dataclass(frozen=True, slots=True)
-class Join(Message):
+class JoinMessage(Message):
     """Address of the process group, and the KV slots of each rank."""
 
     host: str
@@ -23,7 +23,7 @@ class Join(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Ready(Message):
+class ReadyMessage(Message):
     """Report that a rank has its part of the model and waits for steps."""
 
     device: str  # as ``engine.measures.energy`` names it

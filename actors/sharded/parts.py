@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from actors.ranks import GroupError
 from actors.sharded.pipeline_parallel import take_part as take_layers
-from actors.sharded.shard import ModelPart, Shard
+from actors.sharded.shard import ModelPart, ShardSpec
 from actors.sharded.tensor_parallel import take_part as take_slices
 from engine.errors import one_line
 from engine.forward.runner import kv_shape
@@ -15,7 +15,7 @@ from engine.forward.sharded import probe_logits
 MOST_DIFFERENT = 0.1  # relative error of the logits: half precision gives about 0.01, a wrong split about 1
 
 
-def take_checked(model: PreTrainedModel, shard: Shard) -> ModelPart:
+def take_checked(model: PreTrainedModel, shard: ShardSpec) -> ModelPart:
     """Reduce a model to a shard's part, in place; raise GroupError if its logits change. All ranks call it, after ``meet``."""
     # DeepSpeed silently splits architectures with fused projections at wrong positions, so the logits of a few rows are compared
     # before and after.

@@ -18,7 +18,7 @@ from torch import distributed
 from transformers import PreTrainedModel
 
 from actors.ranks import GroupError
-from actors.sharded.shard import ModelPart, Shard
+from actors.sharded.shard import ModelPart, ShardSpec
 from engine.forward.runner import kv_shape
 
 
@@ -35,7 +35,7 @@ def bounds(layers: int, world_size: int) -> list[range]:
     return [range(sum(sizes[:rank]), sum(sizes[: rank + 1])) for rank in range(world_size)]
 
 
-def take_part(model: PreTrainedModel, shard: Shard) -> ModelPart:
+def take_part(model: PreTrainedModel, shard: ShardSpec) -> ModelPart:
     """Reduce a whole model to a rank's layers, in place, and hook up communication. Call it after ``meet``. Raises GroupError."""
     whole = kv_shape(model)
     own = bounds(whole.layers, shard.world_size)[shard.rank]

@@ -19,7 +19,7 @@ from actors.lookahead.link import Address
 from actors.ranks import GroupError
 from actors.sharded.group import ShardedGroup, device_of, whole_model
 from actors.sharded.rank import LoadWhole, ShardServer, load_whole
-from actors.sharded.shard import Shard, ShardMode, Terms
+from actors.sharded.shard import GroupSettings, ShardMode, ShardSpec
 from configs.slices import ModelOptions, ParallelismOptions, ServerOptions
 from engine.errors import one_line
 
@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 
 
 class RankProcesses:
-    """``Housing`` of processes, which end with their parent. Each calls ``load``, which must be picklable."""
+    """``RankHost`` of processes, which end with their parent. Each calls ``load``, which must be picklable."""
 
-    def __init__(self, shards: Sequence[Shard], terms: Terms, load: LoadWhole, threads: int) -> None:
+    def __init__(self, shards: Sequence[ShardSpec], terms: GroupSettings, load: LoadWhole, threads: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._processes: list[tuple[Connection, SpawnProcess]] = []
         for shard in shards:
@@ -46,7 +46,7 @@ class RankProcesses:
         return tuple(process.pid for _, process in self._processes if process.pid is not None)
 
     def addresses(self, timeout_s: float) -> list[Address]:
-        """See ``Housing``."""
+        """See ``RankHost``."""
         deadline = time.monotonic() + timeout_s
         found = []
         for rank, (pipe, _) in enumerate(self._processes, start=1):
@@ -62,14 +62,14 @@ class RankProcesses:
         return found
 
     def close(self) -> None:
-        """See ``Housing``."""
+        """See ``RankHost``."""
         for pipe, process in self._processes:
             pipe.close()
             process.kill()
             process.join()
 
 
-def _follow(pipe: Connection, load: LoadWhole, shard: Shard, terms: Terms, threads: int) -> None:
+def _follow(pipe: Connection, load: LoadWhole, shard: ShardSpec, terms: GroupSettings, threads: int) -> None:
     # The leader handles Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
@@ -100,8 +100,8 @@ def process_group(
     The device and threads of ``model`` apply to each rank. ``load`` loads the whole model in the other processes, by default from
     it.
     """
-    leader = Shard(mode, 0, world_size, device_of(model))
-    terms = Terms(secrets.token_bytes(32), start_timeout_s, (parallelism or ParallelismOptions()).step_timeout_s)
+    leader = ShardSpec(mode, 0, world_size, device_of(model))
+    terms = GroupSettings(secrets.token_bytes(32), start_timeout_s, (parallelism or ParallelismOptions()).step_timeout_s)
     load = load or functools.partial(load_whole, whole_model(model))
     housing = RankProcesses(leader.others, terms, load, model.threads or torch.get_num_threads())
     return ShardedGroup(leader, housing, terms)

@@ -18,12 +18,12 @@ from typing import NoReturn
 import numpy as np
 from transformers import PreTrainedModel
 
-from actors.lookahead.link import LINK_ERRORS, Address, Link, accepted, readable
+from actors.lookahead.link import LINK_ERRORS, Address, Link, accept, readable
 from actors.lookahead.messages import Failure
 from actors.ranks import GroupError
-from actors.sharded.messages import Join, Ready, ShardedStep
+from actors.sharded.messages import JoinMessage, ReadyMessage, ShardedStep
 from actors.sharded.parts import take_checked
-from actors.sharded.shard import ModelPart, Shard, Terms, meet
+from actors.sharded.shard import GroupSettings, ModelPart, ShardSpec, rendezvous
 from actors.sharded.shared_sums import sweep
 from actors.wire import Message, WireError
 from configs.slices import ModelOptions
@@ -55,11 +55,11 @@ def end_process() -> NoReturn:
 class ShardServer:
     """Server that accepts one leader, once, and follows it."""
 
-    def __init__(self, model: PreTrainedModel, shard: Shard, terms: Terms) -> None:
+    def __init__(self, model: PreTrainedModel, shard: ShardSpec, terms: GroupSettings) -> None:
         """Listen on a free loopback port. ``model`` is whole and on the CPU; this rank keeps its part."""
         self._model, self._shard, self._terms = model, shard, terms
         self._began_s: float | None = None  # start time of the running forward
-        self._met: Join | None = None
+        self._met: JoinMessage | None = None
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.settimeout(terms.start_timeout_s)
         self.address: Address = self._listener.getsockname()[:2]
@@ -73,7 +73,7 @@ class ShardServer:
         link: Link | None = None
         try:
             raw, _ = self._listener.accept()
-            link = accepted(raw, self._terms.secret, self._terms.start_timeout_s)
+            link = accept(raw, self._terms.secret, self._terms.start_timeout_s)
             threading.Thread(target=self._watch, args=(link,), name="shard-watch", daemon=True).start()
             self._follow(link)
         except LINK_ERRORS as error:
@@ -85,13 +85,13 @@ class ShardServer:
 
     def _follow(self, link: Link) -> None:
         join = self._take(link)
-        if not isinstance(join, Join):
+        if not isinstance(join, JoinMessage):
             raise WireError(f"expected Join as the leader's first message, got {type(join).__name__}")
         self._met = join
-        meet(self._shard, join.host, join.port, self._terms.start_timeout_s)
+        rendezvous(self._shard, join.host, join.port, self._terms.start_timeout_s)
         part = take_checked(self._model, self._shard)
         runner = following_runner(self._model, join.slots, join.capacity, part.shape)
-        link.send(Ready(meter_name(self._model.device)))
+        link.send(ReadyMessage(meter_name(self._model.device)))
         while True:
             step = self._take(link)
             if not isinstance(step, ShardedStep):

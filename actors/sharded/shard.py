@@ -18,7 +18,7 @@ ShardMode = Literal["tensor", "pipeline"]
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class ShardSpec:
     """One of the parts of a model, and the rank that holds it."""
 
     mode: ShardMode
@@ -27,13 +27,13 @@ class Shard:
     device: Literal["cpu", "cuda"]  # on which the parts compute
 
     @property
-    def others(self) -> list[Shard]:
+    def others(self) -> list[ShardSpec]:
         """Return the shards of the followers."""
         return [dataclasses.replace(self, rank=rank) for rank in range(1, self.world_size)]
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class GroupSettings:
     """Settings shared by all ranks of a group."""
 
     secret: bytes = field(repr=False)  # authenticates the ranks to each other
@@ -49,7 +49,7 @@ class ModelPart:
     gives_logits: bool  # whether it takes part in computing them
 
 
-def meet(shard: Shard, host: str, port: int, timeout_s: float) -> None:
+def rendezvous(shard: ShardSpec, host: str, port: int, timeout_s: float) -> None:
     """Join a ``torch.distributed`` group for the rest of this process's life: gloo on CPUs, NCCL on GPUs.
 
     Raises GroupError if the process is in a group already, RuntimeError if the other ranks do not connect.

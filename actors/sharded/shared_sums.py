@@ -26,7 +26,7 @@ import torch
 from torch import distributed
 
 from decoding.jit import cache_folder
-from decoding.private_files import keep_sealed, open_private, read_sealed
+from decoding.private_files import open_private, read_sealed, save_sealed
 from engine.environment import environment
 from engine.errors import one_line
 from engine.loading.kept_files import alone
@@ -40,7 +40,7 @@ _SEAL = "deepspeed_shm_comm.sha256"  # sealed digest of the loaded library
 _FOLDER = "TORCH_EXTENSIONS_DIR"  # environment variable from which torch takes the folder of compiled modules
 
 
-def settle(deepspeed: Any, rank: int, world_size: int) -> None:
+def choose_transport(deepspeed: Any, rank: int, world_size: int) -> None:
     """Choose shared memory or gloo for all ranks, as rank 0 finds possible. All ranks call it, after ``meet``.
 
     Raises RuntimeError if rank 0 loaded the module and this rank cannot.
@@ -117,7 +117,7 @@ def alone_in(folder: Path) -> Iterator[None]:
 def _seal(folder: Path) -> None:
     try:
         (folder / _MODULE / f"{_MODULE}.so").chmod(0o755)  # the compiler may have left it group-writable
-        keep_sealed(folder / _SEAL, _digest(folder / _MODULE))
+        save_sealed(folder / _SEAL, _digest(folder / _MODULE))
     except OSError as error:
         logger.warning("DeepSpeed's module cannot be cached and will be compiled again at the next start: %s", error)
 

@@ -22,8 +22,8 @@ import torch
 from transformers import PreTrainedModel
 
 from actors.ranks import GroupError
-from actors.sharded.shard import ModelPart, Shard
-from actors.sharded.shared_sums import settle
+from actors.sharded.shard import ModelPart, ShardSpec
+from actors.sharded.shared_sums import choose_transport
 from engine.errors import one_line
 from engine.forward.cpu.products.row_linear import has_kernels
 from engine.forward.runner import kv_shape
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 MISSING = "tensor parallelism needs DeepSpeed, which is not installed: pip install -e '.[baselines]'"
 
 
-def take_part(model: PreTrainedModel, shard: Shard) -> ModelPart:
+def take_part(model: PreTrainedModel, shard: ShardSpec) -> ModelPart:
     """Reduce a whole model to a rank's slices, in place. All ranks call it at the same time, after ``meet``.
 
     Example: a Llama with 32 heads, 8 KV heads and an MLP of 14,336 on 4 ranks: each has 8 heads, 2 KV heads and 3,584 of the
@@ -54,7 +54,7 @@ def take_part(model: PreTrainedModel, shard: Shard) -> ModelPart:
     try:
         with contextlib.redirect_stdout(printed):
             if shard.device == "cpu":
-                settle(deepspeed, shard.rank, shard.world_size)
+                choose_transport(deepspeed, shard.rank, shard.world_size)
             deepspeed.init_inference(
                 model,
                 tensor_parallel={"tp_size": shard.world_size},

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cache_service.access import CacheAccess
-from cache_service.keeper.folding import Fold, unreadable
+from cache_service.keeper.folding import StreamCompactor, unreadable
 from cache_service.keeper.snapshot import CorruptSnapshotError, SnapshotText, decode_snapshot, encode_snapshot
 from cache_service.namespace import Identity
 from cache_service.records import MAX_ITEMS, CacheDelta, TextBatch, encode_batch, split_deltas
@@ -70,7 +70,7 @@ class CacheAdmin:
     def stats(self, tenant: str | None = None, vouched: bool = False) -> list[TenantStats]:
         """Return the statistics of each memory, as last counted by the service, or read in full if never counted.
 
-        ``tenant`` is a tenant or one adapter's memory (``decoding.request.memory_name``); None: all. ``vouched`` accepts a tenant
+        ``tenant`` is a tenant or one adapter's memory (``decoding.request.cache_namespace_of``); None: all. ``vouched`` accepts a tenant
         that the configuration did not have at start; otherwise raises ``UnknownTenantError``.
         """
         names = self._namespaces if tenant is None else self._of_tenant(tenant, vouched)
@@ -187,12 +187,12 @@ class CacheAdmin:
             )
         return self._namespaces[tenant]
 
-    def _fold(self, tenant: str) -> Fold:
+    def _fold(self, tenant: str) -> StreamCompactor:
         return self._folded(self._namespace(tenant))
 
-    def _folded(self, name: str) -> Fold:
+    def _folded(self, name: str) -> StreamCompactor:
         while True:
-            fold = Fold.load(self._store, name, self._identity)
+            fold = StreamCompactor.load(self._store, name, self._identity)
             fold.catch_up(self._store, self._store.head(name).last_id)
             head = self._store.head(name)
             if compare_ids(head.snapshot_id, fold.cursor) > 0:  # entries may have been trimmed unread
@@ -214,7 +214,7 @@ class CacheAdmin:
             usage.stream_entries, usage.stream_bytes, usage.snapshot_bytes, max(0.0, time.time() - saved_s) if saved_s else None,
         )  # fmt: skip
 
-    def _write(self, fold: Fold, deltas: Iterable[CacheDelta]) -> None:
+    def _write(self, fold: StreamCompactor, deltas: Iterable[CacheDelta]) -> None:
         origin = secrets.randbits(64)
         batches = [
             TextBatch(origin, sequence, fold.epoch, group)
@@ -227,7 +227,7 @@ class CacheAdmin:
         self._store.append([(name, encode_batch(batch, self._identity.vocab_size)) for batch in batches])
 
 
-def _deltas(fold: Fold, texts: Iterable[SnapshotText]) -> list[CacheDelta]:
+def _deltas(fold: StreamCompactor, texts: Iterable[SnapshotText]) -> list[CacheDelta]:
     """Return deltas that add texts to the fold's tenant, except for texts of requests deleted there."""
     deltas = []
     keys: dict[int, int] = {}  # new key by key in the snapshot
@@ -252,7 +252,7 @@ def _candidates(key: int) -> Iterator[int]:
     yield from range(first + MAX_CHOICES - 1, first - 1, -1)
 
 
-def _is_free(fold: Fold, key: int, text: SnapshotText) -> bool:
+def _is_free(fold: StreamCompactor, key: int, text: SnapshotText) -> bool:
     if not fold.texts.ledger.allows(key):
         return False
     there = fold.texts.texts.get(key)

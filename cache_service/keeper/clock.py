@@ -15,7 +15,7 @@ _LOOKS = 3  # and for this many looks
 
 
 @dataclass(slots=True)
-class _Watched:
+class _ClockState:
     """Clock, and its offset from the monotonic clock."""
 
     name: str
@@ -57,7 +57,7 @@ class AgeClock:
         low, high = _STEP_S
         self._step_s, confirm_s = min(max(low, ttl_s / 10), high), min(_CONFIRM_S, ttl_s / 10)
         self._wall, self._steady = wall, steady
-        self._redis, self._machine = (_Watched(name, self._step_s, confirm_s) for name in ("Redis", "this machine"))
+        self._redis, self._machine = (_ClockState(name, self._step_s, confirm_s) for name in ("Redis", "this machine"))
         self._apart = False
 
     def look(self, redis_s: float) -> float | None:

@@ -22,7 +22,7 @@ _RESIDUE_ENTRIES = 128  # more than Redis stores in one node of a stream (stream
 logger = logging.getLogger(__name__)
 
 
-class Fold:
+class StreamCompactor:
     """Texts of one namespace as of stream position ``cursor``, and the schedule of its snapshots."""
 
     def __init__(self, namespace: str, identity: Identity, texts: TenantTexts, cursor: str = START) -> None:
@@ -44,7 +44,7 @@ class Fold:
         self.has_deleted = False  # deleted texts have left Redis' memory since the last file rewrite, but perhaps not its files
 
     @classmethod
-    def load(cls, store: RedisStore, namespace: str, identity: Identity) -> Fold:
+    def load(cls, store: RedisStore, namespace: str, identity: Identity) -> StreamCompactor:
         """Start from the stored snapshot, if any. If it is unreadable (``damaged``), read the stream instead."""
         stored = store.load_snapshot(namespace)
         if stored is None:

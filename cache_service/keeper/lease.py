@@ -29,7 +29,7 @@ class Lease:
         """Return whether this instance surely holds the lease, without asking Redis."""
         return time.monotonic() < self._until
 
-    def hold(self, work_s: float = 0.0) -> None:
+    def acquire_or_renew(self, work_s: float = 0.0) -> None:
         """Acquire the lease, or extend it if a third of its time has passed or ``work_s`` seconds of work follow.
 
         Raises ``LeaseLostError`` if another instance holds it. If Redis fails, it stays valid until it expires.

@@ -13,7 +13,7 @@ import redis
 
 from cache_service.access import CacheAccess
 from cache_service.keeper.clock import AgeClock
-from cache_service.keeper.folding import READ_ENTRIES, Fold
+from cache_service.keeper.folding import READ_ENTRIES, StreamCompactor
 from cache_service.keeper.lease import Lease, LeaseLostError
 from cache_service.keeper.snapshot import encode_snapshot
 from cache_service.namespace import Identity
@@ -71,7 +71,7 @@ class CacheServer:
         # Services of the same namespaces compete for one lease; those of another model in the same Redis use another one.
         lease = hashlib.blake2b("".join(sorted(self._tenants)).encode(), digest_size=16).hexdigest()
         self._lease = Lease(self._store, lease, self._options.lease_s)
-        self._folds: dict[str, Fold] = {}  # by namespace; kept while this service holds the lease
+        self._folds: dict[str, StreamCompactor] = {}  # by namespace; kept while this service holds the lease
         self._clock = AgeClock(self._options.ttl_s)
         self._check_at = self._expire_at = self._keep_at = self._rewrite_at = self._count_at = 0.0
         self._counted: dict[str, Counts] = {}  # by namespace; last counts written to Redis
@@ -109,7 +109,7 @@ class CacheServer:
     def _run(self) -> None:
         while not self._stopping.is_set():
             try:
-                self._lease.hold()
+                self._lease.acquire_or_renew()
                 self._turn()
             except LeaseLostError:
                 self._stand_by()
@@ -134,11 +134,11 @@ class CacheServer:
             self._check()
         found = self._store.read({name: fold.cursor for name, fold in self._folds.items()}, _BLOCK_S, READ_ENTRIES)
         for name, entries in found.items():
-            self._lease.hold()
+            self._lease.acquire_or_renew()
             for entry_id, data in entries:
                 self._corrupt += not self._folds[name].add(entry_id, data)
         for fold in self._folds.values():
-            self._lease.hold()
+            self._lease.acquire_or_renew()
             self._keep(fold)
         self._rewrite()
         self._count()
@@ -217,15 +217,15 @@ class CacheServer:
                 self._let_go(fold, fold.texts.expire(self._options.ttl_s, now_s, share))
 
     def _load(self, name: str) -> None:
-        self._lease.hold(self._store.usage(name).snapshot_bytes * _WORK_S_PER_TOKEN)
-        fold = Fold.load(self._store, name, self._identity)
+        self._lease.acquire_or_renew(self._store.usage(name).snapshot_bytes * _WORK_S_PER_TOKEN)
+        fold = StreamCompactor.load(self._store, name, self._identity)
         if fold.damaged:
             self._corrupt += 1
             self._say(fold, fold.epoch)
             fold.demand()
         self._folds[name] = fold
 
-    def _compare(self, fold: Fold, head: Head) -> None:
+    def _compare(self, fold: StreamCompactor, head: Head) -> None:
         lost = compare_ids(head.last_id, fold.cursor) < 0
         if head.epoch < fold.epoch:
             self._store.raise_epoch(fold.namespace, fold.epoch)
@@ -245,17 +245,17 @@ class CacheServer:
         if head.epoch > fold.epoch:
             fold.apply(TextBatch(fold.origin, fold.sequence, head.epoch), time.time())
 
-    def _keep(self, fold: Fold) -> None:
+    def _keep(self, fold: StreamCompactor) -> None:
         quota = self._quotas[fold.namespace]
         if fold.texts.num_tokens > quota:
-            self._lease.hold(fold.texts.num_tokens * _WORK_S_PER_TOKEN)
+            self._lease.acquire_or_renew(fold.texts.num_tokens * _WORK_S_PER_TOKEN)
             self._let_go(fold, fold.texts.evict(int(quota * _ROOM), self._options.half_life_s, written_s(fold.cursor)))
         while fold.unsaid:
             keys = tuple(fold.unsaid[:_EVICTED_KEYS])
             self._say(fold, fold.epoch, keys)
             del fold.unsaid[: len(keys)]
         if fold.due(self._options.snapshot_s):
-            self._lease.hold(fold.texts.num_tokens * _WORK_S_PER_TOKEN)
+            self._lease.acquire_or_renew(fold.texts.num_tokens * _WORK_S_PER_TOKEN)
             data = encode_snapshot(fold.snapshot(time.time()))
             if self._store.save_snapshot(fold.namespace, fold.cursor, data, fold.epoch):
                 self._snapshots += 1
@@ -276,11 +276,11 @@ class CacheServer:
             self._counted |= changed
             self._count_at = now + _COUNTS_S
 
-    def _let_go(self, fold: Fold, keys: Sequence[int]) -> None:
+    def _let_go(self, fold: StreamCompactor, keys: Sequence[int]) -> None:
         self._evicted_texts += len(keys)
         fold.let_go(keys)
 
-    def _say(self, fold: Fold, epoch: int, evicted: tuple[int, ...] = ()) -> None:
+    def _say(self, fold: StreamCompactor, epoch: int, evicted: tuple[int, ...] = ()) -> None:
         """Write a batch. Without evicted texts it announces the epoch, and gives the next snapshot an entry to end at."""
         batch = TextBatch(fold.origin, fold.sequence, epoch, evicted=evicted)
         self._store.append([(fold.namespace, encode_batch(batch, self._identity.vocab_size))])

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cache_service.texts import Admitted
+from cache_service.texts import AdmittedBatch
 from decoding.sources.text_keys import is_note
 
 if TYPE_CHECKING:
@@ -27,12 +27,12 @@ class _Arrival:
     pieces: Iterator[tuple[int, int]]  # applies the next piece and yields its weight and its number of tokens
 
 
-def _weight(admitted: Admitted, reload: bool) -> int:
+def _weight(admitted: AdmittedBatch, reload: bool) -> int:
     tokens = sum(max(1, len(delta.tokens)) for delta in admitted.deltas)
     return tokens + _REMOVAL_TOKENS * (len(admitted.removed) + len(admitted.evicted)) + (reload or admitted.cleared)
 
 
-def _pieces(admitted: Admitted, reload: bool, memory: Histories, tenant: str) -> Iterator[tuple[int, int]]:
+def _pieces(admitted: AdmittedBatch, reload: bool, memory: Histories, tenant: str) -> Iterator[tuple[int, int]]:
     history = memory.of(tenant)
     assert history is not None
     if reload or admitted.cleared:
@@ -63,7 +63,7 @@ class Inbox:
         self._weights: dict[str, int] = {}
         self.applied_tokens = 0
 
-    def put(self, tenant: str, admitted: Admitted, reload: bool = False) -> None:
+    def put(self, tenant: str, admitted: AdmittedBatch, reload: bool = False) -> None:
         """Add an admitted update. ``reload`` clears the tenant's history first; its texts may arrive again."""
         weight = _weight(admitted, reload)
         if not weight:

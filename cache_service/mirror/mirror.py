@@ -15,10 +15,10 @@ import numpy as np
 from cache_service.access import CacheAccess
 from cache_service.mirror.inbox import Inbox
 from cache_service.mirror.outbox import Outbox
-from cache_service.mirror.tail import Tail
+from cache_service.mirror.tail import StreamReader
 from cache_service.namespace import Identity
 from cache_service.records import CacheDelta, TextBatch, encode_batch, split_deltas
-from cache_service.store.breaker import Guard
+from cache_service.store.breaker import RedisCircuitBreaker
 from cache_service.store.redis_store import MAX_BLOCK_S
 from decoding.request import PUBLIC
 from decoding.tree import Int32Array
@@ -35,7 +35,7 @@ _IDLE_S = 5.0  # longest sleep of an idle writer
 
 
 @dataclass(frozen=True, slots=True)
-class MirrorCounts:
+class CacheClientCounts:
     """Counters of a mirror since the start of the process."""
 
     connected: bool  # the last read and the last write, if any, succeeded
@@ -55,7 +55,7 @@ class MirrorCounts:
     lag_s: float = 0.0  # age of the entries read now, by the clocks of Redis and this host; 0 if all are read
 
 
-class Mirror:
+class CacheClient:
     """Synchronisation of this process's histories with all processes that have the same Redis, secret, model and tokenizer.
 
     Two threads talk to Redis. The engine's thread owns the histories and only uses queues: ``publish`` fills the outbox,
@@ -72,9 +72,9 @@ class Mirror:
         self._namespaces, self._store = access.namespaces(identity), access.store()
         self._outbox = Outbox(int(options.outbox_mib * 2**20))
         self._inbox = Inbox(memory)
-        self._tail = Tail(self._store, identity, self._namespaces, self._inbox, self._outbox, options.ttl_s)
-        self._reading = Guard("reading shared texts from Redis", options.retry_s)
-        self._writing = Guard("writing shared texts to Redis", options.retry_s)
+        self._tail = StreamReader(self._store, identity, self._namespaces, self._inbox, self._outbox, options.ttl_s)
+        self._reading = RedisCircuitBreaker("reading shared texts from Redis", options.retry_s)
+        self._writing = RedisCircuitBreaker("writing shared texts to Redis", options.retry_s)
         self._origin = secrets.randbits(64)
         self._sequences = dict.fromkeys(self._namespaces, 0)
         self._published_tokens = self._unwritable_tokens = 0
@@ -119,11 +119,11 @@ class Mirror:
         """Apply about ``max_tokens`` of received updates to the histories, tenants in turn. Return whether more waits."""
         return self._inbox.apply(max_tokens)
 
-    def counts(self) -> MirrorCounts:
+    def counts(self) -> CacheClientCounts:
         """Return the counters, from any thread."""
         guards = (self._reading, self._writing)
         states = [guard.state for guard in guards]
-        return MirrorCounts(
+        return CacheClientCounts(
             connected=self._reading.succeeded and self._writing.state == "closed",
             breaker=next((state for state in ("open", "half-open") if state in states), "closed"),
             opened=sum(guard.opened for guard in guards),

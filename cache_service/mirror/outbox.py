@@ -15,7 +15,7 @@ _RUN_BYTES = 64  # overhead of a run besides 4 bytes per token
 _MAX_KNOWN = 1 << 16  # most tracked unfinished texts of a tenant, and most tracked dropped ones; the oldest are forgotten
 
 
-class _Run:
+class _TokenRun:
     """Contiguous tokens of a text."""
 
     __slots__ = ("final", "offset", "tokens")
@@ -28,7 +28,7 @@ class _Run:
     def nbytes(self) -> int:
         return _RUN_BYTES + 4 * len(self.tokens)
 
-    def extend(self, other: _Run) -> bool:
+    def extend(self, other: _TokenRun) -> bool:
         """Append a run that starts where this one ends. Return False if it does not."""
         if self.final or self.offset + len(self.tokens) != other.offset:
             return False
@@ -45,18 +45,18 @@ class _Run:
         return delta
 
 
-class _Share:
+class _TenantQueue:
     """Waiting tokens of one tenant, oldest text first."""
 
     __slots__ = ("dead", "nbytes", "open", "texts")
 
     def __init__(self) -> None:
-        self.texts: dict[int, list[_Run]] = {}
+        self.texts: dict[int, list[_TokenRun]] = {}
         self.nbytes = 0
         self.open: dict[int, None] = {}  # texts begun and not finished
         self.dead: dict[int, None] = {}  # texts of which a part was dropped; later parts are refused
 
-    def add(self, text: int, run: _Run) -> None:
+    def add(self, text: int, run: _TokenRun) -> None:
         runs = self.texts.setdefault(text, [])
         if runs and runs[-1].extend(run):
             self.nbytes += 4 * len(run.tokens)
@@ -102,7 +102,7 @@ class Outbox:
         self._limit = limit_bytes_per_tenant
         self._lock = threading.Lock()
         self._filled = threading.Event()
-        self._shares: dict[str, _Share] = {}  # least recently served tenant first
+        self._shares: dict[str, _TenantQueue] = {}  # least recently served tenant first
         self._out: set[str] = set()  # tenants with taken deltas, neither delivered nor given back
         self._forgotten: set[tuple[str, int | None]] = set()  # since the last take: (tenant, request hash; None: all)
         self.dropped_texts = 0
@@ -124,11 +124,11 @@ class Outbox:
         """Add a piece. Never blocks or fails."""
         if not (len(delta.tokens) or delta.final):
             return
-        run = _Run(delta)
+        run = _TokenRun(delta)
         with self._lock:
             share = self._shares.get(tenant)
             if share is None:
-                share = self._shares[tenant] = _Share()
+                share = self._shares[tenant] = _TenantQueue()
             if delta.text in share.dead:
                 self.dropped_tokens += len(run.tokens)
                 if delta.final:
@@ -186,7 +186,7 @@ class Outbox:
                 newer, share.texts = share.texts, {}
                 for delta in deltas:
                     if (tenant, delta.text >> 16) not in self._forgotten and delta.text not in share.dead:
-                        share.add(delta.text, _Run(delta))
+                        share.add(delta.text, _TokenRun(delta))
                 for text, runs in newer.items():
                     for run in runs:
                         share.nbytes -= run.nbytes
@@ -195,7 +195,7 @@ class Outbox:
             if any(share.texts for share in self._shares.values()):
                 self._filled.set()
 
-    def forget(self, tenant: str, request: int | None = None) -> None:
+    def discard(self, tenant: str, request: int | None = None) -> None:
         """Drop a tenant's texts (or one request's, by its hash), including later parts of unfinished ones."""
         with self._lock:
             self._forgotten.add((tenant, request))
@@ -204,7 +204,7 @@ class Outbox:
                 for text in [text for text in {**share.texts, **share.open} if request in (None, text >> 16)]:
                     share.drop(text)
 
-    def _bound(self, share: _Share) -> None:
+    def _bound(self, share: _TenantQueue) -> None:
         while share.nbytes > self._limit:
             self.dropped_tokens += share.drop(next(iter(share.texts)))
             self.dropped_texts += 1

@@ -15,7 +15,7 @@ from cache_service.namespace import Identity
 from cache_service.records import CorruptRecordError, TextBatch, decode_batch
 from cache_service.store.redis_store import Head, RedisStore
 from cache_service.store.stream_ids import START, compare_ids, written_s
-from cache_service.texts import Admitted, Ledger
+from cache_service.texts import AdmittedBatch, Ledger
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _COUNT = 1 << 32  # modulus of batch numbers
 
 
 @dataclass(slots=True)
-class StreamPlace:
+class StreamPosition:
     """Position in a tenant's stream."""
 
     namespace: str
@@ -71,7 +71,7 @@ class StreamPlace:
         return behind and (head.first_id == START or compare_ids(head.first_id, self.cursor) > 0)
 
 
-class Tail:
+class StreamReader:
     """Reader from Redis into the inbox. Use it from one thread at a time; it raises the errors of ``RedisStore``."""
 
     def __init__(
@@ -79,7 +79,7 @@ class Tail:
     ) -> None:
         """Start at the beginning of all streams; ``namespaces`` are by tenant. Deletions are remembered for ``ttl_s``."""
         self._store, self._identity, self._inbox, self._outbox, self._ttl_s = store, identity, inbox, outbox, ttl_s
-        self.places = {tenant: StreamPlace(namespace) for tenant, namespace in namespaces.items()}
+        self.places = {tenant: StreamPosition(namespace) for tenant, namespace in namespaces.items()}
         self._tenants = {namespace: tenant for tenant, namespace in namespaces.items()}
         # Keeps a tenant's epoch and the outbox consistent: old texts are never sent under a new epoch.
         self.deleting = threading.Lock()
@@ -168,11 +168,11 @@ class Tail:
         self._inbox.put(tenant, admitted)
         return True
 
-    def _delete(self, tenant: str, admitted: Admitted) -> None:
+    def _delete(self, tenant: str, admitted: AdmittedBatch) -> None:
         if admitted.cleared:
-            self._outbox.forget(tenant)
+            self._outbox.discard(tenant)
         for request in admitted.removed:
-            self._outbox.forget(tenant, request)
+            self._outbox.discard(tenant, request)
 
     def _reload(self, tenant: str, snapshot_id: str, afresh: bool) -> bool:
         """Restart from the newest snapshot, clearing the history if ``afresh``. Return whether that was possible."""
@@ -198,7 +198,7 @@ class Tail:
             place.ledger.removed |= dict.fromkeys(admitted.removed, time.monotonic())  # local monotonic time, not the snapshot's
             self._delete(tenant, admitted)
         # The cleared history has no evicted texts, and the ledger refuses their later pieces.
-        self._inbox.put(tenant, Admitted(admitted.cleared, admitted.removed, (), admitted.deltas), reload=afresh)
+        self._inbox.put(tenant, AdmittedBatch(admitted.cleared, admitted.removed, (), admitted.deltas), reload=afresh)
         self.reloads += place.cursor != START
         place.restart(id)
         return True

@@ -18,7 +18,7 @@ _SOON_S = 0.02  # retry delay after a failure that does not open the breaker
 _MESSAGE_CHARS = 160  # most characters of an error in the log
 
 
-class Guard(CircuitBreakerListener):
+class RedisCircuitBreaker(CircuitBreakerListener):
     """Circuit breaker of one thread. While open, Redis is not used for ``retry_s``; then one attempt decides.
 
     Threads need separate guards: pybreaker holds a lock during the operation, and a full Redis can still be read.

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from cluster.admission.rate_limits import BUSY_S, Account, Rates, Take, rates_of, too_many
+from cluster.admission.rate_limits import BUSY_S, Account, LedgerEntry, Rates, rates_of, too_many
 from cluster.admission.tenancy import Caller, Tenancy
 from cluster.http.errors import ApiError
 from cluster.http.types.openai import CompletionFields
-from cluster.serving.generation import Deadline, Job, Listener
+from cluster.serving.generation import Deadline, GenerationJob, Listener
 from configs.schema import Config
 from configs.server_checks import allowed_names
 from configs.slices import LimitsOptions
@@ -61,14 +61,14 @@ class AdmissionCounts:
 
 
 @dataclass(slots=True)
-class Spending:
+class TokenUsage:
     """Tokens used by a request."""
 
     input_tokens: int  # prompts and reference texts
     output_tokens: int = 0
     begun: bool = False  # an engine took the request
 
-    def listen(self, job: Job) -> Callable[[StepOutput], None]:
+    def on_output(self, job: GenerationJob) -> Callable[[StepOutput], None]:
         """Return the ``Listener`` for each of the request's jobs."""
         return self._hear
 
@@ -92,14 +92,14 @@ class Ticket:
     arrived_s: float
     places: int = 1  # one choice until the body is read
     is_planned: bool = False
-    taken: list[tuple[Take, Spending]] = field(default_factory=list)
+    taken: list[tuple[LedgerEntry, TokenUsage]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class AdmittedRequest:
     """Request within the limits."""
 
-    jobs: list[Job]
+    jobs: list[GenerationJob]
     listeners: tuple[Listener, ...]  # count the emitted tokens
     deadline: Deadline | None
 
@@ -223,7 +223,7 @@ class AdmissionController:
         """Return the response headers with the limits of the key."""
         return ticket.account.headers(ticket.rates, time.monotonic())
 
-    def admit(self, jobs: Sequence[Job], body: CompletionFields) -> AdmittedRequest:
+    def admit(self, jobs: Sequence[GenerationJob], body: CompletionFields) -> AdmittedRequest:
         """Admit the jobs of the current task's request, ``n`` per prompt side by side.
 
         Raises:
@@ -237,7 +237,7 @@ class AdmissionController:
             with self.refusing():
                 spending = self._plan(ticket, jobs, body.n or 1)
             if spending is not None:
-                listeners.append(spending.listen)
+                listeners.append(spending.on_output)
         allowed_s = min(body.timeout or math.inf, self.limits.request_timeout_s or math.inf)
         if allowed_s == math.inf:
             return AdmittedRequest(list(jobs), tuple(listeners), None)
@@ -271,7 +271,7 @@ class AdmissionController:
             message = "the request bodies being received are too large in total (limits.max_upload_bytes): try again"
             raise ApiError(503, message, code="uploads_full", headers={"Retry-After": str(math.ceil(BUSY_S))})
 
-    def _plan(self, ticket: Ticket, jobs: Sequence[Job], n: int) -> Spending | None:
+    def _plan(self, ticket: Ticket, jobs: Sequence[GenerationJob], n: int) -> TokenUsage | None:
         """Take what jobs need beyond the ticket; return the counter of their tokens if tokens are limited."""
         more = len(jobs) - (not ticket.is_planned)
         ticket.account.check_choices(ticket.rates, len(jobs), more)
@@ -284,7 +284,7 @@ class AdmissionController:
         if ticket.rates.tokens is None:
             return None
         references = {id(text): len(text) for job in jobs for text in job.references}  # choices share reference texts
-        spending = Spending(sum(len(job.prompt_ids) for job in jobs[::n]) + sum(references.values()))
+        spending = TokenUsage(sum(len(job.prompt_ids) for job in jobs[::n]) + sum(references.values()))
         most = spending.input_tokens + sum(job.params.max_tokens for job in jobs)
         ticket.taken.append((ticket.account.reserve(most, ticket.rates.tokens, time.monotonic()), spending))
         return spending
@@ -334,7 +334,7 @@ def _telling(account: Account, rates: Rates, now_s: float) -> Iterator[None]:
         raise
 
 
-def _accounted(jobs: Sequence[Job], caller: Caller, asked: int | None) -> list[Job]:
+def _accounted(jobs: Sequence[GenerationJob], caller: Caller, asked: int | None) -> list[GenerationJob]:
     """Return jobs with the caller's account, weight and an allowed priority."""
     least, account = caller.options.min_priority, "" if caller.tenant is None else caller.tenant
     if asked is not None and asked < least:

@@ -42,7 +42,7 @@ def rates_of(limits: LimitsOptions, tenant: TenantOptions, api_replicas: int = 1
 
 
 @dataclass(slots=True)
-class Take:
+class LedgerEntry:
     """Amount that a request took from a window."""
 
     time_s: float
@@ -57,7 +57,7 @@ class MovingWindow:
     """
 
     def __init__(self) -> None:
-        self._takes: deque[Take] = deque()
+        self._takes: deque[LedgerEntry] = deque()
         self._sum = 0
 
     def taken(self, now_s: float) -> int:
@@ -77,13 +77,13 @@ class MovingWindow:
             wait_s = take.time_s + MINUTE_S - now_s
         return wait_s
 
-    def take(self, amount: int, now_s: float) -> Take:
+    def take(self, amount: int, now_s: float) -> LedgerEntry:
         """Take an amount, even if it does not fit."""
-        self._takes.append(Take(now_s, amount))
+        self._takes.append(LedgerEntry(now_s, amount))
         self._sum += amount
         return self._takes[-1]
 
-    def correct(self, take: Take, amount: int) -> None:
+    def correct(self, take: LedgerEntry, amount: int) -> None:
         """Change a taken amount to what was used; no effect if it has left the window."""
         if self._takes and take.time_s >= self._takes[0].time_s:
             self._sum += amount - take.amount
@@ -143,7 +143,7 @@ class Account:
         message = f"{self.running} choices with this API key are running, the maximum is {most} (max_concurrent)"
         return too_many(message, "too_many_concurrent", BUSY_S)
 
-    def reserve(self, tokens: int, limit: int, now_s: float) -> Take:
+    def reserve(self, tokens: int, limit: int, now_s: float) -> LedgerEntry:
         """Take the most tokens that a request may use. Raise ``ApiError`` (429) with a retry time if they are not available."""
         _check(self.tokens, tokens, limit, now_s, "tokens")
         return self.tokens.take(tokens, now_s)

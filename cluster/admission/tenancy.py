@@ -115,7 +115,7 @@ class Tenancy:
         self._refresh()
         return hash_key(_bearer(authorization)) in self._admins
 
-    def tells_load(self, authorization: str | None) -> bool:
+    def reports_load(self, authorization: str | None) -> bool:
         """Return whether the sender may see the total load: the operator, or anyone if only one tenant is served."""
         if not self.several:
             return True

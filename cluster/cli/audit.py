@@ -23,7 +23,7 @@ _COLUMNS = ("request", "strategy", "result", "tokens", "position", "served", "pl
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
+class ReplaySettings:
     """Parameters sent with every prompt of a file."""
 
     strategy: str | None
@@ -67,7 +67,7 @@ def audit(
             found, total = _replays(client, last), None
         else:
             records = _records(prompts)
-            found, total = _comparisons(client, records, Asking(strategy, max_tokens, temperature, seed)), len(records)
+            found, total = _comparisons(client, records, ReplaySettings(strategy, max_tokens, temperature, seed)), len(records)
         with progress() as bars:
             bar = bars.add_task("", total=total)
             for row in found:
@@ -98,7 +98,7 @@ def _replays(client: httpx.Client, last: int | None) -> Iterator[dict[str, Any]]
             raise RefusedError("the audit was interrupted; the server's log has the reason")
 
 
-def _comparisons(client: httpx.Client, records: Sequence[PromptRecord], asking: Asking) -> Iterator[dict[str, Any]]:
+def _comparisons(client: httpx.Client, records: Sequence[PromptRecord], asking: ReplaySettings) -> Iterator[dict[str, Any]]:
     """Send every prompt with and without drafting through the public API and yield the comparisons."""
     card = checked(client.get("/v1/models")).json()["data"][0]
     name = asking.strategy or card["strategies"][0]
@@ -109,7 +109,7 @@ def _comparisons(client: httpx.Client, records: Sequence[PromptRecord], asking: 
         yield {"request": record.id, "strategy": name, **compare(drafted, plain)}
 
 
-def _answer(client: httpx.Client, model: str, record: PromptRecord, asking: Asking, drafts: bool) -> dict[str, Any]:
+def _answer(client: httpx.Client, model: str, record: PromptRecord, asking: ReplaySettings, drafts: bool) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": model, "prompt": record.prompt, "max_tokens": asking.max_tokens, "temperature": asking.temperature,
         "seed": asking.seed, "logprobs": 1, "speculation": {} if drafts else {"max_draft_tokens": 0},

@@ -51,7 +51,7 @@ def calibrate(config: Path | None, overrides: list[str], out: Path, as_json: boo
     with progress() as bars:
         bar = bars.add_task(f"timing the steps of {name}", total=None)
         found = file.measure(lambda done, total: bars.update(bar, completed=done, total=total))
-    kept = file.keep(found)
+    kept = file.save(found)
     told = summary(name, found) | {"kept": str(file.path) if kept else None, "figure": None}
     figure = _draw(told, out / f"latency-{name}-{told['dtype']}.svg")
     told["figure"] = None if figure is None else str(figure)

@@ -37,7 +37,7 @@ class Piece:
     thought: bool = False  # reasoning, which is not part of the message
 
 
-class Partner(Protocol):
+class ChatBackend(Protocol):
     """Source of answers: a server or a model in this process."""
 
     def answer(self, messages: list[Message]) -> Generator[Piece, None, None]:
@@ -87,14 +87,14 @@ def chat(
             options: dict[str, Any] = {"model": model or served, "max_tokens": max_tokens, "temperature": temperature}
             if asked:  # otherwise left out: other servers do not know the field
                 options["speculation"] = asked
-            _converse(ServerPartner(client, options), messages, show_drafts)
+            _converse(ServerBackend(client, options), messages, show_drafts)
             return
     with contextlib.closing(_load(model, strategy)) as engine:
         typer.echo(f"{engine.info.served_name} in this process; {_HELP}")
-        _converse(LocalPartner(engine, max_tokens, temperature), messages, show_drafts)
+        _converse(LocalBackend(engine, max_tokens, temperature), messages, show_drafts)
 
 
-def _converse(partner: Partner, messages: list[Message], show_drafts: bool) -> None:
+def _converse(partner: ChatBackend, messages: list[Message], show_drafts: bool) -> None:
     with contextlib.suppress(ImportError):  # line editing and history by the arrow keys
         importlib.import_module("readline")
     documents: list[str] = []
@@ -134,7 +134,7 @@ def _document(name: str) -> list[str]:
     return [text]
 
 
-def _answer(partner: Partner, messages: list[Message], shown: MarkdownStream) -> str:
+def _answer(partner: ChatBackend, messages: list[Message], shown: MarkdownStream) -> str:
     """Print an answer and its speed as it arrives, and return its text."""
     import httpx
 
@@ -172,14 +172,14 @@ def _answer(partner: Partner, messages: list[Message], shown: MarkdownStream) ->
 
 
 @dataclass(frozen=True, slots=True)
-class ServerPartner:
+class ServerBackend:
     """Server that speaks OpenAI's HTTP API."""
 
     client: httpx.Client
     options: dict[str, Any]  # fields of each request
 
     def answer(self, messages: list[Message]) -> Generator[Piece, None, None]:
-        """See ``Partner``."""
+        """See ``ChatBackend``."""
         body = {**self.options, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
         with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
             for line in checked(response).iter_lines():
@@ -205,7 +205,7 @@ def _pieces(choice: dict[str, Any]) -> list[Piece]:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalPartner:
+class LocalBackend:
     """Model in this process."""
 
     engine: OfflineEngine
@@ -213,7 +213,7 @@ class LocalPartner:
     temperature: float
 
     def answer(self, messages: list[Message]) -> Generator[Piece, None, None]:
-        """See ``Partner``."""
+        """See ``ChatBackend``."""
         from actors.offline import OfflinePrompt
         from decoding.request import SamplingParams
 

@@ -23,7 +23,7 @@ from actors.placement.ray_folder import RayFolderError, base_folder
 from cluster.cli.launch.preflight import most_ranks, options_of_a_rank
 from cluster.cli.terminal import fail, fail_input
 from decoding import jit
-from engine.loading.model_files import PACKAGED_MODELS, is_whole, kept_models
+from engine.loading.model_files import PACKAGED_MODELS, cached_models, is_whole
 
 if TYPE_CHECKING:
     from engine.loading.plan import Plan
@@ -243,7 +243,7 @@ def examine() -> list[Finding]:
     return [check() for check in checks]
 
 
-def lacks(device: str, mode: str) -> str:
+def missing_optional_deps(device: str, mode: str) -> str:
     """Return one line with missing optional parts that would make an engine faster or report more; empty if none are missing.
 
     Args:
@@ -422,7 +422,7 @@ def _deepspeed(has_gpu: bool) -> Finding:
 
 
 def _model(name: str) -> Finding:
-    model, folder = PACKAGED_MODELS[name], kept_models() / name
+    model, folder = PACKAGED_MODELS[name], cached_models() / name
     if is_whole(folder, model):
         return Finding(name, "ok", f"kept in {folder}")
     return Finding(

@@ -22,7 +22,7 @@ from cluster.http.admin.baseline import BaselineService
 from cluster.http.answers.logprobs import TokenBytes
 from cluster.http.answers.openai_shapes import AnswerBuilder
 from cluster.http.answers.predicted import Predicted
-from cluster.http.answers.respond import Form, respond
+from cluster.http.answers.respond import ResponseForm, respond
 from cluster.http.answers.responses import ResponseBuilder, respond_items
 from cluster.http.answers.resume import StreamHeaders, no_resuming
 from cluster.http.answers.stream_guard import StreamGuard
@@ -30,7 +30,7 @@ from cluster.http.checked_bodies import checking_route
 from cluster.http.compare import Baseline, CompareService, Comparison
 from cluster.http.documents import Accept, Authorization, LastEventId, NoEventId, SessionId
 from cluster.http.errors import ApiError, renamed_errors
-from cluster.http.job_planner import Answering, Planner
+from cluster.http.job_planner import PlannerServices, RequestPlanner
 from cluster.http.playground import add_playground
 from cluster.http.tenant_cache import TenantCacheService, add_tenant_cache_routes
 from cluster.http.text_api import Detokenized, FileText, TextService, Tokens
@@ -76,14 +76,14 @@ class Service:
         stream_key: bytes = b"",  # signs the event ids of streams; empty disables event ids
     ) -> None:
         admission = admission or AdmissionOptions()
-        heard = (*listeners, *(each.listen for each in (auditor, shadow) if each is not None))
+        heard = (*listeners, *(each.on_output for each in (auditor, shadow) if each is not None))
         self._engine, self._tokenizer, self._token_bytes = engine, tokenizer, TokenBytes(tokenizer)
         self._tenancy = Tenancy(tenancy or TenancyOptions(), admission.require_key)
         self.admission = AdmissionController(self._tenancy, admission)
         others = None if baseline is None else baseline.engine.describe
-        self.state = HealthService(engine.describe, replicas, cache, others, wake, self._tenancy.tells_load)
+        self.state = HealthService(engine.describe, replicas, cache, others, wake, self._tenancy.reports_load)
         threads = TextThreads(tokenizer, self.admission.refuse)
-        self._answering = Answering(threads, self._tenancy, self.admission, self.state.info, heard, stream_key)
+        self._answering = PlannerServices(threads, self._tenancy, self.admission, self.state.info, heard, stream_key)
         forget = forget or (keeps_nothing if auditor is None else auditor.forget)
         self.admin = AdminService(self._tenancy, tokenizer, cache, engine.describe, forget)
         self.metrics = MetricsService(
@@ -149,12 +149,12 @@ class Service:
             return await respond_items(answer, generation, form)
 
     async def _chat(
-        self, planner: Planner, chat: ChatCompletionRequest, body: ChatCompletionRequest | ResponsesRequest
-    ) -> tuple[Form, AdmittedRequest, Generation]:
+        self, planner: RequestPlanner, chat: ChatCompletionRequest, body: ChatCompletionRequest | ResponsesRequest
+    ) -> tuple[ResponseForm, AdmittedRequest, Generation]:
         """Return the response form of a chat, its admitted jobs, and its generation, which is not started."""
         planned = await planner.chat(chat)
         (reasoning, calls), shape = planner.reads(chat, self._token_bytes), self._guard.shape(body)
-        form = Form(
+        form = ResponseForm(
             bool(body.stream),
             chat.include_usage,
             prediction=None if chat.prediction is None else Predicted(planned[0].references[0]),
@@ -194,7 +194,7 @@ class Service:
         echoes = await planner.echoes(body)
         begun, jobs = planner.beginning, admitted.jobs
         answer = AnswerBuilder(begun.answer_id, begun.created, body, planner.info, self._token_bytes, jobs, echoes)
-        form = Form(bool(body.stream), body.include_usage, body.reports_usage, echoes, shape=shape, ids=ids)
+        form = ResponseForm(bool(body.stream), body.include_usage, body.reports_usage, echoes, shape=shape, ids=ids)
         return await respond(answer, generation, form)
 
     def _card(self, info: ModelInfo, name: str) -> dict[str, Any]:
@@ -267,7 +267,7 @@ def add_operator_routes(app: FastAPI, service: Service) -> None:
     add_admin_routes(app, service.admin)
     app.get("/admin/audit")(service.audit.counters)
     app.post("/admin/audit", response_model=None)(service.audit.run)
-    app.get("/admin/baseline")(service.baseline.standing)
+    app.get("/admin/baseline")(service.baseline.summary)
     app.get("/metrics", response_class=PlainTextResponse, responses=documents.ERRORS)(service.metrics.metrics)
 
 

@@ -19,7 +19,7 @@ from cluster.http.answers.logprobs import TokenBytes
 from cluster.http.answers.openai_shapes import Usage, usage_of
 from cluster.http.documents import Authorization, ErrorDetails, SessionId
 from cluster.http.errors import ApiError
-from cluster.http.job_planner import Answering
+from cluster.http.job_planner import PlannerServices
 from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
 from cluster.http.types.strict import Strict, unsupported
 from cluster.observe.difference import first_difference
@@ -155,7 +155,7 @@ class CompareService:
 
     engine: EnginePort
     baseline: Baseline | None  # None if no baseline is deployed
-    answering: Answering
+    answering: PlannerServices
     token_bytes: TokenBytes
     _turns: Iterator[int] = field(default_factory=itertools.count, init=False)
 
@@ -219,7 +219,7 @@ class CompareService:
         try:
             async with self.answering.generation(engine, admitted) as generation:
                 async for _, output in generation.outputs():
-                    run.hear(output, time.perf_counter() - began_s)
+                    run.on_output(output, time.perf_counter() - began_s)
                 run.usage = usage_of(generation)
         except Exception as error:  # the other side's response is still returned
             told = errors.api_error(error)

@@ -83,7 +83,7 @@ def api_error(error: Exception) -> ApiError:
     return ApiError(500, "internal error; see the server's log", code="internal_error")
 
 
-def told_error(error: Exception, event: str) -> ApiError:
+def logged_error(error: Exception, event: str) -> ApiError:
     """Convert an exception that ended a stream to an error response, and log it; client errors without a traceback."""
     told = api_error(error)
     if told.status < 500:

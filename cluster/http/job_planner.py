@@ -15,15 +15,15 @@ import numpy as np
 from cluster.admission.controller import AdmissionController, AdmittedRequest
 from cluster.admission.tenancy import Sharing, Tenancy
 from cluster.http.answers.logprobs import TokenBytes
-from cluster.http.answers.respond import ReadCalls, ReadReasoning
-from cluster.http.answers.resume import Beginning, EventIds, StreamHeaders
+from cluster.http.answers.respond import ReasoningFormat, ToolCallFormat
+from cluster.http.answers.resume import EventIds, ResumePoint, StreamHeaders
 from cluster.http.errors import ApiError
 from cluster.http.grammar_turns import Fault, GrammarTurns
 from cluster.http.text_threads import SHORT, TextThreads
 from cluster.http.turns import SENDER
-from cluster.http.types.openai import MAX_TOLD, ChatCompletionRequest, CompletionFields, CompletionRequest
+from cluster.http.types.openai import MAX_REPORTED_VALUES, ChatCompletionRequest, CompletionFields, CompletionRequest
 from cluster.http.types.tool_grammar import CallMarks, faulty_tool
-from cluster.serving.generation import EnginePort, Generation, Job, Listener
+from cluster.serving.generation import EnginePort, Generation, GenerationJob, Listener
 from decoding.request import SamplingParams
 from decoding.sources.embeddings import signs_of
 from decoding.tree import Int32Array
@@ -48,7 +48,7 @@ def choice_seed(seed: int, choice: int) -> int:
 
 
 @dataclass(slots=True)
-class Answering:
+class PlannerServices:
     """Shared parts of all routes that generate."""
 
     threads: TextThreads
@@ -79,7 +79,7 @@ class Answering:
         authorization: str | None,
         session_id: str | None,
         headers: StreamHeaders | None = None,
-    ) -> Planner:
+    ) -> RequestPlanner:
         """Return the planner of a request's jobs.
 
         Args:
@@ -92,18 +92,20 @@ class Answering:
         sharing, info = self.tenancy.sharing(authorization, body.cache), await self.model(body.model)
         session = body.prompt_cache_key or session_id or None
         begin = functools.partial(
-            Beginning.of, prefix, body, self.tenancy.tenant_of(authorization), headers or StreamHeaders(), self.stream_key
+            ResumePoint.of, prefix, body, self.tenancy.tenant_of(authorization), headers or StreamHeaders(), self.stream_key
         )
         beginning = await self.threads.run(begin) if SENDER.get().size > SHORT else begin()
         adapter = None if body.model == info.served_name else body.model
-        return Planner(self.threads, self.grammars, self.chat_format, info, beginning, sharing, self.admission, session, adapter)
+        return RequestPlanner(
+            self.threads, self.grammars, self.chat_format, info, beginning, sharing, self.admission, session, adapter
+        )
 
     def generation(self, engine: EnginePort, admitted: AdmittedRequest, n: int = 1, silent: bool = False) -> Generation:
         """Return the generation of an admitted request; see ``Generation``."""
         return Generation(engine, admitted.jobs, n, silent, (*self.listeners, *admitted.listeners), admitted.deadline)
 
 
-class Planner:
+class RequestPlanner:
     """Builds the engine jobs of one request: tokenizes it and applies defaults. Work shared by all choices is done once."""
 
     def __init__(
@@ -112,7 +114,7 @@ class Planner:
         grammars: GrammarTurns,
         chat_format: ChatFormat,
         info: ModelInfo,
-        beginning: Beginning,
+        beginning: ResumePoint,
         sharing: Sharing,
         admission: AdmissionController,
         session: str | None = None,
@@ -124,7 +126,7 @@ class Planner:
         self.beginning, self._sharing, self._session = beginning, sharing, session
         self._admission, self._limits = admission, admission.limits
 
-    async def chat(self, body: ChatCompletionRequest) -> list[Job]:
+    async def chat(self, body: ChatCompletionRequest) -> list[GenerationJob]:
         """Return the jobs of a chat, one per choice.
 
         Raises:
@@ -137,7 +139,7 @@ class Planner:
         self._begins_within = self._format.begins_within(self._tokenizer, ids)
         return await self._jobs(body, [(ids, self._most_tokens(body, ids, self.info.max_model_len))])
 
-    async def completion(self, body: CompletionRequest) -> list[Job]:
+    async def completion(self, body: CompletionRequest) -> list[GenerationJob]:
         """Return ``n`` jobs per prompt, in order of the prompts. Raises the errors of ``chat``."""
         prompts: list[tuple[list[int], int]] = []
         for prompt in body.prompt:
@@ -157,20 +159,20 @@ class Planner:
             texts += [prompt] * (body.n or 1)
         return texts
 
-    def reads(self, body: ChatCompletionRequest, token_bytes: TokenBytes) -> tuple[ReadReasoning | None, ReadCalls | None]:
+    def reads(self, body: ChatCompletionRequest, token_bytes: TokenBytes) -> tuple[ReasoningFormat | None, ToolCallFormat | None]:
         """Return how to parse reasoning and tool calls from the response to a chat. Call it after ``chat``."""
         reasoning, calls, form = None, None, self._format
         if form.reasoning is not None:
             told = body.include_reasoning is not False
-            reasoning = ReadReasoning(form.reasoning, self._begins_within, token_bytes, told)
+            reasoning = ReasoningFormat(form.reasoning, self._begins_within, token_bytes, told)
         if form.calls is not None and body.shown_tools and body.bound_by is None:
             schemas = {tool.function.name: tool.function.parameters or {} for tool in body.tools or ()}
             most = 1 if body.parallel_tool_calls is False else None
-            calls = ReadCalls(form.calls, most, schemas, CALL_MARKS[form.calls][0] in form.hidden)
+            calls = ToolCallFormat(form.calls, most, schemas, CALL_MARKS[form.calls][0] in form.hidden)
         return reasoning, calls
 
-    def events(self, jobs: Sequence[Job], paced: bool) -> EventIds | None:
-        """Return the generator of event ids for a planned stream; see ``Beginning.events``."""
+    def events(self, jobs: Sequence[GenerationJob], paced: bool) -> EventIds | None:
+        """Return the generator of event ids for a planned stream; see ``ResumePoint.events``."""
         return self.beginning.events(jobs, self.info, paced)
 
     def _render(self, body: ChatCompletionRequest) -> list[int]:
@@ -193,7 +195,9 @@ class Planner:
     def _decode(self, ids: list[int], skip_special: bool) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
 
-    async def _jobs(self, body: ChatCompletionRequest | CompletionRequest, prompts: Sequence[tuple[list[int], int]]) -> list[Job]:
+    async def _jobs(
+        self, body: ChatCompletionRequest | CompletionRequest, prompts: Sequence[tuple[list[int], int]]
+    ) -> list[GenerationJob]:
         """Return the jobs of all prompts, each given as (token ids, maximum output tokens)."""
         self.info.check_strategy(body.drafting.strategy)
         self._check_ids("stop_token_ids", body.stop_token_ids or ())
@@ -203,7 +207,7 @@ class Planner:
         params = [self._params(body, most, grammar) for _, most in prompts]
         references, vector = await self._references(body), body.reference_embedding
         embedding = None if vector is None else await self._threads.run(signs_of, vector)
-        jobs: list[Job] = []
+        jobs: list[GenerationJob] = []
         for (ids, _), one in zip(prompts, params, strict=True):
             job = self._bounded(body, self._job(body, ids, one, references, embedding))
             jobs += self._choices(job, len(jobs), body.n or 1)
@@ -250,7 +254,7 @@ class Planner:
             return behind_analysis(grammar, tokens, self._begins_within, has_header=body.binds_calls is not None)
         return after_reasoning(grammar, form.reasoning, tokens, self._begins_within)
 
-    def _choices(self, job: Job, first: int, n: int) -> list[Job]:
+    def _choices(self, job: GenerationJob, first: int, n: int) -> list[GenerationJob]:
         """Return the jobs of a prompt's ``n`` choices, numbered from ``first``."""
         seeds = [choice_seed(job.params.seed, choice) for choice in range(n)]
         return [
@@ -288,17 +292,17 @@ class Planner:
         params: SamplingParams,
         references: tuple[Int32Array, ...],
         embedding: Int32Array | None,
-    ) -> Job:
+    ) -> GenerationJob:
         """Return the job of a prompt, before ``_choices`` sets its request id and seed."""
-        return Job(
+        return GenerationJob(
             self.beginning.answer_id, np.asarray(ids, np.int32), params, references,
             self._sharing.tenant, self._sharing.public, self._adapter,
             strategy=body.drafting.strategy, max_draft_tokens=body.drafting.max_draft_tokens, priority=body.priority or 0,
             report=bool(body.drafting.report), prompt_logprobs=body.num_prompt_logprobs, embedding=embedding,
-            session=self._session, resumed=bool(self.beginning.told),
+            session=self._session, resumed=bool(self.beginning.sent),
         )  # fmt: skip
 
-    def _bounded(self, body: ChatCompletionRequest | CompletionRequest, job: Job) -> Job:
+    def _bounded(self, body: ChatCompletionRequest | CompletionRequest, job: GenerationJob) -> GenerationJob:
         """Apply ``limits.max_prompt_tokens`` and ``limits.max_output_tokens`` to a job.
 
         Example: with ``max_output_tokens=100`` a chat that names no number of tokens gets 100 at most, and one that asks for 101
@@ -373,11 +377,11 @@ class Planner:
             told["top_logprobs" if is_chat else "logprobs"] = tokens * (body.num_logprobs + 1)
         if body.prompt_logprobs is not None:  # a chat returns them once for all choices
             told["prompt_logprobs"] = scored // (n if is_chat else 1) * (body.prompt_logprobs + 1)
-        if (total := sum(told.values())) > MAX_TOLD:
+        if (total := sum(told.values())) > MAX_REPORTED_VALUES:
             length = "max_completion_tokens" if is_chat else "max_tokens"
             message = (
                 f"choices x tokens x (alternatives + 1) make {total} log-probabilities and reported tokens, the maximum per "
-                f"answer is {MAX_TOLD}: lower n, {length}, or the alternatives"
+                f"answer is {MAX_REPORTED_VALUES}: lower n, {length}, or the alternatives"
             )
             raise RequestError(max(told, key=lambda field: told[field]), message)
 

@@ -1,6 +1,6 @@
 """The audit: served choices are computed again without drafts and compared token by token.
 
-A choice is a function of prompt, parameters and seed, all of which are in its ``Job``. The same job without drafts must therefore
+A choice is a function of prompt, parameters and seed, all of which are in its ``GenerationJob``. The same job without drafts must therefore
 emit the same tokens and end for the same reason, greedy or sampled, with a grammar, stop strings or penalties.
 """
 
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from cluster.http.errors import ApiError
 from cluster.observe.difference import first_difference
-from cluster.serving.generation import EnginePort, Job
+from cluster.serving.generation import EnginePort, GenerationJob
 from configs.slices import AuditOptions, EngineOptions, SpeculationOptions
 from decoding.request import MAX_LOGIT_BIAS, PLAIN, FinishReason, SamplingParams, StepOutput, TokenLogprob
 from engine.errors import QueueFullError, RequestError
@@ -58,7 +58,7 @@ class Result(enum.StrEnum):
 class Served:
     """Choice that was served to its end."""
 
-    job: Job
+    job: GenerationJob
     token_ids: tuple[int, ...]  # [m]
     finish_reason: FinishReason
 
@@ -119,10 +119,10 @@ class Auditor:
         self._worker: asyncio.Task[None] | None = None  # runs while sampled choices wait
         self._one_at_a_time = asyncio.Lock()
         self._counts = dict.fromkeys(Result, 0)
-        self._differences: deque[tuple[Job, Audit]] = deque(maxlen=LAST_DIFFERENCES)
+        self._differences: deque[tuple[GenerationJob, Audit]] = deque(maxlen=LAST_DIFFERENCES)
         self._deletions: Counter[str | None] = Counter()  # number of deletions by tenant
 
-    def listen(self, job: Job) -> Callable[[StepOutput], None] | None:
+    def on_output(self, job: GenerationJob) -> Callable[[StepOutput], None] | None:
         """Return a listener that keeps a drafted choice; None for others, and without a tenant unless ``audit.private``."""
         drafted = job.max_draft_tokens != 0 and job.strategy != PLAIN
         some = self._options.keep > 0 or self._options.sample > 0
@@ -160,8 +160,8 @@ class Auditor:
 
         answer = None if request_id is None else request_id.partition("/")[0]
 
-        def is_meant(job: Job) -> bool:
-            return tenant in (job.tenant, job.memory) and answer in (None, job.request_id.partition("/")[0])
+        def is_meant(job: GenerationJob) -> bool:
+            return tenant in (job.tenant, job.cache_namespace) and answer in (None, job.request_id.partition("/")[0])
 
         self._deletions[tenant] += 1  # a replay that is running will not be recorded either
         self._kept = deque((one for one in self._kept if not is_meant(one.job)), self._kept.maxlen)
@@ -198,7 +198,7 @@ class Auditor:
             logger.error("audit: the tokens served for %s differ from plain decoding: %s", job.request_id, found.difference)
         return found
 
-    async def _why_not(self, job: Job) -> str | None:
+    async def _why_not(self, job: GenerationJob) -> str | None:
         """Return why plain decoding may give other tokens; None if it must give the same."""
         replicas = await self._engine.describe()
         if not replicas:
@@ -236,9 +236,9 @@ class Auditor:
             found = await logprob_of(self._engine, self._plain(served.job, served.job.params), served.token_ids[:position], token)
         return Difference(position, token, plain.token_id, found, plain.logprob)
 
-    def _plain(self, job: Job, params: SamplingParams) -> Job:
+    def _plain(self, job: GenerationJob, params: SamplingParams) -> GenerationJob:
         """Return the same job without drafting, without a tenant, and with the lowest priority."""
-        return Job(
+        return GenerationJob(
             f"audit-{secrets.token_hex(12)}/0", job.prompt_ids, params,
             public=False, adapter=job.adapter, strategy=PLAIN, max_draft_tokens=0, priority=self._priority,
         )  # fmt: skip
@@ -269,7 +269,7 @@ class Auditor:
             await asyncio.sleep(_LOOK_S)
 
 
-async def logprob_of(engine: EnginePort, plain: Job, emitted: tuple[int, ...], token: int) -> float | None:
+async def logprob_of(engine: EnginePort, plain: GenerationJob, emitted: tuple[int, ...], token: int) -> float | None:
     """Return the model's log-probability of ``token`` after the prompt and ``emitted``; None if it was not emitted.
 
     ``plain`` is the job without drafts. Raises ``ReplayError`` if the engine ends it.

@@ -12,14 +12,14 @@ from functools import partial
 from typing import Literal
 
 from actors.description import Description, GroupState
-from cache_service.mirror.mirror import MirrorCounts
+from cache_service.mirror.mirror import CacheClientCounts
 from decoding.step_output import BudgetCounts
 from engine.measures.metrics import MetricsCounts
 from engine.measures.strategy_counts import StrategyCounts
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ReplicaMetrics:
     """Description and counters of one engine replica."""
 
     replica: Description
@@ -37,10 +37,10 @@ class Family:
     kind: Literal["counter", "gauge"]
     name: str
     help: str
-    value: Callable[[Told], Value | Labelled]
+    value: Callable[[ReplicaMetrics], Value | Labelled]
     labels: tuple[str, ...] = ()  # in addition to ``model_name`` and ``engine``
 
-    def samples(self, told: Told) -> Labelled:
+    def samples(self, told: ReplicaMetrics) -> Labelled:
         """Return the values of one replica, by label values."""
         found = self.value(told)
         return found if isinstance(found, Mapping) else {} if found is None else {(): found}
@@ -53,43 +53,43 @@ def _by(counts: Mapping[str, float]) -> Labelled:
     return {(label,): count for label, count in counts.items()}
 
 
-def _strategies(value: Callable[[StrategyCounts], Value]) -> Callable[[Told], Labelled]:
-    def samples(told: Told) -> Labelled:
+def _strategies(value: Callable[[StrategyCounts], Value]) -> Callable[[ReplicaMetrics], Labelled]:
+    def samples(told: ReplicaMetrics) -> Labelled:
         found = {(one.strategy, "true" if one.lossless else "false"): value(one) for one in told.replica.strategies}
         return {labels: count for labels, count in found.items() if count is not None}
 
     return samples
 
 
-def _mirror(value: Callable[[MirrorCounts], float]) -> Callable[[Told], Value]:
+def _mirror(value: Callable[[CacheClientCounts], float]) -> Callable[[ReplicaMetrics], Value]:
     return lambda told: None if told.replica.cache is None else value(told.replica.cache)
 
 
-def _budget(value: Callable[[BudgetCounts], float]) -> Callable[[Told], Value]:
+def _budget(value: Callable[[BudgetCounts], float]) -> Callable[[ReplicaMetrics], Value]:
     return lambda told: None if told.metrics.budget is None else value(told.metrics.budget)
 
 
-def _group(value: Callable[[GroupState], float], alone: Value = None) -> Callable[[Told], Value]:
+def _group(value: Callable[[GroupState], float], alone: Value = None) -> Callable[[ReplicaMetrics], Value]:
     """Return a function that reads the group of ranks, or ``alone`` for a replica without one."""
     return lambda told: alone if told.replica.group is None else value(told.replica.group)
 
 
-def _kv_usage(told: Told) -> float:
+def _kv_usage(told: ReplicaMetrics) -> float:
     counts = told.replica.counts
     return counts.running / max(1, counts.running + counts.free_slots)
 
 
-def _cache_config(told: Told) -> Labelled:
+def _cache_config(told: ReplicaMetrics) -> Labelled:
     info, counts = told.replica.info, told.replica.counts
     return {(str(info.max_model_len), str(counts.running + counts.free_slots), info.dtype): 1.0}
 
 
-def _energy(told: Told) -> Labelled:
+def _energy(told: ReplicaMetrics) -> Labelled:
     energy = told.replica.energy
     return {} if energy is None else {(energy.source,): energy.steps_j}
 
 
-def _accepted_by_position(told: Told) -> Labelled:
+def _accepted_by_position(told: ReplicaMetrics) -> Labelled:
     return {(str(at),): count for at, count in enumerate(told.metrics.accepted_per_position)}
 
 

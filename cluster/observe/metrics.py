@@ -19,8 +19,8 @@ from actors.description import Description
 from cluster.admission.controller import AdmissionCounts
 from cluster.admission.tenancy import Tenancy
 from cluster.observe.audit import Auditor
-from cluster.observe.metric_families import FAMILIES, Family, Told
-from cluster.observe.shadow import Shadow, Standing
+from cluster.observe.metric_families import FAMILIES, Family, ReplicaMetrics
+from cluster.observe.shadow import Shadow, ShadowSummary
 from cluster.serving.shared_answer import SharedAnswer
 from engine.measures.metrics import Histogram, HistogramCounts, resident_bytes
 
@@ -54,7 +54,7 @@ class ApiCounts:
     model: str | None = None  # served name; None while unknown
     audits: Mapping[str, int] = field(default_factory=dict)  # by result
     admission: AdmissionCounts | None = None  # None if nothing is limited
-    standing: Standing | None = None  # None if no baseline answers served requests
+    shadow: ShadowSummary | None = None  # None if no baseline answers served requests
     device_failures: Mapping[str, int] = field(default_factory=dict)  # failures of engine replicas' devices, by kind
 
 
@@ -68,7 +68,7 @@ class Metrics(Collector):
     def __init__(self, replicas: Sequence[Description] | None, configured: int, api: ApiCounts) -> None:
         """Take descriptions of the replicas that answer; None if another API replica reports the engines."""
         self._answering, self._configured, self._api = None if replicas is None else len(replicas), configured, api
-        told = [Told(replica, replica.metrics) for replica in replicas or () if replica.metrics is not None]
+        told = [ReplicaMetrics(replica, replica.metrics) for replica in replicas or () if replica.metrics is not None]
         self._told = [((one.replica.info.served_name, one.metrics.engine), one) for one in told]
 
     def collect(self) -> Iterator[Metric]:
@@ -114,14 +114,14 @@ def _of_api(api: ApiCounts) -> Iterator[Metric]:
         for label, count in counts.items():
             metric.add_metric((label,), count)
         yield metric
-    yield from _of_standing(api.standing)
+    yield from _of_shadow(api.shadow)
     in_flight, upload_bytes = (held.in_flight, held.upload_bytes) if held else (None, None)
     yield GaugeMetricFamily("outrider:door_requests_in_flight", "Admitted requests whose answer is not complete.", in_flight)
     yield GaugeMetricFamily("outrider:door_upload_bytes", "Bytes of request bodies being received.", upload_bytes)
     yield GaugeMetricFamily("outrider:door_resident_bytes", "Resident memory of the API's process.", resident_bytes())
 
 
-def _of_standing(standing: Standing | None) -> Iterator[Metric]:
+def _of_shadow(standing: ShadowSummary | None) -> Iterator[Metric]:
     asked = CounterMetricFamily(
         "outrider:baseline_requests", "Served requests also sent to the baseline, by result.", labels=("result",)
     )
@@ -165,7 +165,7 @@ class MetricsService:
     admission: Callable[[], AdmissionCounts]
     auditor: Auditor | None = None  # None if nothing is audited
     shadow: Shadow | None = None  # None if nothing is compared with a baseline
-    tells_engines: Callable[[], Awaitable[bool]] | None = None  # of several API replicas, one reports the engines
+    reports_engines: Callable[[], Awaitable[bool]] | None = None  # of several API replicas, one reports the engines
     device_failures: Callable[[], Mapping[str, int]] = dict  # failures of engine replicas' devices, by kind
     _choices: Histogram = field(default_factory=lambda: Histogram(_CHOICES), init=False)
     _model: str | None = field(default=None, init=False)  # served name, once a request was counted
@@ -188,8 +188,8 @@ class MetricsService:
         return Response(await self._text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def _written(self) -> bytes:
-        tells, run = self.tells_engines is None or await self.tells_engines(), asyncio.get_running_loop().run_in_executor
+        tells, run = self.reports_engines is None or await self.reports_engines(), asyncio.get_running_loop().run_in_executor
         replicas, audits = await self.replicas() if tells else None, {} if self.auditor is None else self.auditor.counts()
-        standing = None if self.shadow is None else await run(self._thread, self.shadow.standing)
+        standing = None if self.shadow is None else await run(self._thread, self.shadow.summary)
         api = ApiCounts(self._choices.read(), self._model, audits, self.admission(), standing, self.device_failures())
         return await run(self._thread, exposition, replicas, self.configured, api)

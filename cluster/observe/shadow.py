@@ -25,7 +25,7 @@ from cluster.http.errors import ApiError
 from cluster.observe.audit import ReplayError, logprob_of
 from cluster.observe.difference import first_difference
 from cluster.observe.timed_run import TimedRun
-from cluster.serving.generation import EnginePort, Job
+from cluster.serving.generation import EnginePort, GenerationJob
 from decoding.request import PLAIN, FinishReason, StepOutput
 from engine.errors import QueueFullError, RequestError
 
@@ -45,7 +45,7 @@ HIGHER_IS_BETTER = {  # figure: whether higher is better
 }
 
 
-class ShadowResult(enum.StrEnum):
+class ShadowStatus(enum.StrEnum):
     """Result of answering a request twice."""
 
     COMPARED = "compared"
@@ -53,7 +53,7 @@ class ShadowResult(enum.StrEnum):
     FAILED = "failed"  # the baseline gave no answer
 
 
-class Texts(enum.StrEnum):
+class OutputMatch(enum.StrEnum):
     """Relation of two answers to one request."""
 
     EQUAL = "equal"
@@ -75,7 +75,7 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ShadowSummary:
     """Summary of engine against baseline."""
 
     results: Mapping[str, int]  # since the start
@@ -110,9 +110,9 @@ class Shadow:
         self._shares_devices, self._draw = shares_devices, draw
         self._running: asyncio.Task[None] | None = None
         self._pairs: deque[tuple[dict[str, float], dict[str, float]]] = deque(maxlen=KEPT)
-        self._results, self._texts = dict.fromkeys(ShadowResult, 0), dict.fromkeys(Texts, 0)
+        self._results, self._texts = dict.fromkeys(ShadowStatus, 0), dict.fromkeys(OutputMatch, 0)
 
-    def listen(self, job: Job) -> Callable[[StepOutput], None] | None:
+    def on_output(self, job: GenerationJob) -> Callable[[StepOutput], None] | None:
         """Return a listener for a request that the baseline shall also answer; None for others and those without a tenant."""
         drafted = job.max_draft_tokens != 0 and job.strategy != PLAIN
         whole = not job.emitted and job.prompt_logprobs is None
@@ -121,15 +121,15 @@ class Shadow:
         run, began_s = TimedRun(), time.perf_counter()
 
         def hear(output: StepOutput) -> None:
-            run.hear(output, time.perf_counter() - began_s)
+            run.on_output(output, time.perf_counter() - began_s)
             if run.reason in _ENDED and run.token_ids:
                 self._begin(job, run)
 
         return hear
 
-    def _begin(self, job: Job, run: TimedRun) -> None:
+    def _begin(self, job: GenerationJob, run: TimedRun) -> None:
         if self._running is not None and not self._running.done():
-            self._results[ShadowResult.DROPPED] += 1
+            self._results[ShadowStatus.DROPPED] += 1
             return
         self._running = asyncio.create_task(self._answer(job, run))
 
@@ -138,15 +138,15 @@ class Shadow:
         if self._running is not None:
             await asyncio.wait([self._running])
 
-    async def _answer(self, job: Job, run: TimedRun) -> None:
+    async def _answer(self, job: GenerationJob, run: TimedRun) -> None:
         try:
-            result = await self._compared(job, run) if await self._has_room() else ShadowResult.DROPPED
+            result = await self._compared(job, run) if await self._has_room() else ShadowStatus.DROPPED
         except (ApiError, QueueFullError, RequestError, ReplayError) as error:
             logger.warning("the baseline did not answer a shadowed request: %s", error)
-            result = ShadowResult.FAILED
+            result = ShadowStatus.FAILED
         except Exception:  # no client waits for it
             logger.exception("comparing two answers failed")
-            result = ShadowResult.FAILED
+            result = ShadowStatus.FAILED
         self._results[result] += 1
 
     async def _has_room(self) -> bool:
@@ -157,7 +157,7 @@ class Shadow:
             room = not any(one.counts.running or one.counts.waiting for one in await self._engine.describe())
         return room
 
-    async def _compared(self, job: Job, run: TimedRun) -> ShadowResult:
+    async def _compared(self, job: GenerationJob, run: TimedRun) -> ShadowStatus:
         plain = dataclasses.replace(
             job, request_id=f"shadow-{secrets.token_hex(12)}/0", tenant=None, public=False, references=(), strategy=PLAIN,
             max_draft_tokens=0, siblings=False, report=False, embedding=None, session=None,
@@ -165,34 +165,34 @@ class Shadow:
         other, began_s = TimedRun(), time.perf_counter()
         async with contextlib.aclosing(self._baseline.generate(plain)[0]) as outputs:
             async for output in outputs:
-                other.hear(output, time.perf_counter() - began_s)
+                other.on_output(output, time.perf_counter() - began_s)
         if other.reason not in _ENDED:
             raise ReplayError(other.error or "it ended the request")
         self._texts[await self._texts_of(plain, run, other)] += 1
         mine, theirs = (_figures(one, devices) for one, devices in zip((run, other), self._devices, strict=True))
         self._pairs.append((mine, theirs))
-        return ShadowResult.COMPARED
+        return ShadowStatus.COMPARED
 
-    async def _texts_of(self, plain: Job, run: TimedRun, other: TimedRun) -> Texts:
+    async def _texts_of(self, plain: GenerationJob, run: TimedRun, other: TimedRun) -> OutputMatch:
         """Compare two outputs; at the first difference, use the baseline's log-probabilities."""
         position = first_difference(run.token_ids, other.token_ids)
         if position is None:
-            return Texts.EQUAL if run.reason is other.reason else Texts.OTHER
+            return OutputMatch.EQUAL if run.reason is other.reason else OutputMatch.OTHER
         if not plain.params.greedy:
-            return Texts.SAMPLED
+            return OutputMatch.SAMPLED
         tokens = [each.token_ids[position] for each in (run, other) if position < len(each.token_ids)]
         if len(tokens) < 2:
-            return Texts.OTHER
+            return OutputMatch.OTHER
         emitted = tuple(run.token_ids[:position])
         mine, theirs = [await logprob_of(self._baseline, plain, emitted, token) for token in tokens]
         near = mine is not None and theirs is not None and abs(mine - theirs) <= NEAR_TIE
-        return Texts.NEAR_TIE if near else Texts.OTHER
+        return OutputMatch.NEAR_TIE if near else OutputMatch.OTHER
 
-    def standing(self) -> Standing:
+    def summary(self) -> ShadowSummary:
         """Return the summary so far. Takes some milliseconds; may run in any thread."""
         pairs, generator = list(self._pairs), np.random.default_rng(0)
         figures = {name: figure for name in HIGHER_IS_BETTER if (figure := _figure(name, pairs, generator)) is not None}
-        return Standing(_counts(self._results), _counts(self._texts), figures, self._sentence(figures))
+        return ShadowSummary(_counts(self._results), _counts(self._texts), figures, self._sentence(figures))
 
     def _sentence(self, figures: Mapping[str, Figure]) -> str:
         speed, first = figures.get("tokens_per_s"), figures.get("ttft_s")

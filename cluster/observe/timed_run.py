@@ -27,7 +27,7 @@ class TimedRun:
         took_s, rest = self.latency_s - self.ttft_s, len(self.token_ids) - self.first
         return rest / took_s if rest and took_s > 0 else None
 
-    def hear(self, output: StepOutput, latency_s: float) -> None:
+    def on_output(self, output: StepOutput, latency_s: float) -> None:
         """Add an output that arrived ``latency_s`` after the request."""
         self.latency_s = latency_s
         if output.token_ids:

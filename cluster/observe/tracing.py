@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.serving.generation import Job
+from cluster.serving.generation import GenerationJob
 from configs.schema import Config, ConfigError
 from decoding.request import FinishReason, SpecStats, StepOutput
 from decoding.tree import Int32Array
@@ -36,7 +36,7 @@ _EXPORT_TIMEOUT_S = 5.0  # seconds to send one batch, and the rest when the serv
 
 
 @dataclass(slots=True)
-class _Asked:
+class _Exchange:
     """Request in progress, shared by its choices."""
 
     span: Span
@@ -54,7 +54,7 @@ class Tracing:
     def __init__(self, provider: TracerProvider, model: str, strategy: str) -> None:
         self._provider, self._tracer = provider, provider.get_tracer("outrider")
         self._model, self._strategy = model, strategy
-        self._asked: ContextVar[_Asked | None] = ContextVar("asked", default=None)
+        self._asked: ContextVar[_Exchange | None] = ContextVar("asked", default=None)
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
         """Return the application with a span around each generation."""
@@ -82,7 +82,7 @@ class Tracing:
         attributes = {"gen_ai.operation.name": operation, "gen_ai.request.model": self._model}
         name = f"{operation} {self._model}"
         span = self._tracer.start_span(name, parent, SpanKind.SERVER, attributes, start_time=began_ns)
-        asked, carrier = _Asked(span, began_ns), dict[str, str]()
+        asked, carrier = _Exchange(span, began_ns), dict[str, str]()
         propagator.inject(carrier, set_span_in_context(span))
 
         async def named(message: Message) -> None:
@@ -104,7 +104,7 @@ class Tracing:
             span.set_attributes(_totals(asked))
             span.end()
 
-    def listen(self, job: Job) -> Callable[[StepOutput], None] | None:
+    def on_output(self, job: GenerationJob) -> Callable[[StepOutput], None] | None:
         """Return a listener that adds a choice's times to its request's span; None outside of a traced HTTP request."""
         asked = self._asked.get()
         if asked is None or not asked.span.is_recording():
@@ -118,7 +118,7 @@ class Tracing:
 
         return hear
 
-    def _begin(self, asked: _Asked, job: Job) -> None:
+    def _begin(self, asked: _Exchange, job: GenerationJob) -> None:
         asked.choices += 1
         params, answer_id = job.params, job.request_id.rpartition("/")[0]
         if not any(job.prompt_ids is prompt for prompt in asked.prompts):
@@ -136,7 +136,7 @@ class Tracing:
             }
         )
 
-    def _finish(self, asked: _Asked, job: Job, output: StepOutput) -> None:
+    def _finish(self, asked: _Exchange, job: GenerationJob, output: StepOutput) -> None:
         asked.reasons.append(str(output.finish_reason))
         if output.finish_reason is FinishReason.ERROR and output.fault_field is None:
             from opentelemetry.trace import Status, StatusCode
@@ -145,7 +145,7 @@ class Tracing:
         if output.stats is not None:
             self._write_times(asked, job, output.stats)
 
-    def _write_times(self, asked: _Asked, job: Job, stats: SpecStats) -> None:
+    def _write_times(self, asked: _Exchange, job: GenerationJob, stats: SpecStats) -> None:
         """Write the child spans of a choice whose last output has just arrived."""
         from opentelemetry.trace import set_span_in_context
 
@@ -171,7 +171,7 @@ class Tracing:
             setattr(asked.counts, name, getattr(asked.counts, name) + getattr(stats, name))
 
 
-def _totals(asked: _Asked) -> dict[str, Any]:
+def _totals(asked: _Exchange) -> dict[str, Any]:
     """Return the attributes that are known at the end of the answer."""
     if not asked.choices:
         return {}

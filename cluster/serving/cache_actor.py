@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from actors.cache_keeper import CacheKeeper, CacheNotReadyError
+from actors.cache_keeper import CacheNotReadyError, CacheServerActor
 from actors.description import Description, identity_of
 from cache_service.access import CacheAccess
 from cache_service.keeper.admin import UnknownTenantError
@@ -31,7 +31,7 @@ _DESCRIBE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class CachePlace:
+class CacheSettings:
     """Location and options of the shared cache, without secrets, because Serve writes down the arguments of deployments."""
 
     options: CacheOptions
@@ -48,11 +48,11 @@ class CachePlace:
 
 
 class CacheActor:
-    """``CacheKeeper`` as an actor. It returns errors as values, like the engine replicas."""
+    """``CacheServerActor`` as an actor. It returns errors as values, like the engine replicas."""
 
-    def __init__(self, engine: DeploymentHandle[Any], place: CachePlace, quotas: dict[str, int]) -> None:
+    def __init__(self, engine: DeploymentHandle[Any], place: CacheSettings, quotas: dict[str, int]) -> None:
         asked = for_threads(engine)
-        self._keeper = CacheKeeper(place.access(), quotas, lambda: _identity(asked, place.version))
+        self._keeper = CacheServerActor(place.access(), quotas, lambda: _identity(asked, place.version))
 
     async def call(self, verb: str, *arguments: object) -> object:
         """Return the result of a method of ``CacheAdmin``, or the exception that it raises."""

@@ -15,14 +15,14 @@ from weakref import WeakValueDictionary
 from actors.description import Description
 from cluster.cli.launch.preflight import group_size
 from cluster.serving.autoscaling import REQUESTS, TOKENS, Pace
-from cluster.serving.cache_actor import CachePlace
-from cluster.serving.generation import Job, OtherVersionError
+from cluster.serving.cache_actor import CacheSettings
+from cluster.serving.generation import GenerationJob, OtherVersionError
 from cluster.serving.handle_engine import BEAT_S, Item, is_last
 from cluster.serving.membership import MembershipClient, MembershipOptions
 from cluster.serving.secrets import node_secret
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 from decoding.tree import Int32Array
-from engine.measures.progress import tell
+from engine.measures.progress import report_progress
 
 if TYPE_CHECKING:
     from actors.ranks import Ranks
@@ -45,23 +45,23 @@ class EngineReplica:
         engine: EngineOptions,
         speculation: SpeculationOptions,
         parallelism: ParallelismOptions,
-        cache: CachePlace | None,
+        cache: CacheSettings | None,
         start_timeout_s: float,
         membership: MembershipOptions | None = None,
         metered: bool = True,
         version: str = "",
     ) -> None:
         self._version = version
-        tell("importing torch and transformers")
+        report_progress("importing torch and transformers")
         # Imported here, because only this process needs torch and the model library.
         from actors.heap import spare_collector
-        from actors.lookahead.elastic import Elastic
+        from actors.lookahead.elastic import ElasticGroup
         from actors.replica import Replica
         from actors.sharded.group import ShardedGroup, whole_model
-        from cluster.cli.doctor import lacks
+        from cluster.cli.doctor import missing_optional_deps
         from engine.measures.energy import open_meter
 
-        elastic = None if membership is None else Elastic(parallelism, node_secret(), membership.world_size)
+        elastic = None if membership is None else ElasticGroup(parallelism, node_secret(), membership.world_size)
         ranks = elastic or _ranks(model, engine, speculation, parallelism, start_timeout_s)
         if isinstance(ranks, ShardedGroup):
             model = whole_model(model)
@@ -70,16 +70,16 @@ class EngineReplica:
         self._replica = Replica(model, engine, speculation, access, ranks, meter, self._leave)
         self._pace = Pace()
         self._references: WeakValueDictionary[tuple[str, int], Int32Array] = WeakValueDictionary()  # by answer and index
-        missing = lacks(self._replica.describe().info.device, parallelism.mode)
+        missing = missing_optional_deps(self._replica.describe().info.device, parallelism.mode)
         if missing:
             logger.warning("this environment lacks %s", missing)
         spare_collector()
         if membership is not None and elastic is not None:
             # Replicas with another slot length cannot be ranks of one group, so they do not meet.
             alike = f"{version} {self._replica.describe().info.max_model_len}"
-            self._membership_client = MembershipClient(membership.actor, alike, elastic.address, elastic.meet)
+            self._membership_client = MembershipClient(membership.actor, alike, elastic.address, elastic.update_peers)
 
-    async def generate(self, jobs: Sequence[Job]) -> AsyncIterator[list[tuple[int, Item]]]:
+    async def generate(self, jobs: Sequence[GenerationJob]) -> AsyncIterator[list[tuple[int, Item]]]:
         """Yield batches of outputs, each with its job's index; an empty batch is a heartbeat.
 
         A job that is refused yields only the reason. If the device fails, the last item of each job is ``DeviceLostError``.
@@ -99,7 +99,7 @@ class EngineReplica:
                 reader.cancel()
             await asyncio.gather(*readers, return_exceptions=True)
 
-    async def _read(self, place: int, job: Job, items: asyncio.Queue[tuple[int, Item | Exception]]) -> None:
+    async def _read(self, place: int, job: GenerationJob, items: asyncio.Queue[tuple[int, Item | Exception]]) -> None:
         """Put the outputs of a job, or the error, into the queue."""
         if job.version not in ("", self._version):
             items.put_nowait((place, OtherVersionError()))
@@ -113,7 +113,7 @@ class EngineReplica:
             items.put_nowait((place, error))
             raise
 
-    def _shared(self, job: Job) -> tuple[Int32Array, ...]:
+    def _shared(self, job: GenerationJob) -> tuple[Int32Array, ...]:
         """Return the job's reference texts, in one copy for all choices of an answer on this replica."""
         answer = job.request_id.rpartition("/")[0]
         return tuple(self._references.setdefault((answer, place), text) for place, text in enumerate(job.references))

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from actors.description import Description
 from cluster.http.errors import ApiError
-from decoding.request import FinishReason, Request, SamplingParams, StepOutput, memory_name
+from decoding.request import FinishReason, Request, SamplingParams, StepOutput, cache_namespace_of
 from decoding.tree import Int32Array
 from engine.errors import RequestError
 
@@ -20,7 +20,7 @@ _FOR_ROUTING = ("announced", "session", "avoid_s", "resumed", "version")  # fiel
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class GenerationJob:
     """One choice as sent to a replica."""
 
     request_id: str  # ANSWER_ID/INDEX: the id that the client sees, and the number of the choice
@@ -48,9 +48,9 @@ class Job:
     version: str = ""  # model version, see ``cluster.app.version_of``: only replicas with it take the job; empty for any
 
     @property
-    def memory(self) -> str | None:
-        """Return the name of the history and KV that the job shares; see ``decoding.request.memory_name``."""
-        return memory_name(self.tenant, self.adapter)
+    def cache_namespace(self) -> str | None:
+        """Return the name of the history and KV that the job shares; see ``decoding.request.cache_namespace_of``."""
+        return cache_namespace_of(self.tenant, self.adapter)
 
     def request(self, references: tuple[Int32Array, ...]) -> Request:
         """Return the engine's request; ``references`` are the job's own, or copies shared with other jobs."""
@@ -65,7 +65,7 @@ class OtherVersionError(Exception):
 class EnginePort(Protocol):
     """Engine replicas as the API sees them."""
 
-    def generate(self, *jobs: Job) -> Sequence[AsyncGenerator[StepOutput, None]]:
+    def generate(self, *jobs: GenerationJob) -> Sequence[AsyncGenerator[StepOutput, None]]:
         """Return one output stream per job of an answer. The first output is empty and confirms that an engine took the job.
 
         ``aclose`` frees the slot. The engine identifies a job by ``request_id``, which also names its texts in the shared cache.
@@ -82,7 +82,7 @@ class EnginePort(Protocol):
 
 
 # Called with each job when it begins; returns a function that gets the job's outputs, including the empty first one, or None.
-Listener = Callable[[Job], Callable[[StepOutput], object] | None]
+Listener = Callable[[GenerationJob], Callable[[StepOutput], object] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,8 @@ class Deadline:
     error: Callable[[], ApiError]  # makes the error to raise
 
 
-async def heard(
-    stream: AsyncGenerator[StepOutput, None], job: Job, listeners: Sequence[Listener], deadline: Deadline | None = None
+async def next_output(
+    stream: AsyncGenerator[StepOutput, None], job: GenerationJob, listeners: Sequence[Listener], deadline: Deadline | None = None
 ) -> AsyncGenerator[StepOutput, None]:
     """Yield a job's outputs and pass them to the listeners. Raise the deadline's error when it has passed."""
     hearers = [hear for listener in listeners if (hear := listener(job)) is not None]
@@ -127,7 +127,7 @@ class Generation:
     def __init__(
         self,
         engine: EnginePort,
-        jobs: Sequence[Job],
+        jobs: Sequence[GenerationJob],
         n: int = 1,
         silent: bool = False,
         listeners: Sequence[Listener] = (),
@@ -140,7 +140,7 @@ class Generation:
         self._cached: dict[int, int] = {}  # cached prompt tokens of ended choices, by choice
         self.energy_j: float | None = 0.0  # sum over ended choices; None if one of them was not measured
         streams = zip(engine.generate(*jobs), jobs, strict=True)
-        self._streams = [heard(stream, job, listeners, deadline) for stream, job in streams]
+        self._streams = [next_output(stream, job, listeners, deadline) for stream, job in streams]
         self._open = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Generation:

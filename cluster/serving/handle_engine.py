@@ -19,9 +19,9 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from actors.description import Description, DeviceLostError
 from cluster.http.errors import ApiError
 from cluster.observe.device_failures import DeviceFailures
-from cluster.serving.generation import Job, OtherVersionError
+from cluster.serving.generation import GenerationJob, OtherVersionError
 from cluster.serving.handles import all_results, for_this_loop, for_threads
-from decoding.request import CLEARED_TOKENS, FinishReason, StepOutput
+from decoding.request import QUARANTINE_TOKENS, FinishReason, StepOutput
 from engine.errors import ContextLengthError, QueueFullError, RequestError
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def is_last(item: Item) -> bool:
     return isinstance(item, Exception) or item.finish_reason is not None
 
 
-class _LostError(Exception):
+class ReplicaLostError(Exception):
     """The replica no longer answers."""
 
     def __init__(self, error: BaseException) -> None:
@@ -60,10 +60,12 @@ class _LostError(Exception):
 class _Call:
     """Call of a replica for some jobs, which are read separately. It starts with the first reader and ends with the last."""
 
-    def __init__(self, handle: Callable[[], DeploymentHandle[Any]], jobs: Sequence[Job], patience_s: float = SILENCE_S) -> None:
+    def __init__(
+        self, handle: Callable[[], DeploymentHandle[Any]], jobs: Sequence[GenerationJob], patience_s: float = SILENCE_S
+    ) -> None:
         """Prepare a call for jobs of one answer; ``patience_s`` is the longest silence before its first item."""
         self._handle, self._jobs, self.patience_s = handle, tuple(jobs), patience_s
-        self._items: list[asyncio.Queue[Item | _LostError]] = [asyncio.Queue() for _ in jobs]
+        self._items: list[asyncio.Queue[Item | ReplicaLostError]] = [asyncio.Queue() for _ in jobs]
         self._calling: asyncio.Task[None] | None = None
         self._readers = 0
         self.heard_s: float | None = None  # time of the latest item or heartbeat
@@ -71,7 +73,7 @@ class _Call:
         self._timer: asyncio.TimerHandle | None = None  # timer of the next part
 
     async def items(self, place: int) -> AsyncGenerator[Item, None]:
-        """Yield the items of a job up to the last one. Raise ``_LostError``."""
+        """Yield the items of a job up to the last one. Raise ``ReplicaLostError``."""
         if self._calling is None:
             # In a separate context: otherwise Serve takes all calls of an HTTP request for one and cannot route them separately.
             self._calling = asyncio.create_task(self._call(), context=contextvars.Context())
@@ -79,7 +81,7 @@ class _Call:
         try:
             while True:
                 item = await self._items[place].get()
-                if isinstance(item, _LostError):
+                if isinstance(item, ReplicaLostError):
                     raise item
                 yield item
                 if is_last(item):
@@ -115,7 +117,7 @@ class _Call:
             if live:
                 response.cancel()
             for place in live:
-                self._items[place].put_nowait(_LostError(end))
+                self._items[place].put_nowait(ReplicaLostError(end))
 
     def _count_part(self, limit: asyncio.Timeout) -> None:
         """Count one part of the silence; end the call after the last part."""
@@ -159,7 +161,7 @@ class HandleEngine:
     the tokens that were emitted: the consumer sees a pause, and no token is lost or repeated.
 
     A request may be the cause of a replica's end. A request that lost one is *quarantined*: the next replica computes it alone in
-    its steps until it has emitted ``CLEARED_TOKENS`` more, and reports this before and after. If that replica ends in one of
+    its steps until it has emitted ``QUARANTINE_TOKENS`` more, and reports this before and after. If that replica ends in one of
     these steps, the request is refused; requests that waited there are sent again without blame. A replica takes one quarantined
     request per account; the next one waits here.
 
@@ -205,7 +207,7 @@ class HandleEngine:
             self._stream = loop, for_this_loop(self._handle)
         return self._stream[1]
 
-    def generate(self, *jobs: Job) -> list[AsyncGenerator[StepOutput, None]]:
+    def generate(self, *jobs: GenerationJob) -> list[AsyncGenerator[StepOutput, None]]:
         """Return one output stream per job; see ``EnginePort.generate``.
 
         The counters in a last output are those of the last replica; energy is None if several replicas computed the job.
@@ -216,7 +218,7 @@ class HandleEngine:
         calls = [_Call(self._streaming, jobs[first : first + size], patience_s) for first in range(0, len(jobs), size)]
         return [self._generate(job, calls[at // size], at % size) for at, job in enumerate(jobs)]
 
-    async def _generate(self, job: Job, call: _Call | None, place: int) -> AsyncGenerator[StepOutput, None]:
+    async def _generate(self, job: GenerationJob, call: _Call | None, place: int) -> AsyncGenerator[StepOutput, None]:
         """Yield the outputs of a job, from its shared call and then from calls for this job alone."""
         progress = _Progress(time.monotonic() + self._accept_timeout_s, spare=self._replicas > 1)
         while True:
@@ -245,7 +247,7 @@ class HandleEngine:
                 await self._check_version(job, progress)
                 await asyncio.sleep(_PAUSE_S)
                 continue
-            except _LostError as lost:
+            except ReplicaLostError as lost:
                 reason = lost
             except (QueueFullError, RequestError) as refusal:
                 if isinstance(refusal, QueueFullError | ContextLengthError) and progress.spare and not progress.taken:
@@ -268,7 +270,9 @@ class HandleEngine:
         """Return whether a running request was sent to a replica with a shorter context than that of its lost one."""
         return isinstance(refusal, ContextLengthError) and progress.taken and self._replicas > 1
 
-    async def _attempt(self, job: Job, call: _Call, place: int, progress: _Progress) -> AsyncGenerator[StepOutput, None]:
+    async def _attempt(
+        self, job: GenerationJob, call: _Call, place: int, progress: _Progress
+    ) -> AsyncGenerator[StepOutput, None]:
         """Yield the new outputs of one replica.
 
         A failed step ends all its requests, whichever caused it. The request then returns without a finish reason to be computed
@@ -283,7 +287,7 @@ class HandleEngine:
             async with contextlib.aclosing(call.items(place)) as items:
                 async for item in items:
                     if isinstance(item, DeviceLostError):
-                        raise _LostError(item)
+                        raise ReplicaLostError(item)
                     if isinstance(item, Exception):
                         raise item
                     step_failed = item.finish_reason is FinishReason.ERROR and item.fault_field is None
@@ -297,10 +301,10 @@ class HandleEngine:
                         progress.emitted += item.token_ids
                         if item.token_ids:
                             progress.losses, progress.failed_engine = 0, None
-                        if len(progress.emitted) - given >= CLEARED_TOKENS:
+                        if len(progress.emitted) - given >= QUARANTINE_TOKENS:
                             alone = progress.quarantined = progress.ended = False
                         yield item
-        except _LostError as lost:
+        except ReplicaLostError as lost:
             heard = call.heard_s is not None
             if lost.silent:  # after the short patience it may only be slow
                 progress.avoid_s = SILENT_S if heard or call.patience_s >= SILENCE_S else EARLY_S
@@ -332,7 +336,7 @@ class HandleEngine:
         progress.losses_in_all += 1
         return again
 
-    async def _check_version(self, job: Job, progress: _Progress) -> None:
+    async def _check_version(self, job: GenerationJob, progress: _Progress) -> None:
         """Return if a replica of this version can still take the job. Raise ``ApiError`` (503) otherwise."""
         if time.monotonic() < progress.deadline_s and await self.describe():
             return

@@ -35,7 +35,7 @@ class HealthService:
     cache: CacheAdminPort | None = None  # None without a shared cache
     others: Callable[[], Awaitable[Sequence[Description]]] | None = None  # replicas of the baseline, of which one has to answer
     wake: Callable[[], None] | None = None  # starts an engine if there may be none (server.replicas=0)
-    tells_load: Callable[[str | None], bool] = lambda authorization: True  # whether the sender of this header may see the load
+    reports_load: Callable[[str | None], bool] = lambda authorization: True  # whether the sender of this header may see the load
     clock: Callable[[], float] = time.monotonic
     described: SharedAnswer[Sequence[Description]] = field(init=False)  # ``describe``, shared by simultaneous callers
     _gaps: SharedAnswer[list[str]] = field(init=False)
@@ -57,7 +57,7 @@ class HealthService:
             state = {"status": "idle", "model": self._info.served_name, "replicas": 0}
         else:
             state = _state(_some(replicas), self.configured)
-        if self.tells_load(request.headers.get("authorization")):
+        if self.reports_load(request.headers.get("authorization")):
             state |= _load(replicas)
         return JSONResponse(state)
 

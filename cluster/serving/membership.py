@@ -28,7 +28,7 @@ _JOIN_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class NodePlace:
+class NodeAddress:
     """Rank of a replica on its node, and its peers' addresses."""
 
     rank: int
@@ -47,7 +47,7 @@ class NodeMembership:
 
     _nodes: dict[str, dict[Address, _Member]] = field(default_factory=dict)
 
-    def join(self, node: str, address: Address, rank: int | None, now_s: float) -> NodePlace:
+    def join(self, node: str, address: Address, rank: int | None, now_s: float) -> NodeAddress:
         """Add a replica, or renew its membership.
 
         Example: the first replica of a node is rank 0 without peers, the second rank 1 with ``{0: address of the first}``.
@@ -68,7 +68,7 @@ class NodeMembership:
             member = members[address] = _Member(rank, now_s)
         member.seen_s = now_s
         peers = {other.rank: where for where, other in sorted(members.items()) if where != address}
-        return NodePlace(member.rank, peers)
+        return NodeAddress(member.rank, peers)
 
     def _forget(self, now_s: float) -> None:
         for node, members in list(self._nodes.items()):
@@ -84,7 +84,7 @@ class MembershipActor:
     def __init__(self) -> None:
         self._membership = NodeMembership()
 
-    async def join(self, node: str, address: Address, rank: int | None) -> NodePlace:
+    async def join(self, node: str, address: Address, rank: int | None) -> NodeAddress:
         """See ``NodeMembership.join``."""
         return self._membership.join(node, address, rank, time.monotonic())
 
@@ -126,7 +126,9 @@ class MembershipClient:
         missing = False
         while not self._over.wait(0.0 if rank is None and not missing else JOIN_PERIOD_S):
             try:
-                place: NodePlace = self._membership.join.remote(self._node, self._address, rank).result(timeout_s=_JOIN_TIMEOUT_S)
+                place: NodeAddress = self._membership.join.remote(self._node, self._address, rank).result(
+                    timeout_s=_JOIN_TIMEOUT_S
+                )
             except (RayError, RayServeException, TimeoutError) as error:
                 if not missing:  # known peers stay in touch meanwhile
                     logger.warning("the membership actor does not answer (%s); retrying", type(error).__name__)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from cluster.serving.generation import Job
+from cluster.serving.generation import GenerationJob
 from cluster.serving.replica_chooser import ReplicaChooser
 
 
@@ -50,14 +50,14 @@ class PrefixRouter(RequestRouter):
         """Record which replica has taken a call; see ``RequestRouter``."""
         call = pending_request.metadata.internal_request_id
         self._unsent.pop(call, None)
-        self._chooser.placed(call, replica_id.unique_id)
+        self._chooser.place(call, replica_id.unique_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Record the end of a call, for any reason; see ``RequestRouter``."""
         self._chooser.release(internal_request_id, replica_id.unique_id)
 
 
-def _jobs_of(request: PendingRequest) -> Sequence[Job]:
+def _jobs_of(request: PendingRequest) -> Sequence[GenerationJob]:
     """Return the jobs of a call; empty if it is no call of ``EngineReplica.generate``."""
     jobs = request.args[0] if request.args else None
-    return jobs if isinstance(jobs, tuple) and all(isinstance(job, Job) for job in jobs) else ()
+    return jobs if isinstance(jobs, tuple) and all(isinstance(job, GenerationJob) for job in jobs) else ()

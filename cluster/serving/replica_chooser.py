@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.serving.generation import Job
+from cluster.serving.generation import GenerationJob
 from decoding.tree import Int32Array
 
 BLOCK = 16  # tokens: granularity of known prefixes
@@ -77,11 +77,11 @@ class _Tenant:
 
 
 @dataclass(frozen=True, slots=True)
-class _UnderWay:
+class _RunningAnswer:
     """Call that has not ended."""
 
     replica: str
-    jobs: Sequence[Job]
+    jobs: Sequence[GenerationJob]
     answer: str  # answer of which the jobs are choices
 
 
@@ -118,11 +118,11 @@ class ReplicaChooser:
         self._most_sessions = max(_FEWEST, MOST_SESSIONS // max(1, tenants))
         self._tenants: dict[str, _Tenant] = {}
         self._replicas: set[str] = set()  # replicas of the previous call
-        self._under_way: dict[str, _UnderWay] = {}  # by call
+        self._under_way: dict[str, _RunningAnswer] = {}  # by call
         self._jobs, self._calls = Counter[str](), Counter[str]()  # running, by replica
         self._last: OrderedDict[str, str] = OrderedDict()  # replica by request_id
 
-    def choose(self, call: str, jobs: Sequence[Job], reported: Mapping[str, int]) -> list[str]:
+    def choose(self, call: str, jobs: Sequence[GenerationJob], reported: Mapping[str, int]) -> list[str]:
         """Return the replicas, best first; the first one counts as the one that gets the call.
 
         Args:
@@ -135,7 +135,7 @@ class ReplicaChooser:
         loads = {name: self._jobs[name] + max(0, calls - self._calls[name]) for name, calls in reported.items()}
         most = SLACK * (sum(loads.values()) + len(jobs)) / len(loads) + 1
         first = jobs[0]
-        tenant = None if first.memory is None else self._tenants.setdefault(first.memory, _Tenant())
+        tenant = None if first.cache_namespace is None else self._tenants.setdefault(first.cache_namespace, _Tenant())
         prompts = [] if tenant is None else self._prefixes(jobs)
         matched = dict.fromkeys(loads, 0) if tenant is None else {name: _matched(tenant, name, prompts) for name in loads}
         common = max(matched.values())  # blocks of the longest match
@@ -167,19 +167,19 @@ class ReplicaChooser:
             )
 
         order = sorted(loads, key=rank)
-        self._place(call, _UnderWay(order[0], jobs, answer))
+        self._place(call, _RunningAnswer(order[0], jobs, answer))
         if tenant is not None:
             self._remember(tenant, order[0], prompts, first.session)
         return order
 
-    def placed(self, call: str, replica: str) -> None:
+    def place(self, call: str, replica: str) -> None:
         """Record which replica took a call, if not the best one."""
         before = self._under_way.get(call)
         if before is None or before.replica == replica:
             return
         self.release(call)
         self._place(call, dataclasses.replace(before, replica=replica))
-        tenant = self._tenants.get(before.jobs[0].memory or "")
+        tenant = self._tenants.get(before.jobs[0].cache_namespace or "")
         if tenant is not None:
             self._remember(tenant, replica, self._prefixes(before.jobs), before.jobs[0].session)
 
@@ -191,7 +191,7 @@ class ReplicaChooser:
             self._jobs[ended.replica] -= len(ended.jobs)
             self._calls[ended.replica] -= 1
 
-    def _place(self, call: str, placed: _UnderWay) -> None:
+    def _place(self, call: str, placed: _RunningAnswer) -> None:
         self._under_way[call] = placed
         self._jobs[placed.replica] += len(placed.jobs)
         self._calls[placed.replica] += 1
@@ -207,7 +207,7 @@ class ReplicaChooser:
                     del counter[name]
             self._replicas = set(replicas)
 
-    def _prefixes(self, jobs: Sequence[Job]) -> list[list[int]]:
+    def _prefixes(self, jobs: Sequence[GenerationJob]) -> list[list[int]]:
         """Return the prefixes of each distinct prompt, shortest first."""
         most = min(self._most_blocks, MOST_PROMPT_BLOCKS)
         # Choices of one prompt share the array.
@@ -240,18 +240,18 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     return bisect_left(range(min(len(one), len(other))), True, key=lambda at: one[at] != other[at])
 
 
-def _scores(job: Job, replicas: Collection[str], common: int) -> dict[str, bytes]:
+def _scores(job: GenerationJob, replicas: Collection[str], common: int) -> dict[str, bytes]:
     """Return each replica's rendezvous hash for the job; the lowest wins. ``common`` leading tokens are left out of the hash."""
-    if job.memory is None:
+    if job.cache_namespace is None:
         key = repr((None, _answer_of(job))).encode()
     else:
         beginning = job.prompt_ids[common : common + BEGINNING].tobytes() if job.session is None else b""
-        key = repr((job.memory, job.session)).encode() + beginning
+        key = repr((job.cache_namespace, job.session)).encode() + beginning
     hashed = hashlib.blake2b(key).digest()
     return {name: hashlib.blake2b(name.encode(), key=hashed, digest_size=8).digest() for name in replicas}
 
 
-def _answer_of(job: Job) -> str:
+def _answer_of(job: GenerationJob) -> str:
     return job.request_id.rpartition("/")[0]
 
 

@@ -29,7 +29,7 @@ def stream_key() -> bytes:
     return _derived(secret, b"outrider: ids of events") if secret else b""
 
 
-def kept_secret(folder: Path) -> str:
+def cached_secret(folder: Path) -> str:
     """Return this user's secret kept in a folder, 64 hexadecimal digits, so that streams can be resumed after a restart.
 
     A file that is missing, damaged, of another user or open to others is replaced. If it cannot be written, the secret is lost

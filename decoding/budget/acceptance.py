@@ -134,17 +134,17 @@ class AcceptanceTable:
         self._expected, self._hits = np.zeros(NUM_KINDS), np.zeros(NUM_KINDS)
         self._backoffs = np.full(NUM_KINDS, _FIRST_BACKOFF)  # steps of the next backoff, by kind
         self._backed_off = np.zeros(NUM_KINDS, np.int64)  # remaining steps
-        self.set_aside: tuple[int, ...] = ()  # kinds that are not drafted from now
+        self.disabled_sources: tuple[int, ...] = ()  # kinds that are not drafted from now
 
     def chances(self) -> Float64Array:
         """Return [NUM_FEATURES] chances of a child given its parent; 0 for kinds set aside. Valid until the next ``observe``."""
-        for kind in self.set_aside:
+        for kind in self.disabled_sources:
             self._chances[kind * KIND_FEATURES : (kind + 1) * KIND_FEATURES] = 0.0
         return self._chances
 
     def observe(self, parents: Int32Array, features: Int32Array, accepted_rows: tuple[int, ...]) -> None:
         """Count a verified tree: [n] parent and feature of each row, and the accepted rows in order of depth."""
-        if self.set_aside:
+        if self.disabled_sources:
             self._pass_step()
         if len(parents) == 1:
             return
@@ -180,7 +180,7 @@ class AcceptanceTable:
             self._look()
 
     def _look(self) -> None:
-        self.set_aside = tuple(np.flatnonzero(self._backed_off).tolist())
+        self.disabled_sources = tuple(np.flatnonzero(self._backed_off).tolist())
 
 
 class AcceptanceTables:

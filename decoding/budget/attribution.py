@@ -30,17 +30,17 @@ _COPIES: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
+class _CopySource:
     """Position of a token in a source text."""
 
     kind: str
     text: Int32Array
     position: int
 
-    def next(self, token: int, end: int) -> _Copy | None:
+    def next(self, token: int, end: int) -> _CopySource | None:
         """Return the next position if it holds ``token``. The sequence itself is known only before ``end``."""
         at, end = self.position + 1, end if self.kind == _SEQUENCE else len(self.text)
-        return _Copy(self.kind, self.text, at) if at < end and int(self.text[at]) == token else None
+        return _CopySource(self.kind, self.text, at) if at < end and int(self.text[at]) == token else None
 
     def source(self, num_prompt: int) -> str:
         if self.kind == _SEQUENCE:
@@ -82,7 +82,7 @@ def origins(request: Request, tree: DraftTree, rows: Sequence[int], memory: Hist
     """
     told: list[str] = []
     sequence = np.concatenate([request.tokens, tree.tokens[list(rows)]])
-    copy: _Copy | None = None
+    copy: _CopySource | None = None
     for end, row in enumerate(rows, start=request.num_tokens):
         drafter, token = SOURCES[tree.sources[row]], int(sequence[end])
         groups = _COPIES.get(drafter)
@@ -99,7 +99,9 @@ def origins(request: Request, tree: DraftTree, rows: Sequence[int], memory: Hist
     return told
 
 
-def _longest(request: Request, kinds: Sequence[str], sequence: Int32Array, end: int, memory: Histories | None) -> _Copy | None:
+def _longest(
+    request: Request, kinds: Sequence[str], sequence: Int32Array, end: int, memory: Histories | None
+) -> _CopySource | None:
     """Return the place of ``sequence[end]`` with the longest agreeing run before it, or None if no token agrees."""
     context, token = sequence[max(0, end - MAX_MATCH) : end], int(sequence[end])
     best, longest = None, 0
@@ -108,14 +110,14 @@ def _longest(request: Request, kinds: Sequence[str], sequence: Int32Array, end: 
         ends = _ends(text, int(context[-1]), token)
         length, last = _agreement(text, ends, context)
         if length > longest:
-            best, longest = _Copy(kind, sequence if kind == _SEQUENCE else text, last + 1), length
+            best, longest = _CopySource(kind, sequence if kind == _SEQUENCE else text, last + 1), length
     if best is None and len(past) == 1:
-        return _Copy(past[0][0], context[:0], 0)  # the only possible source, so a large text need not be searched
+        return _CopySource(past[0][0], context[:0], 0)  # the only possible source, so a large text need not be searched
     for kind, history in past if longest < MAX_MATCH else ():
         text = history.log.arrays.tokens
         length, last = _agreement(text, _others(history, request, _ends(text, int(context[-1]), token)), context)
         if length > longest:
-            best, longest = _Copy(kind, text, last + 1), length
+            best, longest = _CopySource(kind, text, last + 1), length
     return best
 
 
@@ -132,7 +134,7 @@ def _own_texts(request: Request, kinds: Sequence[str], known: Int32Array) -> Ite
 def _past_texts(request: Request, kinds: Sequence[str], memory: Histories | None) -> list[tuple[str, History]]:
     found: list[tuple[str, History]] = []
     if memory is not None:
-        tenant = memory.of(request.memory) if TRIE in kinds else None
+        tenant = memory.of(request.cache_namespace) if TRIE in kinds else None
         public = memory.public if PUBLIC in kinds and request.public else None
         found = [(kind, history) for kind, history in ((TRIE, tenant), (PUBLIC, public)) if history is not None]
     return [(kind, history) for kind, history in found if history.log.end]

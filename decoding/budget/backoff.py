@@ -27,14 +27,14 @@ class Backoff:
         self._worth_s = 0.0
         self.drafted_at = 0  # number of the last proposal in which it drafted
 
-    def asked(self) -> bool:
+    def should_draft(self) -> bool:
         """Return whether the request is asked in this step. A False counts down its pause."""
         if self._left > 0:
             self._left -= 1
             return False
         return True
 
-    def end(self) -> None:
+    def end_step(self) -> None:
         """End the pause and reset the backoff."""
         self._fruitless = self._left = 0
 

@@ -46,7 +46,7 @@ MAX_OCCURRENCES = 8192
 _NEAR = 5  # last distance bucket in which a context's ranking adjusts the chances of occurrences
 
 
-class Pool(NamedTuple):
+class Workspace(NamedTuple):
     """Working memory of one expansion, reused between calls: candidates, and linked lists of the occurrences below them."""
 
     tokens: Int32Array  # [candidates]
@@ -72,7 +72,7 @@ class Pool(NamedTuple):
     distances: Int32Array  # [rows] number of differing signs of the contexts along the path, -1 if unknown
 
     @classmethod
-    def empty(cls) -> Pool:
+    def empty(cls) -> Workspace:
         """Allocate memory for one thread."""
         nodes, found = MAX_CANDIDATES, MAX_OCCURRENCES
         return cls(
@@ -100,7 +100,7 @@ class Pool(NamedTuple):
         )
 
 
-class Ranked(NamedTuple):
+class RankedTokens(NamedTuple):
     """Next-token candidates by rank instead of by occurrence."""
 
     frequent: Int32Array  # [n] most frequent tokens in general, the most frequent first
@@ -112,7 +112,7 @@ class Ranked(NamedTuple):
     bigrams: Int32Array  # [vocab, k] tokens that the target ranks after each token alone; [0, 0] if not used
 
 
-class Rows:
+class TreeRows:
     """Grown tree.
 
     Args:
@@ -127,7 +127,7 @@ class Rows:
         self.numbers, self.chances = numbers, chances
 
     @classmethod
-    def empty(cls, budget: int) -> Rows:
+    def empty(cls, budget: int) -> TreeRows:
         """Allocate memory for trees of up to ``budget`` rows below the root."""
         return cls(np.empty((5, budget + 1), np.int32), np.empty(budget))
 
@@ -137,9 +137,9 @@ class Rows:
         depths: Int32Array = self.numbers[4]
         return depths
 
-    def first(self, count: int) -> Rows:
+    def first(self, count: int) -> TreeRows:
         """Return the root and the first ``count`` rows below it."""
-        return Rows(self.numbers[:, : count + 1], self.chances[:count])
+        return TreeRows(self.numbers[:, : count + 1], self.chances[:count])
 
 
 # Plain tuples of the same arrays: passing them to compiled code takes a tenth of the time.
@@ -173,7 +173,15 @@ def factor_of(measures: Measures, source: int, log: LogArrays, position: int) ->
 
 @compiled
 def fresh_occurrences(
-    plain_log: Log, source: int, measures: Measures, token: int, parent_token: int, depth: int, first: int, used: int, pool: Pool
+    plain_log: Log,
+    source: int,
+    measures: Measures,
+    token: int,
+    parent_token: int,
+    depth: int,
+    first: int,
+    used: int,
+    pool: Workspace,
 ) -> tuple[int, int]:
     """Add a token's latest occurrences that do not follow its parent's token; return the list's new head and the used entries."""
     log, oldest, owner, cap = LogArrays(*plain_log[0]), plain_log[1], plain_log[2], measures[4][3]
@@ -201,7 +209,7 @@ def fresh_occurrences(
 
 @compiled
 def branch(
-    logs: LogTokens, measures: Measures, first: int, depth: int, row: int, count: int, pool: Pool
+    logs: LogTokens, measures: Measures, first: int, depth: int, row: int, count: int, pool: Workspace
 ) -> tuple[int, float, int]:
     """Create the children after a node's occurrences; return the used candidates, total weight and longest agreement."""
     weights = measures[1]
@@ -239,7 +247,7 @@ def branch(
 @compiled
 def add_ranked(
     ranked: Int32Array, kind: int, context: int, level: int, row: int, depth: int, chance: float, table: Float64Array, begin: int,
-    count: int, pool: Pool,
+    count: int, pool: Workspace,
 ) -> int:  # fmt: skip
     """Create children for ranked tokens, or raise the chance of existing ones from ``begin`` on; return the used candidates."""
     for rank in range(len(ranked)):
@@ -264,7 +272,7 @@ def add_ranked(
 
 
 @compiled
-def list_occurrences(log: Log, source: int, measures: Measures, context: Int32Array, used: int, pool: Pool) -> int:
+def list_occurrences(log: Log, source: int, measures: Measures, context: Int32Array, used: int, pool: Workspace) -> int:
     """List the occurrences in one log after the first ``used`` entries, and return the number of used entries."""
     plain, oldest, owner = log
     if oldest < 0:
@@ -277,7 +285,7 @@ def list_occurrences(log: Log, source: int, measures: Measures, context: Int32Ar
 
 
 @compiled
-def open_root(logs: Logs, measures: Measures, context: Int32Array, pool: Pool) -> tuple[int, int]:
+def open_root(logs: Logs, measures: Measures, context: Int32Array, pool: Workspace) -> tuple[int, int]:
     """List the occurrences of the end of ``context``; return the head of the list, -1 for none, and the used entries."""
     used = list_occurrences(logs[0], 0, measures, context, 0, pool)
     used = list_occurrences(logs[1], 1, measures, context, used, pool)
@@ -290,8 +298,8 @@ def open_root(logs: Logs, measures: Measures, context: Int32Array, pool: Pool) -
 
 @compiled
 def add_recycled(
-    ranked: Ranked, three: tuple[int, int, int], ends: int, row: int, parent: int, depth: int, chance: float,
-    table: Float64Array, begin: int, count: int, pool: Pool,
+    ranked: RankedTokens, three: tuple[int, int, int], ends: int, row: int, parent: int, depth: int, chance: float,
+    table: Float64Array, begin: int, count: int, pool: Workspace,
 ) -> int:  # fmt: skip
     """Set the levels of the children from occurrences and create the children that the target ranked; see ``open_node``."""
     two, one, token = three
@@ -325,8 +333,8 @@ def add_recycled(
 
 @compiled
 def open_node(
-    logs: LogTokens, ranked: Ranked, measures: Measures, first: int, three: tuple[int, int, int], depth: int, row: int,
-    parent: int, chance: float, count: int, pool: Pool,
+    logs: LogTokens, ranked: RankedTokens, measures: Measures, first: int, three: tuple[int, int, int], depth: int, row: int,
+    parent: int, chance: float, count: int, pool: Workspace,
 ) -> int:  # fmt: skip
     """Create the children of a node with their chances, and return the number of used candidates.
 
@@ -357,7 +365,7 @@ def open_node(
 
 
 @compiled
-def grow(
+def build_tree(
     logs: Logs, context: Int32Array, plain_ranked: PlainRanked, measures: Measures, limits: Limits,
     plain_pool: PlainPool, numbers: Int32Array, row_chances: Float64Array,
 ) -> int:  # fmt: skip
@@ -365,7 +373,7 @@ def grow(
 
     Fills ``numbers`` and ``row_chances`` (see ``Rows``), which must be large enough for the limits.
     """
-    ranked, pool = Ranked(*plain_ranked), Pool(*plain_pool)
+    ranked, pool = RankedTokens(*plain_ranked), Workspace(*plain_pool)
     tokens, parents, kinds, features, depths = numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]
     log_tokens = logs[0][0][0], logs[1][0][0], logs[2][0][0], logs[3][0][0]
     budget, max_depth, least_chances = limits

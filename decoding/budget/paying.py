@@ -14,7 +14,7 @@ _SLACK = 1.5  # maximum time of a step with guesses for later steps, relative to
 _FURTHER = 2  # rows drafted beyond the best number (or half as many again, if more), to see whether more pay off
 
 
-class PayingRows:
+class RowBudget:
     """Row limit of a drafter that would otherwise draft as many rows as allowed, at most ``most`` per request and rank.
 
     Strategies put their best guesses first. So each step shows how many tokens every smaller number of rows would have given: the

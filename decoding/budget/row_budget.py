@@ -69,7 +69,7 @@ class TokenTime:
         self._steps = self._steps * decay + steps * share
 
 
-class Pricing:
+class RowPricing:
     """Choice of the rows that pay off in each step, with token prices learned while serving.
 
     Each number of ranks and power of two of requests has its own token price, so a load that has passed does not affect others.

@@ -8,31 +8,31 @@ import numpy as np
 
 from decoding.budget.backoff import EXPLORED_ROWS, Backoff, Explorer
 from decoding.budget.candidates import Float64Array
-from decoding.budget.expansion import Rows
+from decoding.budget.expansion import TreeRows
 from decoding.budget.latency import LatencyCurve, StepLoad
-from decoding.budget.row_budget import Pricing
+from decoding.budget.row_budget import RowPricing
 from decoding.step_output import BudgetCounts
 
 _NEAR = 0.9  # rows below this fraction of the least paying chance are not grown
 _ASKING_GAIN = 0.05  # smoothing factor of the seconds per asked request
 _EASED = 0.75  # the load has fallen if at most this share of the requests is left
 
-# Grows the rows of a request, given its index and [n] the minimum chance of each row (see ``Pricing.least_chances``).
-Grow = Callable[[int, Float64Array], Rows]
-_NO_ROWS, ANY_CHANCE = Rows.empty(0), np.zeros(1)
+# Grows the rows of a request, given its index and [n] the minimum chance of each row (see ``RowPricing.least_chances``).
+Grow = Callable[[int, Float64Array], TreeRows]
+_NO_ROWS, ANY_CHANCE = TreeRows.empty(0), np.zeros(1)
 
 
-class Selection:
+class DraftBudget:
     """Selection of the rows that pay off in a step, by their chances and the device's latency curve.
 
-    Rows that cannot pay off are not grown (``Pricing.least_chances``). Requests whose rows save less than asking costs are asked
+    Rows that cannot pay off are not grown (``RowPricing.least_chances``). Requests whose rows save less than asking costs are asked
     less often (``Backoff``), and occasionally one drafts regardless (``Explorer``). When the number of requests falls by a
     quarter, all are asked again at once.
     """
 
     def __init__(self, latency: Callable[[], LatencyCurve]) -> None:
         self._latency = latency
-        self._pricing, self._explorer = Pricing(latency()), Explorer()
+        self._pricing, self._explorer = RowPricing(latency()), Explorer()
         self._number, self._busiest, self._asked = 0, 1, 0
         self._asking_s = 0.0  # seconds to ask one request
         self._requests_asked = self._offered = self._granted = 0  # since the start, see ``BudgetCounts``
@@ -40,7 +40,7 @@ class Selection:
 
     def rows(
         self, load: StepLoad, ranks: int, backoffs: Sequence[Backoff], everyone: Sequence[Backoff], accepted: int, grow: Grow
-    ) -> list[Rows]:
+    ) -> list[TreeRows]:
         """Return the rows of each request, empty if none pays off.
 
         Args:
@@ -53,11 +53,11 @@ class Selection:
         if count <= _EASED * self._busiest:
             self._busiest = count
             for backoff in everyone:
-                backoff.end()
+                backoff.end_step()
         self._pricing.curve = self._latency()  # a better curve may have been measured
         self._pricing.plan(load, ranks)
         explored = self._explorer.pick(backoffs, self._number)
-        asked = [at for at, backoff in enumerate(backoffs) if backoff.asked() or at == explored]
+        asked = [at for at, backoff in enumerate(backoffs) if backoff.should_draft() or at == explored]
         rows = [_NO_ROWS] * count
         self._asked = len(asked) if 2 * len(asked) >= count else 0  # with few asked, most of the time is overhead
         if not asked:

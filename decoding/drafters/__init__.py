@@ -104,13 +104,13 @@ def build_drafters(strategy: str, options: Mapping[str, Any], others: Sequence[s
         drafter = choice.build()
         if choice.name not in (strategy, PLAIN):
             drafters[choice.name] = drafter
-    from decoding.budget.paying import PayingRows
+    from decoding.budget.paying import RowBudget
     from decoding.drafters.by_request import ByRequest
 
     paying = {}
     if most_rows is not None:
         bounded = drafters.keys() - set(_OWN_BUDGET)
-        paying = {name: PayingRows(most_rows, drafters[name].looks_ahead) for name in bounded}
+        paying = {name: RowBudget(most_rows, drafters[name].looks_ahead) for name in bounded}
     return ByRequest(drafters, paying) if paying or len(drafters) > 1 else drafters[strategy]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from decoding.budget.acceptance import AcceptanceTable, AcceptanceTables
 from decoding.budget.backoff import Backoff
 from decoding.budget.candidates import Float64Array
-from decoding.budget.expansion import Pool, Rows, grow
+from decoding.budget.expansion import TreeRows, Workspace, build_tree
 from decoding.budget.features import (
     BIGRAM,
     COPY,
@@ -23,7 +23,7 @@ from decoding.budget.features import (
     UNIGRAM,
 )
 from decoding.budget.latency import StepLoad
-from decoding.budget.selection import ANY_CHANCE, Selection
+from decoding.budget.selection import ANY_CHANCE, DraftBudget
 from decoding.drafters.base import Drafter, Target, TargetRows, check_least
 from decoding.request import Acceptance, Request, SamplingParams
 from decoding.sources.history import Histories, History, compile_recall
@@ -68,13 +68,13 @@ class _RequestState:
         self.similar: TokenLog | None = None  # texts of similar past requests
         self.similarities = np.zeros(0)  # [texts] similarity of each text in ``similar``
         self.frequent = frequent
-        self.edition = None if history is None else history.edition  # version of the history last seen
+        self.history_version = None if history is None else history.version  # version of the history last seen
         self.logged = 0  # tokens of the committed sequence that are in the log
-        self.told = 0  # output tokens that are in the tenant's history
+        self.num_published = 0  # output tokens that are in the tenant's history
         self.features = _ROOT_FEATURES  # [n] features of the last proposed tree
         self.backoff = Backoff()
         self.accepted = 0  # drafted tokens accepted in the last step
-        self.above = NO_SIGNS  # hidden-state signs of the row before the last token (``decoding.sources.ranked.contexts``)
+        self.parent_signs = NO_SIGNS  # hidden-state signs of the row before the last token (``decoding.sources.ranked.contexts``)
 
 
 class AutoDrafter(Drafter):
@@ -138,13 +138,13 @@ class AutoDrafter(Drafter):
         )
         self._max_depth, self._num_frequent, self._num_bigrams = max_depth, frequent_tokens, bigrams
         self._all_rows, self._recycling, self._num_similar = all_rows, recycling, similar_requests
-        self.memory = Histories(history_tokens) if history_tokens else None
+        self.histories = Histories(history_tokens) if history_tokens else None
         self._nothing = TokenLog(1)  # empty log, for sources that a request does not use
         self._recycled: SuccessorTables | None = None
         self._bigrams = _NOTHING
-        self._tables, self._pool = AcceptanceTables(), Pool.empty()[:]
+        self._tables, self._pool = AcceptanceTables(), Workspace.empty()[:]
         self._weights = _WEIGHT_BASE ** np.minimum(np.arange(_WEIGHT_LENGTHS + 1), _WEIGHT_LENGTHS)
-        self._selection: Selection | None = None
+        self._selection: DraftBudget | None = None
         self._learning, self._proposed = LearningSteps(), 1  # _proposed: number of requests in the last proposal
         self._states: dict[str, _RequestState] = {}
 
@@ -155,7 +155,7 @@ class AutoDrafter(Drafter):
         if self._num_bigrams:
             self._bigrams = target.bigram_table(self._num_bigrams)
         if not self._all_rows:
-            self._selection = Selection(target.latency)
+            self._selection = DraftBudget(target.latency)
         self._compile()
 
     def _compile(self) -> None:
@@ -177,7 +177,7 @@ class AutoDrafter(Drafter):
             self._selection.timed(load.propose_s)  # drafting time counts as a cost
         states = [self._state(request) for request in requests]
 
-        def grown(at: int, least_chances: Float64Array = ANY_CHANCE) -> Rows:
+        def grown(at: int, least_chances: Float64Array = ANY_CHANCE) -> TreeRows:
             least = np.maximum(least_chances, _LEAST_CHANCE / self.ranks)
             return self._grow(requests[at], states[at], budgets[at], least)
 
@@ -193,40 +193,40 @@ class AutoDrafter(Drafter):
         """See ``Drafter``."""
         return None if self._selection is None else self._selection.counts()
 
-    def _grow(self, request: Request, state: _RequestState, budget: int, least_chances: Float64Array) -> Rows:
+    def _grow(self, request: Request, state: _RequestState, budget: int, least_chances: Float64Array) -> TreeRows:
         history = state.history
         state.log.extend(0, request.tokens[state.logged :])
         state.logged = request.num_tokens
         edition, owner, tenant, public = None, -1, self._nothing, self._nothing
         if history is not None:
             # With many requests, batching saves more time than the fresher history would.
-            if self._proposed <= _PROMPT_TELLING or request.num_output - state.told >= _TOLD_TOGETHER:
-                self._tell(request, state, history)
-            edition, owner, tenant = history.edition, history.number(request.text), history.log
-            if state.told and owner < 0 and self._recycled is not None:  # its text was deleted while the request runs
+            if self._proposed <= _PROMPT_TELLING or request.num_output - state.num_published >= _TOLD_TOGETHER:
+                self._publish(request, state, history)
+            edition, owner, tenant = history.version, history.number(request.text), history.log
+            if state.num_published and owner < 0 and self._recycled is not None:  # its text was deleted while the request runs
                 self._recycled.set_apart(request)
-        if self.memory is not None and request.public:
-            public = self.memory.public.log
-        chances, aside = state.table.chances(), state.table.set_aside
+        if self.histories is not None and request.public:
+            public = self.histories.public.log
+        chances, aside = state.table.chances(), state.table.disabled_sources
         if aside and HISTORY in aside and HISTORY_FRESH in aside:
             tenant = public = self._nothing
         similar = self._nothing if state.similar is None or (SIMILAR in aside and SIMILAR_FRESH in aside) else state.similar
-        rows = Rows.empty(budget)
+        rows = TreeRows.empty(budget)
         recycled = None if self._recycled is None or RECYCLING in aside else self._recycled.known(request, edition)
         frequent = _NO_TOKENS if UNIGRAM in aside else state.frequent[: self._num_frequent * self.ranks]
         kept = _UNRANKED if recycled is None else (recycled.entries, recycled.contexts[:])
-        ranked = frequent, *kept, state.above, self._bigrams  # see ``Ranked``
+        ranked = frequent, *kept, state.parent_signs, self._bigrams  # see ``RankedTokens``
         logs = state.log.without(-1), similar.without(-1), tenant.without(owner), public.without(-1)
         caps = _CAPS + (self.ranks - 1) * _MORE if self.ranks > 1 else _CAPS
         measures = chances, self._weights, _HISTORY_WEIGHT, state.similarities, caps
         limits = budget, min(self._max_depth, request.remaining - 1), least_chances
-        count = grow(
+        count = build_tree(
             logs, request.tokens[-MAX_MATCH:], ranked, measures, limits, self._pool, rows.numbers, rows.chances
         )  # fmt: skip
         return rows.first(count)
 
     def _history(self, request: Request) -> History | None:
-        return None if self.memory is None else self.memory.of(request.memory)
+        return None if self.histories is None else self.histories.of(request.cache_namespace)
 
     def _state(self, request: Request) -> _RequestState:
         """Return the state of a request, created at the first call, and renewed if texts of the tenant were deleted."""
@@ -235,11 +235,11 @@ class AutoDrafter(Drafter):
             history = self._history(request)
             if history is not None:
                 history.start(request.text)
-            frequent, table = self._frequent(request, history), self._tables.of(request.memory)
+            frequent, table = self._frequent(request, history), self._tables.of(request.cache_namespace)
             state = self._states[request.request_id] = _RequestState(request, history, frequent, table)
             self._recall(request, state)
-        elif state.history is not None and state.edition is not state.history.edition:
-            state.edition, state.frequent = state.history.edition, self._frequent(request, state.history)
+        elif state.history is not None and state.history_version is not state.history.version:
+            state.history_version, state.frequent = state.history.version, self._frequent(request, state.history)
             self._recall(request, state)
         return state
 
@@ -256,11 +256,11 @@ class AutoDrafter(Drafter):
             state.similar.add(text)
         state.similarities = np.array([text.similarity for text in recalled])
 
-    def _tell(self, request: Request, state: _RequestState, history: History, final: bool = False) -> None:
-        history.extend(request.text, state.told, request.output_ids[state.told :], final)
-        state.told = request.num_output
+    def _publish(self, request: Request, state: _RequestState, history: History, final: bool = False) -> None:
+        history.extend(request.text, state.num_published, request.output_ids[state.num_published :], final)
+        state.num_published = request.num_output
 
-    def _tree(self, request: Request, state: _RequestState, rows: Rows, budget: int) -> DraftTree:
+    def _tree(self, request: Request, state: _RequestState, rows: TreeRows, budget: int) -> DraftTree:
         if not len(rows.chances):
             state.features, tree = _ROOT_FEATURES, DraftTree.chain(request.root, ())
         else:
@@ -277,8 +277,8 @@ class AutoDrafter(Drafter):
     def _frequent(self, request: Request, history: History | None) -> Int32Array:
         """Return the most frequent tokens of the tenant's outputs, the public texts and the prompt."""
         counted = [] if history is None else [history.frequencies]
-        if self.memory is not None and request.public:
-            counted.append(self.memory.public.frequencies)
+        if self.histories is not None and request.public:
+            counted.append(self.histories.public.frequencies)
         counts = np.bincount(request.prompt_ids, minlength=max(map(len, counted), default=0)) * _PROMPT_COUNT
         for frequencies in counted:
             counts[: len(frequencies)] += frequencies
@@ -293,21 +293,21 @@ class AutoDrafter(Drafter):
             if self._selection is not None:
                 self._selection.emitted(acceptance.count)
             state.table.observe(tree.parents, state.features, acceptance.rows)
-        above, state.above = state.above, NO_SIGNS
+        above, state.parent_signs = state.parent_signs, NO_SIGNS
         if self._recycled is None or (size == 1 and self._proposed > _LEARNING_REQUESTS):
             return
         signs = target.signs
-        state.above = signs[acceptance.rows[-1] if acceptance.rows else 0]
+        state.parent_signs = signs[acceptance.rows[-1] if acceptance.rows else 0]
         hits = tree.sources[list(acceptance.rows)].tolist().count(_RECYCLED_SOURCE)
         if self._learning.count(hits) and target.has_logits:  # count even without logits, otherwise no step would be due again
             history = self._history(request)
-            table = self._recycled.of(request, None if history is None else history.edition)
+            table = self._recycled.of(request, None if history is None else history.version)
             root = request.num_tokens - acceptance.count - 1
             before = np.array([*request.tokens[max(root - 2, 0) : root].tolist()[::-1], -1, -1][:2], np.int32)
             ranked = target.ranked(range(size), table.width)
             table.learn_tree(tree, before, above, acceptance.rows, signs, ranked)
 
-    def held(self) -> Collection[str]:
+    def tracked_requests(self) -> Collection[str]:
         """See ``Drafter``."""
         return self._states
 
@@ -317,7 +317,7 @@ class AutoDrafter(Drafter):
             self._recycled.finish(request)
         state = self._states.pop(request.request_id, None)
         if state is not None and state.history is not None:
-            self._tell(request, state, state.history, final=True)
+            self._publish(request, state, state.history, final=True)
             state.history.remember(request)
 
 

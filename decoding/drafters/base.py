@@ -145,7 +145,7 @@ class Drafter(ABC):
     looks_ahead = False  # computes guesses for later steps beside its candidates
     own_rules = False  # some of its trees have a ``DraftTree.rule`` instead of ``verify_exact``
     draft_rows = 0  # rows that its draft model holds after a request's tokens; 0: no draft model
-    memory: Histories | None = None  # past outputs by tenant and public texts to draft from; None: none
+    histories: Histories | None = None  # past outputs by tenant and public texts to draft from; None: none
 
     # Maximum top-k tokens per row that ``observe`` of the next step may request; 0: none. Read once per step, after ``propose``.
     # If ranks share a step, only this many per row are sent between ranks; with 0 ``observe`` has no ranking (``has_logits``).
@@ -157,9 +157,9 @@ class Drafter(ABC):
     # per rank. With one rank a strategy drafts as published. May change before each ``propose``; running requests continue.
     ranks = 1
 
-    def remembers(self, request: Request) -> bool:
+    def keeps_output(self, request: Request) -> bool:
         """Return whether the output of a request is kept for others of its tenant, if it has one."""
-        return self.memory is not None
+        return self.histories is not None
 
     def prepare(self, target: Target) -> None:  # noqa: B027  most drafters need nothing of the target
         """Prepare for the loaded target. Called once, before the first request."""
@@ -185,7 +185,7 @@ class Drafter(ABC):
         """Return the decisions of the row budget, or None if the strategy has none. Callable from any thread."""
         return None
 
-    def held(self) -> Collection[str]:
+    def tracked_requests(self) -> Collection[str]:
         """Return the ids of requests with state in the drafter, as far as it can tell; they are not finished."""
         return ()
 
@@ -218,7 +218,7 @@ class RequestDrafter(Drafter, Generic[State]):
         """See ``Drafter``."""
         return [self.draft(request, self.state(request), budget) for request, budget in zip(requests, budgets, strict=True)]
 
-    def held(self) -> Collection[str]:
+    def tracked_requests(self) -> Collection[str]:
         """See ``Drafter``."""
         return self._states
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from decoding.budget.latency import LatencyCurve, StepLoad
-from decoding.budget.paying import PayingRows
+from decoding.budget.paying import RowBudget
 from decoding.drafters.base import Drafter, Target, TargetRows
 from decoding.request import Acceptance, Request
 from decoding.step_output import BudgetCounts
@@ -29,18 +29,18 @@ class ByRequest(Drafter):
         paying: row limits of strategies that would otherwise draft as many rows as allowed.
     """
 
-    def __init__(self, drafters: Mapping[str, Drafter], paying: Mapping[str, PayingRows] | None = None) -> None:
+    def __init__(self, drafters: Mapping[str, Drafter], paying: Mapping[str, RowBudget] | None = None) -> None:
         self._drafters, self._paying = dict(drafters), dict(paying or {})
         self._default = next(iter(self._drafters))
         self._all = tuple(self._drafters.values())
         self.needs_logits = any(drafter.needs_logits for drafter in self._all)
         self.own_rules = any(drafter.own_rules for drafter in self._all)
         self.draft_rows = max(drafter.draft_rows for drafter in self._all)  # in a request's slot, used by one drafter only
-        memories = [drafter.memory for drafter in self._all if drafter.memory is not None]
-        self.memory = max(memories, key=lambda memory: memory.capacity, default=None)
+        memories = [drafter.histories for drafter in self._all if drafter.histories is not None]
+        self.histories = max(memories, key=lambda memory: memory.capacity, default=None)
         for drafter in self._all:
-            if drafter.memory is not None:
-                drafter.memory = self.memory
+            if drafter.histories is not None:
+                drafter.histories = self.histories
         self._live: dict[str, set[str]] = {name: set() for name in self._drafters}  # ids of live requests by strategy
         self._asking: dict[str, int] = dict.fromkeys(self._drafters, 0)  # top_k of each strategy in this step
         # Strategy of the last step if only one drafted: with several, the drafting time of each is unknown.
@@ -52,9 +52,9 @@ class ByRequest(Drafter):
         """Return the strategies that requests may choose, the default first."""
         return tuple(self._drafters)
 
-    def remembers(self, request: Request) -> bool:
+    def keeps_output(self, request: Request) -> bool:
         """Return whether the strategy of the request keeps outputs."""
-        return self._drafters[self._name(request)].remembers(request)
+        return self._drafters[self._name(request)].keeps_output(request)
 
     def prepare(self, target: Target) -> None:
         """Prepare all drafters."""
@@ -115,9 +115,9 @@ class ByRequest(Drafter):
         """Return the decisions of the first strategy that has a row budget."""
         return next((counts for counts in (drafter.budget() for drafter in self._all) if counts is not None), None)
 
-    def held(self) -> Collection[str]:
+    def tracked_requests(self) -> Collection[str]:
         """Return the ids of requests that any drafter holds or has met."""
-        return set().union(*self._live.values(), *(drafter.held() for drafter in self._all))
+        return set().union(*self._live.values(), *(drafter.tracked_requests() for drafter in self._all))
 
     def finish(self, request: Request) -> None:
         """Let the drafter of the request's strategy forget the request."""

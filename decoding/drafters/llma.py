@@ -74,7 +74,7 @@ class ReferenceIndex:
 class _State:
     def __init__(self, history: History | None) -> None:
         self.history = history
-        self.edition: object = None  # version of the history at the last lookup of references
+        self.history_version: object = None  # version of the history at the last lookup of references
         self.index = ReferenceIndex(())
 
 
@@ -129,16 +129,16 @@ class LlmaDrafter(CopyDrafter[_State]):
         self._match_length, self._copy_length, self._max_context = match_length, copy_length, max_context
         self._include_prompt, self._include_output, self._ties = include_prompt, include_output, ties
         self._num_similar = similar_requests
-        self.memory = Histories(history_tokens) if history_tokens and similar_requests else None
+        self.histories = Histories(history_tokens) if history_tokens and similar_requests else None
 
     def prepare(self, target: Target) -> None:
         """Compile the search for similar requests."""
-        if self.memory is not None:
+        if self.histories is not None:
             compile_recall()
 
     def begin(self, request: Request) -> _State:
         """Return an index of the request's references."""
-        history = None if self.memory is None else self.memory.of(request.memory)
+        history = None if self.histories is None else self.histories.of(request.cache_namespace)
         if history is not None:
             history.start(request.text)
         state = _State(history)
@@ -148,7 +148,7 @@ class LlmaDrafter(CopyDrafter[_State]):
     def _look_up(self, request: Request, state: _State) -> None:
         texts = request.references + ((request.prompt_ids,) if self._include_prompt else ())
         if state.history is not None:
-            state.edition = state.history.edition
+            state.history_version = state.history.version
             texts += tuple(text.tokens for text in state.history.recall(request, self._num_similar))
         state.index = ReferenceIndex(texts)
 
@@ -161,7 +161,7 @@ class LlmaDrafter(CopyDrafter[_State]):
 
     def copies(self, request: Request, state: _State, most: int) -> Iterator[Int32Array]:
         """See ``CopyDrafter``. The longest agreements come first."""
-        if state.history is not None and state.edition is not state.history.edition:  # texts were deleted
+        if state.history is not None and state.history_version is not state.history.version:  # texts were deleted
             self._look_up(request, state)
         output, index, count = request.output_ids, state.index, min(self._copy_length, most)
         if count < 1 or len(output) < self._match_length:

@@ -71,10 +71,10 @@ class RecyclingDrafter(Drafter):
         self._ranked = shape == "ranked"
         self._learn_rows, self._start, self._by_request = learn_rows, start, scope == "request"
         self._tables: SuccessorTables | None = None
-        self.memory = None if self._by_request else Histories(1)
+        self.histories = None if self._by_request else Histories(1)
         self._begun: set[str] = set()  # ids of live requests that a history knows
 
-    def remembers(self, request: Request) -> bool:
+    def keeps_output(self, request: Request) -> bool:
         """Return False: no output is kept."""
         return False
 
@@ -118,12 +118,12 @@ class RecyclingDrafter(Drafter):
             self._begun.remove(request.request_id)
             history.extend(request.text, 0, (), final=True)
 
-    def held(self) -> Collection[str]:
+    def tracked_requests(self) -> Collection[str]:
         """See ``Drafter``."""
         return self._begun
 
     def _history(self, request: Request) -> History | None:
-        return None if self.memory is None else self.memory.of(request.memory)
+        return None if self.histories is None else self.histories.of(request.cache_namespace)
 
     def _table(self, tables: SuccessorTables, request: Request) -> SuccessorTable:
         """Return the table of a request; its own if its text was deleted while it runs."""
@@ -135,7 +135,7 @@ class RecyclingDrafter(Drafter):
             history.start(request.text)
         elif history.removed(request.text):
             tables.set_apart(request)
-        return tables.of(request, history.edition)
+        return tables.of(request, history.version)
 
 
 class RacerDrafter(RecyclingDrafter):
@@ -191,7 +191,7 @@ class RacerDrafter(RecyclingDrafter):
             del self._learned[request.request_id]
         super().finish(request)
 
-    def held(self) -> Collection[str]:
+    def tracked_requests(self) -> Collection[str]:
         """See ``Drafter``."""
         return self._begun | self._learned.keys()
 

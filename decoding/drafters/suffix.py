@@ -114,8 +114,8 @@ class SuffixDrafter(CopyDrafter[_Texts]):
 class _Outputs:
     """Outputs of a tenant's requests in two automata: when the newer one is full, it replaces the older one."""
 
-    def __init__(self, depth: int, capacity: int, edition: object) -> None:
-        self.edition = edition  # version of the history at the start
+    def __init__(self, depth: int, capacity: int, history_version: object) -> None:
+        self.history_version = history_version  # version of the history at the start
         self.automata = [CountedAutomaton(depth)]
         self._depth, self._capacity, self._texts = depth, capacity, 0
 
@@ -173,15 +173,15 @@ class SuffixDecodingDrafter(RequestDrafter[CountedAutomaton]):
         # Of suffixes with the same occurrences the longest drafts most, until the depth limit leaves it no room.
         self._roomy = int((max_tree_depth - max_spec_offset) / (1.0 + max_spec_factor))
         self._outputs: OrderedDict[str, _Outputs] = OrderedDict()
-        self.memory = self._histories = Histories(1)  # only notified of deletions; holds no texts
+        self.histories = self._histories = Histories(1)  # only notified of deletions; holds no texts
 
-    def remembers(self, request: Request) -> bool:
+    def keeps_output(self, request: Request) -> bool:
         """Return False: the outputs are not in the history."""
         return False
 
     def begin(self, request: Request) -> CountedAutomaton:
         """Return an automaton of the request's references; prompt and output are added by ``draft``."""
-        history = self._histories.of(request.memory)
+        history = self._histories.of(request.cache_namespace)
         if history is not None:
             history.start(request.text)
         own = CountedAutomaton(self._depth)
@@ -210,7 +210,7 @@ class SuffixDecodingDrafter(RequestDrafter[CountedAutomaton]):
     def finish(self, request: Request) -> None:
         """Keep the output for the tenant's other requests, and forget the request."""
         if request.request_id in self._states:
-            kept, history = self._kept(request), self._histories.of(request.memory)
+            kept, history = self._kept(request), self._histories.of(request.cache_namespace)
             if kept is not None and history is not None:
                 if not history.removed(request.text):
                     kept.add(request.output_ids.tolist())
@@ -219,13 +219,13 @@ class SuffixDecodingDrafter(RequestDrafter[CountedAutomaton]):
 
     def _kept(self, request: Request) -> _Outputs | None:
         """Return the outputs of the request's tenant, or None without a tenant."""
-        history = self._histories.of(request.memory)
-        if history is None or request.memory is None:
+        history = self._histories.of(request.cache_namespace)
+        if history is None or request.cache_namespace is None:
             return None
-        kept = self._outputs.get(request.memory)
-        if kept is None or kept.edition is not history.edition:
-            kept = self._outputs[request.memory] = _Outputs(self._depth, self._capacity, history.edition)
-        self._outputs.move_to_end(request.memory)
+        kept = self._outputs.get(request.cache_namespace)
+        if kept is None or kept.history_version is not history.version:
+            kept = self._outputs[request.cache_namespace] = _Outputs(self._depth, self._capacity, history.version)
+        self._outputs.move_to_end(request.cache_namespace)
         if len(self._outputs) > MAX_TENANTS:
             self._outputs.popitem(last=False)
         return kept
@@ -288,9 +288,9 @@ class SamDrafter(RecyclingDrafter):
         self._copies.finish(request)
         super().finish(request)
 
-    def held(self) -> Collection[str]:
+    def tracked_requests(self) -> Collection[str]:
         """See ``Drafter``."""
-        return {*super().held(), *self._copies.held()}
+        return {*super().tracked_requests(), *self._copies.tracked_requests()}
 
 
 def _check_length(factor: float, offset: float) -> None:

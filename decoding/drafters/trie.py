@@ -37,7 +37,7 @@ class _OwnTexts:
     def __init__(self, request: Request, end_tokens: tuple[int, ...], private: bool) -> None:
         self.told = 0  # output tokens that are in the history
         self.history = History(request.params.max_tokens + BLOCK, end_tokens) if private else None
-        self.edition: object = None  # version of the tenant's history when the texts were written
+        self.history_version: object = None  # version of the tenant's history when the texts were written
 
     def lay_out(self, request: Request, end_tokens: tuple[int, ...], recalled: Sequence[Int32Array]) -> None:
         prompt, *documents = (_segments(text, end_tokens) for text in (request.prompt_ids, *request.references, *recalled))
@@ -116,20 +116,20 @@ class TrieDrafter(RequestDrafter[_OwnTexts]):
         self._decoding_length, self._branch_length, self._max_query_length = decoding_length, branch_length, max_query_length
         self._layout, self._mode, self._max_occurrences = layout, _FREQUENCIES[frequencies], max_occurrences
         self._min_input, self._min_output, self._num_similar = min_input, min_output, similar_requests
-        self.memory = Histories(capacity) if capacity else None
+        self.histories = Histories(capacity) if capacity else None
         self._nothing, self._nodes = TokenLog(1), Nodes.empty()[:]
         self._end_tokens: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of the tries of outputs and public texts."""
-        return 0 if self.memory is None else self.memory.nbytes
+        return 0 if self.histories is None else self.histories.nbytes
 
     def prepare(self, target: Target) -> None:
         """Read the end tokens, which no branch crosses, and compile."""
         self._end_tokens = target.end_token_ids
-        if self.memory is not None:
-            self.memory.end_tokens = target.end_token_ids
+        if self.histories is not None:
+            self.histories.end_tokens = target.end_token_ids
         request = Request("", [0], SamplingParams(max_tokens=8))
         self.propose([request], [4])
         self.finish(request)
@@ -139,8 +139,8 @@ class TrieDrafter(RequestDrafter[_OwnTexts]):
     def draft(self, request: Request, state: _OwnTexts, budget: int) -> DraftTree:
         """Return the tree below the text's end."""
         own = state
-        history = self._tell(request, own) if own.told < request.num_output else self._history(request, own)
-        if own.edition is not history.edition:  # texts were deleted
+        history = self._publish(request, own) if own.told < request.num_output else self._history(request, own)
+        if own.history_version is not history.version:  # texts were deleted
             self._lay_out(request, own, history)
         size = min(self._decoding_length * self.ranks, _MAX_ROWS, budget + 1)
         depth = min(self._branch_length, request.remaining - 1)
@@ -148,7 +148,7 @@ class TrieDrafter(RequestDrafter[_OwnTexts]):
             return DraftTree(request.tokens[-1:].copy(), _ROOT_PARENTS, _ROOT_SOURCES, 1)
         context = request.tokens[-MAX_MATCH:]
         tokens, parents = np.empty(size, np.int32), np.empty(size, np.int32)
-        public = self._nothing if self.memory is None or not request.public else self.memory.public.log
+        public = self._nothing if self.histories is None or not request.public else self.histories.public.log
         logs = own.log.without(-1), history.log.without(-1), public.without(-1)
         occurrences = min(self._max_occurrences * self.ranks, _MOST_OCCURRENCES)
         query = self._mode, own.references, self._max_query_length, depth, occurrences
@@ -163,25 +163,25 @@ class TrieDrafter(RequestDrafter[_OwnTexts]):
 
     def begin(self, request: Request) -> _OwnTexts:
         """Return the request's prompt and references, and start its output in the history."""
-        own = _OwnTexts(request, self._end_tokens, private=self.memory is None or request.memory is None)
+        own = _OwnTexts(request, self._end_tokens, private=self.histories is None or request.cache_namespace is None)
         history = self._history(request, own)
         history.start(request.text)
         self._lay_out(request, own, history)
         return own
 
     def _lay_out(self, request: Request, own: _OwnTexts, history: History) -> None:
-        own.edition = history.edition
+        own.history_version = history.version
         own.lay_out(request, self._end_tokens, [text.tokens for text in history.recall(request, self._num_similar)])
 
     def _history(self, request: Request, own: _OwnTexts) -> History:
         history = own.history
         if history is None:
-            assert self.memory is not None
-            history = self.memory.of(request.memory)
+            assert self.histories is not None
+            history = self.histories.of(request.cache_namespace)
         assert history is not None
         return history
 
-    def _tell(self, request: Request, own: _OwnTexts, final: bool = False) -> History:
+    def _publish(self, request: Request, own: _OwnTexts, final: bool = False) -> History:
         history = self._history(request, own)
         history.extend(request.text, own.told, request.output_ids[own.told :], final)
         own.told = request.num_output
@@ -191,7 +191,7 @@ class TrieDrafter(RequestDrafter[_OwnTexts]):
         """Complete the request's output in the tenant's trie, and drop its prompt and references."""
         own = self._states.pop(request.request_id, None)
         if own is not None:
-            self._tell(request, own, final=True).remember(request)
+            self._publish(request, own, final=True).remember(request)
 
 
 def _side_by_side(tree: DraftTree) -> DraftTree:

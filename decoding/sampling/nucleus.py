@@ -87,7 +87,7 @@ def fill_left(
     scores: Float32Array, top: np.float32, total: float, min_p: float, top_k: int, top_p: float, ids: Int64Array,
     left_scores: Float32Array,
 ) -> int:  # fmt: skip
-    """Fill ``ids`` and ``left_scores`` with the result of ``survivors`` and return their number, or ``UNDECIDED``."""
+    """Fill ``ids`` and ``left_scores`` with the result of ``surviving_tokens`` and return their number, or ``UNDECIDED``."""
     if abs(top) > _LARGEST:
         return UNDECIDED
     reach = -math.log(min_p) + _MARGIN if min_p > 0.0 else math.inf  # distance from the highest score at which min-p cuts

@@ -66,7 +66,7 @@ class History:
         self.end_tokens = frozenset(end_tokens)
         self._frequencies: Float64Array = np.zeros(0)
         self._uncounted: list[int] = []  # tokens not yet in the frequencies: counting at each step is slower
-        self.edition: object = object()  # replaced when texts are deleted: data derived from them is invalid
+        self.version: object = object()  # replaced when texts are deleted: data derived from them is invalid
         self._texts: dict[int, _Text] = {}  # in order of their beginning
         self._most_texts = _FEWEST_TEXTS
         self._removed: dict[int, None] = {}  # request hashes in order of removal
@@ -277,7 +277,7 @@ class History:
     def _delete_survivors(self) -> None:
         """Remove the surviving runs, which have no owner and may belong to a deleted text."""
         self.log.remove(-1, rescued=True)
-        self.edition = object()
+        self.version = object()
 
     def clear(self, dead: bool) -> None:
         """Remove everything; with ``dead``, later pieces of incomplete texts are dropped until ``start``."""
@@ -285,7 +285,7 @@ class History:
             entry.dead |= dead and not entry.complete
         self._texts = {text: _Text(dead=True) for text, entry in self._texts.items() if entry.dead}
         self._held.clear()
-        self._frequencies, self.edition = np.zeros(0), object()
+        self._frequencies, self.version = np.zeros(0), object()
         self._uncounted.clear()
         self.log.clear()
         self._similar.clear()

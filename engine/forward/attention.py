@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 
 from engine.errors import ModelLoadError
 from engine.forward.attention_parts import MOST_BLOCK_ROWS, attend_causal, attend_parts, fits
-from engine.forward.batch import AttentionCall, Batch, Segment
+from engine.forward.batch import AttentionCall, Batch, SequenceRows
 from engine.forward.cpu.row_attention import RowAttention, RowStep
 from engine.forward.cpu.states.state_step import StateStep
 from engine.kv.kv_cache import SlotCache
@@ -88,7 +88,7 @@ class StepContext:
             output[:, rows] = attend(self, segment, call, query[:, :, rows], kept[0][None], kept[1][None])
         return output
 
-    def seen(self, segment: Segment, row: int, within: Range) -> torch.Tensor:
+    def seen(self, segment: SequenceRows, row: int, within: Range) -> torch.Tensor:
         """Return the slot entries that a row of a segment sees, in text order, int64 on the device."""
         key = segment.offset, row, within
         if key not in self._seen:
@@ -104,7 +104,7 @@ class StepContext:
             self._seen[key] = entries.to(self.positions.device)
         return self._seen[key]
 
-    def mask(self, segment: Segment, within: Range, repeats: int = 1, explicit: bool = False) -> torch.Tensor | None:
+    def mask(self, segment: SequenceRows, within: Range, repeats: int = 1, explicit: bool = False) -> torch.Tensor | None:
         """Return a segment's additive mask, [repeats * rows, end]; None if all is visible, or for causality alone."""
         # ``explicit``: causality of several rows is a mask, too
         window, chunk = (None if size is None or segment.end <= size else size for size in within)
@@ -117,7 +117,7 @@ class StepContext:
                 self._masks[key] = None if once is None else once.repeat(repeats, 1)
         return self._masks[key]
 
-    def _build(self, segment: Segment, window: int | None, chunk: int | None, explicit: bool) -> torch.Tensor | None:
+    def _build(self, segment: SequenceRows, window: int | None, chunk: int | None, explicit: bool) -> torch.Tensor | None:
         start, rows = segment.start, segment.rows
         whole = segment.mask is None and window is None and chunk is None
         if whole and (rows == 1 or (start == 0 and not explicit)):
@@ -191,7 +191,7 @@ def _limits(config: Any, layer: int, window: int | None) -> Range:
 
 
 def _attend_by_row(
-    step: StepContext, segment: Segment, call: AttentionCall, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    step: StepContext, segment: SequenceRows, call: AttentionCall, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
     """Compute the rows of a request one at a time, so that each depends only on the entries it sees; slow, for any input."""
     _, heads, rows, size = query.shape
@@ -226,7 +226,7 @@ def _eager(
 
 
 def _attend(
-    step: StepContext, segment: Segment, call: AttentionCall, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    step: StepContext, segment: SequenceRows, call: AttentionCall, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
     """Compute one request's rows, [1, rows, heads, head_dim], by torch's fused attention."""
     scaling = call.scaling
@@ -258,7 +258,7 @@ def _attend(
 
 
 def _attend_written_out(
-    step: StepContext, segment: Segment, call: AttentionCall, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    step: StepContext, segment: SequenceRows, call: AttentionCall, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
     """Compute ``_attend`` with softcap and sinks, which torch's fused attention does not support."""
     _, heads, rows, size = query.shape

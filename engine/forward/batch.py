@@ -17,7 +17,7 @@ from decoding.verify.tree_rows import lay_rows
 
 
 @dataclass(slots=True)  # not frozen, for speed: one is created per request and step
-class Work:
+class ScheduledRequest:
     """Scheduled work of one request in one step: committed tokens ``start:end`` and a draft tree below the last of them.
 
     The first ``start`` tokens have KV in the slot. With a tree, ``end`` is the number of committed tokens, and the last of them
@@ -33,30 +33,30 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class DummySequence:
     """Synthetic sequence, used for example by profiling, self-checks and draft models."""
 
     slot: int
     tokens: Int32Array  # [n]
     adapter: str | None = None
-    reach: int = 0
+    rope_length: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class LineWork:
-    """Scheduled work of a ``Line``; same fields as ``Work``."""
+class ScheduledDummy:
+    """Scheduled work of a ``DummySequence``; same fields as ``ScheduledRequest``."""
 
-    request: Line
+    request: DummySequence
     start: int
     end: int
     tree: DraftTree | None
 
 
-Span = Work | LineWork
+ScheduledSequence = ScheduledRequest | ScheduledDummy
 
 
 @dataclass(slots=True)  # not frozen, for speed: one is created per request and step
-class Segment:
+class SequenceRows:
     """Rows of one request in the flat batch."""
 
     slot: int
@@ -67,7 +67,7 @@ class Segment:
     before: tuple[int, ...] = ()  # positions of this tree's rows that an earlier forward pass computed
     parents: Int32Array | None = None  # of the last rows, which form a tree, see ``DraftTree``; None without a tree
     adapter: str | None = None  # LoRA adapter of the rows; None: base model
-    reach: int = 0  # least sequence length for length-dependent RoPE, see ``engine.forward.rope``
+    rope_length: int = 0  # least sequence length for length-dependent RoPE, see ``engine.forward.rope``
 
     @property
     def end(self) -> int:
@@ -81,7 +81,7 @@ class Batch:
 
     token_ids: npt.NDArray[np.int64]  # [rows]
     positions: npt.NDArray[np.int64]  # [rows]
-    segments: tuple[Segment, ...]
+    segments: tuple[SequenceRows, ...]
     logit_rows: npt.NDArray[np.int64]  # [m] rows whose logits are computed: all rows of each tree
     logit_starts: tuple[int | None, ...]  # per request, index of its tree's first row in logit_rows; None without a tree
 
@@ -111,7 +111,7 @@ class AttentionCall:
         return self.query.shape[3] ** -0.5 if self.scaling is None else self.scaling
 
 
-def pack(works: Sequence[Span]) -> Batch:
+def pack(works: Sequence[ScheduledSequence]) -> Batch:
     """Flatten the work of one step; every sequence has a slot and at least one row."""
     if all(work.end - work.start == 1 and work.tree is not None and len(work.tree.tokens) == 1 for work in works):
         return _pack_roots(works)  # plain decoding
@@ -144,13 +144,13 @@ def pack(works: Sequence[Span]) -> Batch:
     return Batch(np.concatenate(tokens, dtype=np.int64), positions, segments, logit_rows, tuple(logit_starts))
 
 
-def _pack_roots(works: Sequence[Span]) -> Batch:
+def _pack_roots(works: Sequence[ScheduledSequence]) -> Batch:
     segments = []
     for row, work in enumerate(works):
         one = work.request
         assert one.slot is not None and work.start >= 0, (one.slot, work.start)
         assert work.tree is not None, one
-        segments.append(Segment(one.slot, work.start, row, 1, None, (), work.tree.parents, one.adapter, one.reach))
+        segments.append(SequenceRows(one.slot, work.start, row, 1, None, (), work.tree.parents, one.adapter, one.rope_length))
     return Batch(
         np.array([work.request.tokens[work.start] for work in works], np.int64),
         np.array([work.start for work in works], np.int64),
@@ -160,7 +160,9 @@ def _pack_roots(works: Sequence[Span]) -> Batch:
     )
 
 
-def _segments(works: Sequence[Span], sizes: Sequence[int], chains: Sequence[bool], masks: BoolArray) -> tuple[Segment, ...]:
+def _segments(
+    works: Sequence[ScheduledSequence], sizes: Sequence[int], chains: Sequence[bool], masks: BoolArray
+) -> tuple[SequenceRows, ...]:
     segments = []
     offset = cell = 0
     for work, size, chain in zip(works, sizes, chains, strict=True):
@@ -172,7 +174,7 @@ def _segments(works: Sequence[Span], sizes: Sequence[int], chains: Sequence[bool
             cell += rows * rows
         one, parents = work.request, None if work.tree is None else work.tree.parents
         assert one.slot is not None
-        segments.append(Segment(one.slot, work.start, offset, rows, mask, (), parents, one.adapter, one.reach))
+        segments.append(SequenceRows(one.slot, work.start, offset, rows, mask, (), parents, one.adapter, one.rope_length))
         offset += rows
     return tuple(segments)
 
@@ -211,14 +213,14 @@ def cut(batch: Batch, rows: int) -> Iterator[tuple[Batch, npt.NDArray[np.int64]]
         yield Batch(batch.token_ids[part], batch.positions[part], segments, batch.logit_rows[wanted] - first, ()), wanted
 
 
-def _part(batch: Batch, segment: Segment, first: int, last: int, offset: int) -> Segment:
+def _part(batch: Batch, segment: SequenceRows, first: int, last: int, offset: int) -> SequenceRows:
     """Return rows ``first:last`` of the batch, all of one segment, for a part that starts at ``offset``."""
     done, end = first - segment.offset, last - segment.offset
-    told: dict[str, Any] = {"adapter": segment.adapter, "reach": segment.reach}
+    told: dict[str, Any] = {"adapter": segment.adapter, "reach": segment.rope_length}
     if segment.mask is None:  # plain causality: earlier rows count as committed
-        return Segment(segment.slot, segment.start + done, first - offset, end - done, None, **told)
+        return SequenceRows(segment.slot, segment.start + done, first - offset, end - done, None, **told)
     seen = segment.mask[done:end, :done].all(0)
     common = done if seen.all() else int(seen.argmin())  # leading earlier rows that all rows of this part see
     before = tuple(batch.positions[segment.offset + common : first].tolist())
     mask = np.ascontiguousarray(segment.mask[done:end, common:end])
-    return Segment(segment.slot, segment.start + common, first - offset, end - done, mask, before, **told)
+    return SequenceRows(segment.slot, segment.start + common, first - offset, end - done, mask, before, **told)

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from decoding.tree import DraftTree, Int32Array
 from engine.forward.attention import TREE_ATTENTION
-from engine.forward.batch import Line, LineWork, pack
+from engine.forward.batch import DummySequence, ScheduledDummy, pack
 from engine.forward.cuda.slot_attention import SPLIT
 from engine.forward.cuda.static_runner import StaticRunner
 from engine.forward.runner import ModelRunner
@@ -103,7 +103,7 @@ def check_graphs(runner: ModelRunner) -> str | None:
     if not isinstance(runner, StaticRunner):
         return None
     tokens = _tokens_of(runner)
-    for rows in runner.form()["graphs"]:
+    for rows in runner.calibration_key()["graphs"]:
         count = min(rows, len(tokens))
         _prefill(runner, 0, tokens[:-count], max(1, len(tokens)))
         given = _chain(runner, tokens, len(tokens) - count)
@@ -259,8 +259,8 @@ def _trees(runner: ModelRunner, tokens: Int32Array, found: _Found, reach: int) -
     found.compare(plain[: len(path)], _rows(tree, path))
     if runner.cache.slots > 1:
         text = tokens[: length + 1]  # all rows in one slot, only the last in the other
-        lines = [(Line(slot, text, reach=reach), start) for slot, start in ((1, 0), (0, length))]
-        works = [LineWork(line, start, length + 1, _tree(root)) for line, start in lines]
+        lines = [(DummySequence(slot, text, rope_length=reach), start) for slot, start in ((1, 0), (0, length))]
+        works = [ScheduledDummy(line, start, length + 1, _tree(root)) for line, start in lines]
         found.compare(_rows(plain, [0, 0]), runner.forward(pack(works)))
 
 
@@ -270,7 +270,9 @@ def _rows(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
 
 def _prefill(runner: ModelRunner, slot: int, tokens: Int32Array, piece: int, reach: int = 0) -> None:
     for start in range(0, len(tokens), piece):
-        runner.forward(pack([LineWork(Line(slot, tokens, reach=reach), start, min(start + piece, len(tokens)), None)]))
+        runner.forward(
+            pack([ScheduledDummy(DummySequence(slot, tokens, rope_length=reach), start, min(start + piece, len(tokens)), None)])
+        )
 
 
 def _logits(
@@ -279,7 +281,7 @@ def _logits(
 ) -> torch.Tensor:  # fmt: skip
     """Return the logits, [n, vocab], of a tree below the last token, which is its root."""
     tree = _tree(int(tokens[-1]), rows, parents)
-    return runner.forward(pack([LineWork(Line(0, tokens, reach=reach), start, len(tokens), tree)])).clone()
+    return runner.forward(pack([ScheduledDummy(DummySequence(0, tokens, rope_length=reach), start, len(tokens), tree)])).clone()
 
 
 def _tree(root: int, rows: Sequence[int] | Int32Array = (), parents: Sequence[int] = (-1,)) -> DraftTree:

@@ -10,17 +10,17 @@ import torch
 
 from decoding.request import TokenLogprob
 from decoding.sampling.sampler import token_logprobs
-from engine.forward.batch import Batch, Work
+from engine.forward.batch import Batch, ScheduledRequest
 
 _TOGETHER = 64  # rows whose log-softmax is in memory at once
 
 
-def asks(works: Sequence[Work]) -> bool:
+def asks(works: Sequence[ScheduledRequest]) -> bool:
     """Return whether any request of the step asks for prompt log-probabilities."""
     return any(work.request.prompt_logprobs is not None for work in works)
 
 
-def with_prompt_rows(works: Sequence[Work], batch: Batch) -> Batch:
+def with_prompt_rows(works: Sequence[ScheduledRequest], batch: Batch) -> Batch:
     """Return the batch with the prompt rows to score appended to ``logit_rows``.
 
     Example: tokens 4 to 6 of a prompt of 10 are computed by rows 20 to 22, which score tokens 5 to 7.
@@ -29,7 +29,7 @@ def with_prompt_rows(works: Sequence[Work], batch: Batch) -> Batch:
     return dataclasses.replace(batch, logit_rows=np.concatenate([batch.logit_rows, *rows]))
 
 
-def score(works: Sequence[Work], logits: torch.Tensor) -> None:
+def score(works: Sequence[ScheduledRequest], logits: torch.Tensor) -> None:
     """Store prompt scores in ``Request.prompt_scores``; ``logits``, [n, vocab], are of the rows of ``with_prompt_rows``."""
     first = 0
     for work in works:
@@ -46,7 +46,7 @@ def score(works: Sequence[Work], logits: torch.Tensor) -> None:
     assert first == len(logits), (first, len(logits))
 
 
-def _count(work: Work) -> int:
+def _count(work: ScheduledRequest) -> int:
     if work.request.prompt_logprobs is None:
         return 0
     # The row of token i scores token i + 1. The last token's row is the root of the tree.

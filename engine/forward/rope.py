@@ -20,7 +20,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 
 from decoding.request import Request
 from engine.errors import ModelLoadError
-from engine.forward.batch import Segment
+from engine.forward.batch import SequenceRows
 
 _ORIGINAL = "original_max_position_embeddings"
 _NEVER = 2**31  # unlimited depth, in rows
@@ -35,7 +35,7 @@ class LengthRope:
     dynamic: bool  # every length beyond the border has its own frequencies; otherwise they share one set
     recomputes: bool  # a sequence that crosses the border is recomputed
 
-    def reach(self, request: Request) -> int:
+    def rope_length(self, request: Request) -> int:
         """Return the least sequence length by which a request's rows are rotated; 0 if each row's own position decides.
 
         Rows of two requests with equal reach and equal preceding tokens have the same keys and values.
@@ -50,13 +50,13 @@ class LengthRope:
         # No draft row may lie beyond the border before the text itself crosses it.
         return self.border - request.num_tokens if self.recomputes and request.num_tokens <= self.border else _NEVER
 
-    def lengths(self, segments: Sequence[Segment], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+    def lengths(self, segments: Sequence[SequenceRows], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
         """Return the length that selects each row's frequencies, [rows], 0 for the first set; None if all have the first set."""
         found = positions + 1
         for segment in segments:
-            if segment.reach:
+            if segment.rope_length:
                 own = found[segment.offset : segment.offset + segment.rows]
-                np.maximum(own, segment.reach, out=own)
+                np.maximum(own, segment.rope_length, out=own)
         beyond = found > self.border
         if not beyond.any():
             return None

@@ -15,19 +15,19 @@ from decoding.sampling.ranking import SignedArray
 from engine.accelerator import accelerator
 from engine.errors import ModelLoadError
 from engine.forward.attention import StepContext
-from engine.forward.batch import Batch, Segment, adapters_of, cut
+from engine.forward.batch import Batch, SequenceRows, adapters_of, cut
 from engine.forward.cpu.products.low_rank import Adapters
 from engine.forward.cpu.products.packed_weight import PackedWeight
 from engine.forward.cpu.products.row_linear import has_kernels, row_linears
 from engine.forward.cpu.row_attention import RowAttention, laid_out
-from engine.forward.cpu.row_model import RowModel
-from engine.forward.cpu.states.mixers import bind_mixers, round_alike
+from engine.forward.cpu.row_model import FusedForward
+from engine.forward.cpu.states.mixers import bind_mixers, round_expert_rows_apart
 from engine.forward.cpu.states.state_step import States
 from engine.forward.rope import LengthRope, ropes_by_row
-from engine.forward.thin_modules import thin_modules
+from engine.forward.thin_modules import patch_modules
 from engine.kv.kv_cache import KVShape, SlotCache
 from engine.kv.state_cache import StateCache
-from engine.loading.memory import free_bytes, give_back, kept_slots, left_bytes
+from engine.loading.memory import default_slots, free_bytes, left_bytes, release_memory
 from engine.loading.outline import outline
 from engine.loading.weights.adapters import Adapter
 from engine.text.grammar import Grammars
@@ -55,7 +55,7 @@ class ModelRunner:
     exact = False  # whether the self-check found each row bit-identical in every batch, see ``engine.forward.exactness``
     _adapters: Adapters | None = None
     # [>= rows, hidden size] bits of the last forward pass's final hidden states, row by row, valid until the next one; None if
-    # the model was not computed by ``RowModel``.
+    # the model was not computed by ``FusedForward``.
     hidden: SignedArray | None = None
     _by_rows = True  # lay out KV for the compiled CPU attention, if it supports this shape
 
@@ -97,7 +97,7 @@ class ModelRunner:
         self.sequences = slots  # per forward pass; slots for kept prefixes come on top
         if kept is None:
             slot_bytes = shape.bytes_per_token() * capacity + (StateCache.bytes_of(sites, slots) // slots if sites else 0)
-            kept = kept_slots(slots, slot_bytes, left_bytes(model.device))
+            kept = default_slots(slots, slot_bytes, left_bytes(model.device))
         slots += kept
         size = shape.bytes_per_token() * slots * capacity + (StateCache.bytes_of(sites, slots) if sites else 0)
         try:
@@ -113,10 +113,10 @@ class ModelRunner:
             raise ModelLoadError(f"{need}: lower model.max_model_len or {option}") from error
         self._ropes = ropes_by_row(model)
         if row_linears(model):  # the weights of a model that another runner uses must not move
-            give_back(model)
-        thin_modules(model)
+            release_memory(model)
+        patch_modules(model)
         if states:
-            round_alike(model, {number: shape.heads for number, shape in states.items() if shape.delta})
+            round_expert_rows_apart(model, {number: shape.heads for number, shape in states.items() if shape.delta})
         self._device, self._dtype = model.device, model.dtype  # the model's properties search its parameters
         self._compiled = RowAttention.over(self.cache)
         self.fixed_rows = fixed_rows
@@ -126,12 +126,12 @@ class ModelRunner:
             self._states = States(states, self.cache.states, model.dtype)
         self._asked: tuple[int, list[int]] | None = None  # attention layers and state sites of the last forward pass
         windows = self._probe()
-        self._whole = RowModel.over(model, self.cache, windows, self._states) if fixed_rows is None else None
+        self._whole = FusedForward.over(model, self.cache, windows, self._states) if fixed_rows is None else None
 
     def _probe(self) -> dict[int, int | None]:
         """Compute one row, so that an unsupported model fails at start; return the layers' attention windows."""
         zero = np.zeros(1, np.int64)
-        batch = Batch(zero, zero, (Segment(0, 0, 0, 1, None),), zero, (0,))
+        batch = Batch(zero, zero, (SequenceRows(0, 0, 0, 1, None),), zero, (0,))
         try:
             context = self._context(batch)
             self._forward(context, zero, zero)
@@ -155,7 +155,7 @@ class ModelRunner:
             self._whole.adapt(self._adapters)
         rows = np.arange(min(_PROBE_ROWS, self.fixed_rows or _PROBE_ROWS, self.cache.capacity))
         for adapter in adapters:
-            segment = Segment(0, 0, 0, len(rows), None, adapter=adapter.name)
+            segment = SequenceRows(0, 0, 0, len(rows), None, adapter=adapter.name)
             self._modules(Batch(rows, rows, (segment,), rows[:1], (0,)))  # records in ``called`` which layers run as modules
         missed = sorted(self._adapters.layers - self._adapters.called)
         if missed:
@@ -163,7 +163,7 @@ class ModelRunner:
             raise ModelLoadError(f"{name} does not compute {missed[0]} as a module: no adapter can change it")
         self.cache.prefixes.clear()
 
-    def form(self) -> dict[str, Any]:
+    def calibration_key(self) -> dict[str, Any]:
         """Return the properties that step times depend on, as JSON values."""
         compiled = any(module._compiled_call_impl is not None for module in self.model.modules())
         kinds = sorted({weight.kind for weight in self.model.parameters() if type(weight) is PackedWeight})
@@ -182,7 +182,7 @@ class ModelRunner:
     def _told(self, positions: torch.Tensor) -> dict[str, Any]:
         """Return extra model arguments: Llama 4 scales queries by position and takes the positions from its cache."""
         scales = getattr(self.model.config.get_text_config(), "attn_temperature_tuning", None)
-        return {"past_key_values": _Places(positions)} if scales else {}
+        return {"past_key_values": PositionOnlyCache(positions)} if scales else {}
 
     def entries(self, slot: int, length: int, layers: int) -> torch.Tensor:
         """Return a copy of the first attention layers' keys and values, [length, layers, kv_heads, head_dim + value_dim]."""
@@ -268,7 +268,7 @@ class ModelRunner:
         return logits[: len(logit_rows)] if self.fixed_rows is None else wanted_rows(logits, logit_rows)
 
 
-class _Places:
+class PositionOnlyCache:
     """Minimal ``Cache`` replacement that reports per-row positions to models that call ``get_seq_length`` (Llama 4)."""
 
     def __init__(self, positions: torch.Tensor) -> None:

@@ -17,13 +17,13 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.forward.attention import StepContext
-from engine.forward.batch import Batch, Segment
+from engine.forward.batch import Batch, SequenceRows
 from engine.forward.runner import ModelRunner
 from engine.kv.kv_cache import KVShape, SlotCache
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class EntryCopy:
     """Recorded call of ``SlotCache.copy``."""
 
     source: int
@@ -41,7 +41,7 @@ class Compaction:
     rows: tuple[int, ...]
 
 
-Move = Copy | Compaction
+Move = EntryCopy | Compaction
 
 _PROBE_ROWS = 8
 Together = Callable[[Sequence[Move], Batch], AbstractContextManager[None]]
@@ -62,7 +62,7 @@ class RecordedCache(SlotCache):
 
     def copy(self, source: int, target: int, length: int, start: int = 0) -> None:
         """See ``SlotCache``."""
-        self._moves.append(Copy(source, target, length, start))
+        self._moves.append(EntryCopy(source, target, length, start))
         super().copy(source, target, length, start)
 
     def take_moves(self) -> list[Move]:
@@ -96,7 +96,7 @@ class LeadingRunner(ModelRunner):
 def probe_logits(model: PreTrainedModel, shape: KVShape) -> torch.Tensor:
     """Return the logits of a few made-up rows, [rows, vocab] float32 on the CPU; all ranks of a split model must take part."""
     rows = np.arange(_PROBE_ROWS)
-    batch = Batch(rows + 1, rows, (Segment(0, 0, 0, _PROBE_ROWS, None),), rows, (0,))
+    batch = Batch(rows + 1, rows, (SequenceRows(0, 0, 0, _PROBE_ROWS, None),), rows, (0,))
     positions = torch.from_numpy(rows).to(model.device)
     cache = SlotCache(dataclasses.replace(shape, device=model.device), 1, _PROBE_ROWS)
     output = model(
@@ -121,7 +121,7 @@ def following_runner(model: PreTrainedModel, slots: int, capacity: int, shape: K
 def apply_moves(cache: SlotCache, moves: Sequence[Move]) -> None:
     """Apply the leader's copies and compactions to another rank's slots."""
     for move in moves:
-        if isinstance(move, Copy):
+        if isinstance(move, EntryCopy):
             cache.copy(move.source, move.target, move.length, move.start)
         else:
             cache.compact(move.slot, move.start, move.rows)

@@ -104,7 +104,7 @@ _ACTIVATIONS = {kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS
 
 
 @torch.inference_mode()
-def thin_modules(model: PreTrainedModel) -> int:
+def patch_modules(model: PreTrainedModel) -> int:
     """Replace a model's list of layers and, on a CPU, norms and activations in place; return the number of replaced modules."""
     do_not_warn(model)
     replaced: dict[str, torch.nn.Module] = {}

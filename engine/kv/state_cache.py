@@ -31,7 +31,7 @@ class StateSite(NamedTuple):
 
 
 class SegmentRows(Protocol):
-    """Rows of a request: see ``engine.forward.batch.Segment``."""
+    """Rows of a request: see ``engine.forward.batch.SequenceRows``."""
 
     slot: int
     start: int
@@ -165,7 +165,9 @@ class StateCache:
 
     # ---- snapshots ------------------------------------------------------------------------------------------------------------
 
-    def want(self, slot: int, scope: str | None, tokens: Int32Array, start: int, anchor: int, num_prompt: int) -> None:
+    def request_snapshot(
+        self, slot: int, scope: str | None, tokens: Int32Array, start: int, anchor: int, num_prompt: int
+    ) -> None:
         """Request snapshots of a prompt from the next forward, which advances a slot's state from ``start`` to ``anchor``.
 
         Nothing is stored without a scope, or of the last prompt token, which is always computed.

@@ -14,7 +14,7 @@ from configs.slices import SELF, Dtype, ModelOptions
 from decoding.request import Request
 from decoding.tree import DraftTree, Int32Array
 from engine.errors import ModelLoadError
-from engine.forward.batch import Line, LineWork, pack
+from engine.forward.batch import DummySequence, ScheduledDummy, pack
 from engine.forward.rope import length_rope
 from engine.forward.runner import ModelRunner
 from engine.kv.prefix_cache import common_prefix
@@ -50,7 +50,7 @@ class _Slot:
             self._follow(len(committed), np.minimum(np.array(chain, np.int32), known - 1))
         return len(committed) + len(chain)
 
-    def hold(self, span: LineWork) -> None:
+    def hold(self, span: ScheduledDummy) -> None:
         """Record the entries of a forward: up to its end, and the tree's rows as far as each continues the row before it."""
         self.length = span.end
         if span.tree is not None and len(span.tree) > 1:
@@ -109,7 +109,7 @@ class LocalDraftModel:
                 budget -= rows
                 end = slot.length + rows
                 if rows:
-                    spans.append(LineWork(Line(_number(request), slot.tokens[:end]), slot.length, end, None))
+                    spans.append(ScheduledDummy(DummySequence(_number(request), slot.tokens[:end]), slot.length, end, None))
         if spans:
             self._forward(spans)
         return ready
@@ -123,7 +123,7 @@ class LocalDraftModel:
         logits = self._forward([self._span(request, (), tree) for request, tree in zip(requests, trees, strict=True)])
         return list(logits.split([len(tree) for tree in trees]))
 
-    def _span(self, request: Request, chain: Sequence[int], tree: DraftTree | None = None) -> LineWork:
+    def _span(self, request: Request, chain: Sequence[int], tree: DraftTree | None = None) -> ScheduledDummy:
         """Return the work for a request's missing tokens and a chain after them, with a tree or only its root."""
         slot = self._slot(request)
         end = slot.align(chain, self._known)
@@ -131,7 +131,7 @@ class LocalDraftModel:
             known = DraftTree.chain(int(slot.tokens[end - 1]), ())
         else:
             known = replace(tree, tokens=np.minimum(tree.tokens, self._known - 1))
-        return LineWork(Line(_number(request), slot.tokens[:end]), min(slot.length, end - 1), end, known)
+        return ScheduledDummy(DummySequence(_number(request), slot.tokens[:end]), min(slot.length, end - 1), end, known)
 
     def _lacking(self, request: Request) -> int:
         """Return the rows of a request's next forward: its missing tokens, at least the last one."""
@@ -149,7 +149,7 @@ class LocalDraftModel:
             slot.begin(request, self._cache.place(request.tokens, request.scope, (number,))[1])
         return slot
 
-    def _forward(self, spans: Sequence[LineWork]) -> torch.Tensor:
+    def _forward(self, spans: Sequence[ScheduledDummy]) -> torch.Tensor:
         """Compute spans; return logits over the target's vocabulary, -inf for tokens that the draft model lacks."""
         for span in spans:
             assert span.end + (0 if span.tree is None else len(span.tree) - 1) <= self._cache.capacity, (span.end, span.tree)

@@ -15,9 +15,9 @@ from engine.forward.cpu.products.block_formats import FORMATS
 from engine.forward.cpu.products.row_linear import PANEL, has_kernels
 from engine.forward.cpu.row_attention import laid_out
 from engine.loading.hybrids import refuse_place
-from engine.loading.memory import kept_slots, left_bytes, stored_type, weight_bytes
+from engine.loading.memory import default_slots, left_bytes, stored_type, weight_bytes
 from engine.loading.model import context_length, device_of, served_config, stays_packed
-from engine.loading.model_files import PACKAGED_MODELS, base_of, find_files, is_adapter, is_gguf, is_whole, kept_models
+from engine.loading.model_files import PACKAGED_MODELS, base_of, cached_models, find_files, is_adapter, is_gguf, is_whole
 from engine.loading.outline import Outline, outline
 from engine.loading.slot_memory import slot_memory
 from engine.loading.weights.adapters import find_merged
@@ -80,7 +80,7 @@ def footprint(
     """Return the memory of a served model, downloading at most its configuration. Raises ``ModelLoadError`` if it is refused."""
     base = base_of(model.path)
     known = PACKAGED_MODELS.get(base)
-    if known is not None and not is_whole(kept_models() / base, known):
+    if known is not None and not is_whole(cached_models() / base, known):
         raise ModelLoadError(f"model {base!r} is not downloaded yet: `outrider generate --model {base}` downloads it")
     config, files, device = served_config(model.path), find_files(model.path), device_of(model.device)
     refuse_place(config, device.type, model.dtype)
@@ -116,7 +116,7 @@ def footprint(
             reserved_bytes=slots.reserved_bytes,
         )  # fmt: skip
     elif engine.kept_slots is None and parallelism.mode == "none":
-        kept = kept_slots(engine.max_running, made.slot_bytes, made.free_bytes - made.weight_bytes)
+        kept = default_slots(engine.max_running, made.slot_bytes, made.free_bytes - made.weight_bytes)
         made = replace(made, kv_slots=engine.max_running + kept)
     return replace(made, advice=tuple(_advice(made, found, dtype, device)))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from decoding.private_files import make_folder
 
 
-def keep_folder(made: Path, folder: Path, replaced: Path) -> None:
+def cache_folder_of(made: Path, folder: Path, replaced: Path) -> None:
     """Sync ``made`` to disk and move it to ``folder``, so that readers find all of it; an old folder moves to ``replaced``."""
     for path in (*made.iterdir(), made):
         _sync(path)

@@ -40,7 +40,7 @@ def free_bytes() -> int:
     return free
 
 
-def give_back(model: torch.nn.Module) -> None:
+def release_memory(model: torch.nn.Module) -> None:
     """Release memory that loading took and the model does not need: mapped files, and pages left by allocations."""
     # CPU weights are views of their mapped file until they are laid out anew. A few remaining ones (norms, biases) would keep the
     # whole mapping, so they are copied.
@@ -49,10 +49,10 @@ def give_back(model: torch.nn.Module) -> None:
     if 2 * sum(each.nbytes for each in left) < sum(each.nbytes for each in tensors):
         for tensor in left:
             tensor.data = tensor.data.clone()
-    give_heap_back()
+    release_heap()
 
 
-def give_heap_back() -> None:
+def release_heap() -> None:
     """Return free heap pages to the system; reading a vocabulary takes three times the memory that it keeps."""
     with contextlib.suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
@@ -71,7 +71,7 @@ def left_bytes(device: torch.device, utilization: float = 1.0) -> int:
     return 0
 
 
-def kept_slots(running: int, slot_bytes: int, left: int, share: float = KEPT_SHARE) -> int:
+def default_slots(running: int, slot_bytes: int, left: int, share: float = KEPT_SHARE) -> int:
     """Return the default number of KV slots beyond those of running requests: as many as fit into a share of the rest.
 
     Example: 8 requests with slots of 190 MiB, and 20 GiB that are left: 16, as a quarter of the 18.5 GiB beside the eight has

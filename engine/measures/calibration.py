@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from decoding.budget.latency import LatencyCurve
-from decoding.private_files import keep_file, open_private
+from decoding.private_files import open_private, save_file
 from engine.environment import device_name
 from engine.forward.runner import ModelRunner
 from engine.loading.model_info import ModelInfo
@@ -58,17 +58,17 @@ class CalibrationFile:
 
     def curve(self) -> LatencyCurve:
         """Return the stored curve, or measure and store it."""
-        kept = self.kept()
+        kept = self.cached()
         return self._settled(self.measure()) if kept is None else kept
 
     def curve_in_pieces(self) -> Generator[None, None, LatencyCurve]:
         """Return the curve like ``curve``, yielding before each forward."""
-        kept = self.kept()  # another process may have written it meanwhile
+        kept = self.cached()  # another process may have written it meanwhile
         if kept is not None:
             return kept
         return self._settled(self._calibration((yield from timing(self._runner, self._cases()))))
 
-    def kept(self) -> LatencyCurve | None:
+    def cached(self) -> LatencyCurve | None:
         """Return the stored curve; None if it has to be measured."""
         try:
             return self._read()
@@ -82,7 +82,7 @@ class CalibrationFile:
         if found.disturbed:  # usable for now, but not stored
             logger.warning("steps were timed on a busy machine and will be timed again at the next start")
         else:
-            self.keep(found)
+            self.save(found)
         return found.curve
 
     def measure(self, report: Report | None = None) -> Calibration:
@@ -95,11 +95,11 @@ class CalibrationFile:
     def _cases(self) -> list[Case]:
         return cases(self._runner.sequences, self._runner.cache.capacity, self._max_model_len, self._runner.full_rows)
 
-    def keep(self, found: Calibration) -> bool:
+    def save(self, found: Calibration) -> bool:
         """Write the file; on failure log a warning and return False."""
         kept = {"format": _FORMAT, "setting": self._setting, "covers": self._wanted(), "curve": found.curve.to_json()}
         try:
-            keep_file(self.path, json.dumps(kept, indent=1).encode())
+            save_file(self.path, json.dumps(kept, indent=1).encode())
         except OSError as error:
             logger.warning("the latency curve could not be saved and will be measured again at the next start: %s", error)
             return False
@@ -137,7 +137,7 @@ def _setting(runner: ModelRunner, info: ModelInfo) -> dict[str, Any]:
         "threads": min(torch.get_num_threads(), cores) if device.type == "cpu" else None,
         "ranks": runner.ranks,
         "part": [runner.cache.shape.layers, runner.cache.shape.kv_heads],  # part of the model on this rank
-        "forwards": runner.form(),
+        "forwards": runner.calibration_key(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "code": _code(),

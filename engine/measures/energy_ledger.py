@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from decoding.request import Request
 
 if TYPE_CHECKING:
-    from engine.forward.batch import Work
+    from engine.forward.batch import ScheduledRequest
     from engine.measures.energy import EnergyMeter
 
 READ_S = 0.1  # interval of readings while requests run
@@ -64,7 +64,7 @@ class EnergyLedger:
         if joules is not None:
             self._open, self._read_j, self._read_s = True, joules, now
 
-    def computed(self, works: Sequence[Work]) -> None:
+    def record_step(self, works: Sequence[ScheduledRequest]) -> None:
         """Record the rows of a step, and charge the requests if a reading is due."""
         if not self._open or self._read_s is None:
             return
@@ -76,7 +76,7 @@ class EnergyLedger:
         if self._clock() - self._read_s >= READ_S:
             self._book()
 
-    def ended(self, request: Request, last: bool) -> None:
+    def record_end(self, request: Request, last: bool) -> None:
         """Finalise the figure of an ended request. ``last``: no request is left, so the window ends."""
         if self._open and self._read_s is not None and (last or self._clock() - self._read_s >= FRESH_S):
             self._book()

@@ -16,7 +16,7 @@ import torch
 from decoding.budget.latency import LatencyCurve, StepLoad
 from decoding.sampling.ranking import argmax_rows
 from decoding.tree import DraftTree
-from engine.forward.batch import Batch, Line, LineWork, pack
+from engine.forward.batch import Batch, DummySequence, ScheduledDummy, pack
 from engine.forward.runner import ModelRunner
 from engine.loading.model_tables import TableProgress
 
@@ -30,7 +30,7 @@ _LONG_S, _FEW = 0.5, 8  # after a step that takes longer, steps with more than `
 _TIMING_S = 2.0  # target for all rounds
 _LEAST_ROUNDS, _ROUNDS = 2, 8
 _TURN_S, _MOST_OFTEN = 0.02, 4  # shorter steps run up to ``_MOST_OFTEN`` times per round
-_GLANCED = (1, 8, 64)  # rows of the steps in ``glance``
+_GLANCED = (1, 8, 64)  # rows of the steps in ``quick_curve``
 _PARTS = 1000  # progress units for the log
 
 Result = TypeVar("Result")
@@ -104,7 +104,7 @@ def result_of(work: Generator[None, None, Result]) -> Result:
             return result
 
 
-def glance(runner: ModelRunner, max_model_len: int) -> LatencyCurve:
+def quick_curve(runner: ModelRunner, max_model_len: int) -> LatencyCurve:
     """Measure a rough curve from a few forwards, for a fast start."""
     full = runner.full_rows[:1]  # the first stair, which one request's tree may reach
     glanced = {*_GLANCED, *(count + 1 for count in full)}
@@ -227,7 +227,7 @@ def _batch(case: Case) -> Batch:
     parents = np.minimum(np.arange(-1, case.rows - 1, dtype=np.int32), 0)
     tree = DraftTree(np.zeros(case.rows, np.int32), parents, np.zeros(case.rows, np.int8), case.rows)
     tokens, end = np.zeros(case.context + 1, np.int32), case.context + 1
-    return pack([LineWork(Line(slot, tokens), case.context, end, tree) for slot in range(case.sequences)])
+    return pack([ScheduledDummy(DummySequence(slot, tokens), case.context, end, tree) for slot in range(case.sequences)])
 
 
 def _clear(runner: ModelRunner, wanted: Iterable[Case]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from decoding.budget.latency import LatencyCurve, StepLoad
 from decoding.budget.step_price import seconds_of
-from engine.forward.batch import Work
+from engine.forward.batch import ScheduledRequest
 
 _KEPT = 0.99  # decay of older steps per step
 _TIMED = 0.5  # weight of the timed curve in each factor, in steps
@@ -33,7 +33,7 @@ class LiveCurve:
         # Decayed sums of products of: f, the fixed part of the timed step; a, the part added by rows; t, the time taken.
         self._ff = self._fa = self._aa = self._ft = self._at = 0.0
 
-    def stepped(self, works: Sequence[Work], seconds: float) -> None:
+    def record_step(self, works: Sequence[ScheduledRequest], seconds: float) -> None:
         """Update the fit with a step and its seconds; steps that compute prompts are ignored."""
         rows = context = 0
         for work in works:

@@ -19,7 +19,7 @@ from decoding.tree import SOURCES, DraftTree
 
 if TYPE_CHECKING:
     from decoding.step_output import BudgetCounts
-    from engine.forward.batch import Work
+    from engine.forward.batch import ScheduledRequest
 
 _STATM = Path("/proc/self/statm")
 
@@ -165,7 +165,7 @@ class EngineMetrics:
     def _observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)
 
-    def emitted(self, request: Request, tree: DraftTree, tokens: int, accepted: int, now_s: float) -> None:
+    def record_output(self, request: Request, tree: DraftTree, tokens: int, accepted: int, now_s: float) -> None:
         """Count the tokens that a step emits for a request, before the request's own times are updated.
 
         ``accepted`` of the ``tokens`` are draft tokens, and ``now_s`` is the engine's clock.
@@ -193,7 +193,7 @@ class EngineMetrics:
             self._drafted_by_source[source] += sources.count(source)
             self._drafts_by_source[source] += 1
 
-    def stepped(self, works: Sequence[Work], forward_s: float) -> None:
+    def record_step(self, works: Sequence[ScheduledRequest], forward_s: float) -> None:
         """Count a step after its ``emitted`` calls; ``forward_s`` includes verification."""
         rows = computed = 0
         for work in works:
@@ -209,11 +209,11 @@ class EngineMetrics:
         self._observe("iteration_tokens_total", computed + self._generation_tokens - self._seen_tokens)
         self._seen_tokens = self._generation_tokens
 
-    def out_of_memory(self) -> None:
+    def record_out_of_memory(self) -> None:
         """Count a step that ran out of device memory."""
         self._out_of_memory_steps += 1
 
-    def ended(self, request: Request) -> None:
+    def record_end(self, request: Request) -> None:
         """Count a request with a finish reason."""
         reason, stats = request.finish_reason, request.stats
         assert reason is not None, request.request_id

@@ -10,7 +10,7 @@ PROGRESS_VARIABLE = "OUTRIDER_PROGRESS_FILE"  # path of the file; without it not
 STAGES = ("importing torch and transformers", "reading the weights", "checking that steps are exact", "preparing drafts")
 
 
-def tell(stage: str) -> None:
+def report_progress(stage: str) -> None:
     """Report that one of ``STAGES`` begins; with several replicas the most recent report wins."""
     path = os.environ.get(PROGRESS_VARIABLE)
     if path:
@@ -18,7 +18,7 @@ def tell(stage: str) -> None:
             Path(path).write_text(stage, encoding="utf-8")
 
 
-def told(path: Path) -> str:
+def last_progress(path: Path) -> str:
     """Return the last reported stage and its number, such as ``reading the weights (2 of 4)``; empty before the first."""
     with contextlib.suppress(OSError):
         stage = path.read_text(encoding="utf-8")

@@ -30,14 +30,14 @@ class SlotPlacement:
         """
         if request.slot is None or self.crosses(request):
             rope = self._executor.rope
-            request.reach = 0 if rope is None else rope.reach(request)
+            request.rope_length = 0 if rope is None else rope.rope_length(request)
             request.scope = self._scope(request)
-            if request.scope is not None and request.reach:
+            if request.scope is not None and request.rope_length:
                 # KV computed with other RoPE frequencies belongs to another scope.
-                request.scope += f"/{request.reach}"
+                request.scope += f"/{request.rope_length}"
         slot, computed = self._executor.place(request, free)
         assert slot in free and request.num_computed <= computed < request.num_tokens, (slot, computed, request.num_tokens)
-        again = request.stats.preemptions > 0 or request.reach > request.num_prompt
+        again = request.stats.preemptions > 0 or request.rope_length > request.num_prompt
         if request.scope is not None and not again:  # tokens that the request computed itself are no hits
             self.queries += request.num_tokens if request.slot is None else 0
             self.hits += computed - request.num_computed
@@ -47,16 +47,16 @@ class SlotPlacement:
     def crosses(self, request: Request) -> bool:
         """Return whether a running request has grown so long that RoPE uses other frequencies for all its tokens."""
         rope = self._executor.rope
-        return rope is not None and rope.reach(request) != request.reach
+        return rope is not None and rope.rope_length(request) != request.rope_length
 
     def _scope(self, request: Request) -> str | None:
-        tenant = request.memory
+        tenant = request.cache_namespace
         if not self._reuses or request.prompt_logprobs is not None:
             return None
         if tenant is None:
             return f"{self._engine}/-/{request_of(request.text):x}" if request.siblings else None
         history = None if self._memory is None else self._memory.of(tenant)
-        edition = None if history is None else history.edition
+        edition = None if history is None else history.version
         former, number = self._scopes.get(tenant, (edition, 0))
         if former is not edition:
             number += 1

@@ -16,7 +16,7 @@ from engine.scheduling.quarantine import QuarantineTurns
 
 
 @dataclass(slots=True)  # not frozen, because creation is faster: one per request and step
-class Share:
+class RowAllotment:
     """Part of a step for one request: its committed tokens up to ``end`` (exclusive) and at most ``draft_rows`` draft rows."""
 
     request: Request
@@ -188,7 +188,7 @@ class Scheduler:
         request.num_computed = 0
         request.num_computed = self._place(request, (request.slot,))[1]
 
-    def schedule(self, width: int = 1) -> list[Share]:
+    def schedule(self, width: int = 1) -> list[RowAllotment]:
         """Return the shares of the next step; empty if there is nothing to do.
 
         ``max_step_tokens`` are the rows of one rank. Draft trees are partitioned among the ``width`` ranks that share the step;
@@ -214,7 +214,7 @@ class Scheduler:
         for_decoding = budget - budget // 4 if prefilling else budget
         draft_rows = max(0, min(self._max_draft_rows, for_decoding // len(decoding) - 1)) if decoding else 0  # on each rank
         drafts = [_bounded(request, draft_rows) for request in decoding]
-        shares = [Share(request, request.num_tokens, rows * width) for request, rows in zip(decoding, drafts, strict=True)]
+        shares = [RowAllotment(request, request.num_tokens, rows * width) for request, rows in zip(decoding, drafts, strict=True)]
         return shares + self._prefill_shares(budget - len(decoding) - sum(drafts)) if prefilling else shares
 
     def _going_ahead(self, running: Sequence[Request]) -> list[Request]:
@@ -230,7 +230,7 @@ class Scheduler:
         self._ahead = bool(going)
         return going
 
-    def top_up(self, shares: Sequence[Share], drafted: int) -> list[Share]:
+    def top_up(self, shares: Sequence[RowAllotment], drafted: int) -> list[RowAllotment]:
         """Return the last shares with more prefill rows, if each rank drafted fewer rows than allowed.
 
         Example: as above, with 16 rows; nothing is drafted, so 14 tokens of the prefill are computed instead of 4.
@@ -240,7 +240,7 @@ class Scheduler:
         decoding = list(shares[: self._decoding])
         return decoding + self._prefill_shares(self._most_rows - len(decoding) - drafted)
 
-    def _prefill_shares(self, budget: int) -> list[Share]:
+    def _prefill_shares(self, budget: int) -> list[RowAllotment]:
         prefilling = self._prefilling
         if len(self._came_s) > 1:
             since = self._clock() - OF_LATE_S
@@ -253,7 +253,7 @@ class Scheduler:
             budget = min(budget, max(self.options.max_step_tokens // (16 if floods else 4), 1))
         rows = _shared_prefill(prefilling, budget)
         self._followers = [request for request, count in zip(prefilling, rows, strict=True) if not count]
-        return [Share(one, one.num_computed + count, 0) for one, count in zip(prefilling, rows, strict=True) if count]
+        return [RowAllotment(one, one.num_computed + count, 0) for one, count in zip(prefilling, rows, strict=True) if count]
 
     def _admit(self) -> None:
         now = self._clock()

@@ -351,7 +351,7 @@ class Grammars:
         except GrammarError as error:  # requests with structured output get the error
             logger.warning("%s", error)
 
-    def chore(self) -> Iterator[None]:
+    def warmup(self) -> Iterator[None]:
         """Run ``prepare`` as a deferred warm-up task."""
         self.prepare()
         yield

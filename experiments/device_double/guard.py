@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from decoding.jit import cache_folder
-from decoding.private_files import keep_sealed, read_sealed
+from decoding.private_files import read_sealed, save_sealed
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def load_guard() -> None:
         made = _compile(Path(folder))
         torch.ops.load_library(str(made))
         try:
-            keep_sealed(library, made.read_bytes())
+            save_sealed(library, made.read_bytes())
         except OSError as error:
             logger.warning("the device guard of the double cannot be kept: %s", error)
 

@@ -19,7 +19,7 @@ from decoding.request import Request, SamplingParams
 from decoding.tree import DraftTree
 from engine.errors import ModelLoadError
 from engine.forward.attention import TREE_ATTENTION
-from engine.forward.batch import Batch, Work, pack
+from engine.forward.batch import Batch, ScheduledRequest, pack
 from engine.forward.cuda.static_runner import has_graphs
 from engine.forward.runner import ModelRunner
 from engine.forward.runners import make_runner
@@ -222,11 +222,11 @@ def random_tree(rows: int, vocab_size: int, seed: int) -> DraftTree:
     return DraftTree(tokens, np.array(parents, np.int32), np.zeros(rows, np.int8), rows)
 
 
-def tree_work(tree: DraftTree, context: int) -> Work:
+def tree_work(tree: DraftTree, context: int) -> ScheduledRequest:
     """A tree behind so many entries of slot 0."""
     request = Request("timed", np.zeros(context + 1, np.int32), SamplingParams(max_tokens=len(tree) + 1))
     request.slot = 0
-    return Work(request, context, context + 1, tree, frozenset())
+    return ScheduledRequest(request, context, context + 1, tree, frozenset())
 
 
 def tree_batch(tree: DraftTree, context: int) -> Batch:

@@ -52,7 +52,7 @@ from typing import Any
 
 from decoding.jit import compiles_first
 from engine.accelerator import accelerator
-from engine.loading.model_files import PACKAGED_MODELS, is_whole, kept_models
+from engine.loading.model_files import PACKAGED_MODELS, cached_models, is_whole
 from experiments.bench.record import RESULTS, versions
 from experiments.device_double.guard import unavailable
 from experiments.gpu_suite import environment
@@ -263,7 +263,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _kept_real_model() -> Path | None:
     """Return the folder of the packaged model, where it was fetched before; asked before the cache folder is changed."""
-    folder = kept_models() / REAL_MODEL
+    folder = cached_models() / REAL_MODEL
     return folder if is_whole(folder, PACKAGED_MODELS[REAL_MODEL]) else None
 
 

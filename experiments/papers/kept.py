@@ -113,7 +113,7 @@ class KeptContestant:
         if self._repeat and self._is_cold:
             self._inner.run(prompts)
             self._inner.renew()
-        if self._untaught and self._inner.engine.memory is not None:
+        if self._untaught and self._inner.engine.histories is not None:
             for group in self._untaught:
                 self._inner.run(group)
         self._untaught.clear()

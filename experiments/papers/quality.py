@@ -12,7 +12,7 @@ import torch
 from decoding.drafters.with_model.beam import beam_search
 from decoding.request import Request
 from decoding.tree import DraftTree
-from engine.forward.batch import Line, LineWork, pack
+from engine.forward.batch import DummySequence, ScheduledDummy, pack
 from engine.forward.runner import ModelRunner
 from engine.loading.draft_model import LocalDraftModel
 from engine.loading.model import LoadedModel
@@ -52,12 +52,12 @@ def output_nats(
     first = len(prompt_ids) - 1  # the row after which the output begins
     for start in range(0, first, chunk):
         end = min(start + chunk, first)
-        runner.forward(pack([LineWork(Line(0, tokens[:end]), start, end, None)]))
+        runner.forward(pack([ScheduledDummy(DummySequence(0, tokens[:end]), start, end, None)]))
     nats = []
     for start in range(first, len(tokens) - 1, chunk):
         end = min(start + chunk, len(tokens) - 1)
         tree = DraftTree.chain(int(tokens[start]), tokens[start + 1 : end])
-        logits = runner.forward(pack([LineWork(Line(0, tokens[: start + 1]), start, start + 1, tree)]))
+        logits = runner.forward(pack([ScheduledDummy(DummySequence(0, tokens[: start + 1]), start, start + 1, tree)]))
         expected = torch.from_numpy(tokens[start + 1 : end + 1].astype(np.int64)).to(logits.device)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         nats.append(torch.nn.functional.cross_entropy(logits, expected, reduction="none").double().cpu().numpy())

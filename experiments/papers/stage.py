@@ -239,7 +239,7 @@ def maker(shared: SharedModel, choice: StrategyChoice, before: Sequence[Sequence
 
     def make() -> Engine:
         engine = shared.engine(choice)
-        history = None if engine.memory is None else engine.memory.of(TENANT)
+        history = None if engine.histories is None else engine.histories.of(TENANT)
         if history is not None:
             for number, output in enumerate(before):
                 history.extend(text_key(f"before-{number}"), 0, output, final=True)

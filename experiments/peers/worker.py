@@ -34,9 +34,9 @@ from decoding.sampling.ranking import argmax_rows
 from decoding.tree import DraftTree
 from engine.engine import Engine, load_runner
 from engine.executor import LocalExecutor
-from engine.forward.batch import Work, pack
+from engine.forward.batch import ScheduledRequest, pack
 from engine.forward.runner import ModelRunner
-from engine.loading.memory import give_heap_back
+from engine.loading.memory import release_heap
 from engine.loading.model import load_weights
 from engine.text.grammar import Grammars
 from engine.text.tokenizer import load_tokenizer
@@ -93,13 +93,13 @@ def step_seconds(runner: ModelRunner, context: int, repeats: int) -> dict[int, f
     """
     request = Request("timed", np.zeros(context, np.int32), SamplingParams(1))
     request.slot = 0
-    runner.forward(pack([Work(request, 0, context, DraftTree.chain(0, ()), frozenset())]))
+    runner.forward(pack([ScheduledRequest(request, 0, context, DraftTree.chain(0, ()), frozenset())]))
     times: dict[int, list[float]] = {rows: [] for rows in ROWS}
     for _ in range(repeats):
         for rows, seconds in times.items():
             parents = np.minimum(np.arange(-1, rows - 1, dtype=np.int32), 0)
             tree = DraftTree(np.zeros(rows, np.int32), parents, np.zeros(rows, np.int8), rows)
-            batch = pack([Work(request, request.num_tokens - 1, request.num_tokens, tree, frozenset())])
+            batch = pack([ScheduledRequest(request, request.num_tokens - 1, request.num_tokens, tree, frozenset())])
             for timed in (False, True):  # the first one after other rows is slower
                 started = time.perf_counter()
                 argmax_rows(runner.forward(batch))
@@ -144,11 +144,11 @@ class OurEngine:
         tokenizer = load_tokenizer(model)
         vocabulary = Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
         vocabulary.prepare()
-        give_heap_back()
+        release_heap()
         self._vocabulary_bytes = psutil.Process().memory_info().rss - before
         del tokenizer, vocabulary
         gc.collect()
-        give_heap_back()
+        release_heap()
         before = psutil.Process().memory_info().rss
         runner = self._engine("plain")[1]
         gc.collect()

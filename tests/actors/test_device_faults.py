@@ -18,10 +18,10 @@ from actors.description import DeviceLostError, ReplicaError
 from actors.replica import Replica
 from actors.sharded import group as group_module
 from actors.sharded.group import ShardedGroup
-from actors.sharded.shard import Shard
+from actors.sharded.shard import ShardSpec
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import FinishReason, Request, SamplingParams, StepOutput
-from engine.forward.batch import Work
+from engine.forward.batch import ScheduledRequest
 from tests.helpers.models import llama_config, save_model
 from tests.helpers.waiting import eventually
 
@@ -52,12 +52,12 @@ def request(name: str, num_tokens: int) -> Request:
     return Request(name, [5, 6, 7, 5, 6], SamplingParams(max_tokens=num_tokens, ignore_eos=True))
 
 
-def fail_when(replica: Replica, wanted: Callable[[Sequence[Work]], bool], error: Exception) -> None:
+def fail_when(replica: Replica, wanted: Callable[[Sequence[ScheduledRequest]], bool], error: Exception) -> None:
     """Has the first step of which this is true, and all later ones, raise an error behind the forward."""
     executor, failed = replica._engine._executor, False
     execute = executor.execute
 
-    def guarded(works: Sequence[Work], top_k: int = 0) -> Any:
+    def guarded(works: Sequence[ScheduledRequest], top_k: int = 0) -> Any:
         nonlocal failed
         outcomes = execute(works, top_k)
         failed = failed or wanted(works)
@@ -127,7 +127,7 @@ def test_an_error_that_the_device_survives_fails_a_step_and_ends_nothing(replica
     executor = replica._engine._executor
     execute = executor.execute
 
-    def once(works: Sequence[Work], top_k: int = 0) -> Any:
+    def once(works: Sequence[ScheduledRequest], top_k: int = 0) -> Any:
         executor.execute = execute  # type: ignore[method-assign]
         raise RuntimeError("wrong shape")
 
@@ -147,7 +147,7 @@ def test_steps_that_run_out_of_memory_end_no_request(replica: Replica, ended: th
     executor, lacked = replica._engine._executor, 0
     execute = executor.execute
 
-    def short(works: Sequence[Work], top_k: int = 0) -> Any:
+    def short(works: Sequence[ScheduledRequest], top_k: int = 0) -> Any:
         nonlocal lacked
         if len(works) > 2:
             lacked += 1
@@ -175,7 +175,7 @@ def test_word_of_a_failed_device_travels() -> None:
 def test_a_second_thread_that_notices_a_lost_rank_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It came between the first one's notice and its telling, and the process was gone before the requests were told."""
     told: list[str] = []
-    group = ShardedGroup(Shard("pipeline", 0, 2, "cpu"), cast(Any, SimpleNamespace(close=lambda: None)), cast(Any, None))
+    group = ShardedGroup(ShardSpec("pipeline", 0, 2, "cpu"), cast(Any, SimpleNamespace(close=lambda: None)), cast(Any, None))
     group._all_ready.set()
     group.device_failed = lambda error: told.append(f"told: {error.kind}")
     monkeypatch.setattr(group_module, "end_process", lambda: told.append("ended"))

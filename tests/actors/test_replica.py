@@ -17,7 +17,7 @@ from actors import replica as replica_module
 from actors.description import ReplicaError
 from actors.replica import Replica
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.request import CLEARED_TOKENS, FinishReason, Request, SamplingParams, StepOutput
+from decoding.request import QUARANTINE_TOKENS, FinishReason, Request, SamplingParams, StepOutput
 from engine import target
 from engine.engine import Engine
 from engine.errors import ContextLengthError, ModelLoadError, QueueFullError, StreamTakenError
@@ -332,7 +332,7 @@ def test_what_was_put_off_is_done_between_requests_and_changes_no_answer(
     busy = Replica(model, OPTIONS[0], SpeculationOptions("auto", strategies=("ngrammys",)))
     try:
         turns = 0
-        while busy._engine.has_chores or turns < 2:
+        while busy._engine.has_warmup or turns < 2:
             for strategy in (None, "ngrammys"):
                 asked = request(f"{strategy} {turns}")
                 asked.strategy = strategy
@@ -422,7 +422,7 @@ def test_a_quarantined_request_is_told_before_each_step_whether_it_is_computed_a
         alone, emitted = None, 0
         for output in outputs:
             alone = alone if output.alone is None else output.alone
-            assert not output.token_ids or alone or emitted >= CLEARED_TOKENS
+            assert not output.token_ids or alone or emitted >= QUARANTINE_TOKENS
             emitted += len(output.token_ids)
         other.cancel()
         await asyncio.gather(other, return_exceptions=True)

@@ -20,7 +20,7 @@ import pytest
 from actors.ranks import GroupError
 from actors.sharded import shared_sums
 from actors.sharded.pipeline_parallel import bounds
-from actors.sharded.shard import Shard, ShardMode
+from actors.sharded.shard import ShardMode, ShardSpec
 from actors.sharded.shared_sums import alone_in
 from actors.sharded.tensor_parallel import take_part
 from tests.helpers import waiting
@@ -135,6 +135,6 @@ def test_layers_are_dealt_evenly() -> None:
 
 def test_what_deepspeed_would_get_wrong_is_refused() -> None:
     with pytest.raises(GroupError, match="2 KV heads of LlamaForCausalLM cannot be partitioned among 3 ranks"):
-        take_part(whole("llama"), Shard("tensor", 0, 3, "cpu"))
+        take_part(whole("llama"), ShardSpec("tensor", 0, 3, "cpu"))
     with pytest.raises(GroupError, match="does not support float64"):
-        take_part(tiny_model("llama", "float64").stock, Shard("tensor", 0, 2, "cpu"))
+        take_part(tiny_model("llama", "float64").stock, ShardSpec("tensor", 0, 2, "cpu"))

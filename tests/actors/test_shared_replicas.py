@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from actors.cache_keeper import CacheKeeper, CacheNotReadyError
+from actors.cache_keeper import CacheNotReadyError, CacheServerActor
 from actors.description import identity_of
 from actors.replica import Replica
 from cache_service.access import CacheAccess
 from cache_service.keeper.admin import CacheAdmin
 from cache_service.keeper.snapshot import decode_snapshot
-from cache_service.mirror.mirror import MirrorCounts
+from cache_service.mirror.mirror import CacheClientCounts
 from cache_service.namespace import Identity
 from cache_service.store.embedded import EmbeddedRedis
 from cache_service.store.redis_store import RedisStore
@@ -69,7 +69,7 @@ def ask(replica: Replica, name: str, first: int, tenant: str | None, public: boo
     return asyncio.run(stream(replica, request(name, first, tenant, public)))
 
 
-def counts(replica: Replica) -> MirrorCounts:
+def counts(replica: Replica) -> CacheClientCounts:
     found = replica.describe().cache
     assert found is not None
     return found
@@ -102,7 +102,7 @@ class Cluster:
         self._access = CacheAccess(OPTIONS, redis.url, b"secret", TENANTS)
         self._replicas: list[Replica] = []
         self._store = RedisStore(redis.url, OPTIONS.prefix, OPTIONS.timeout_s)
-        self.keeper = CacheKeeper(self._access, dict.fromkeys((*TENANTS, "*"), 1 << 20), self._identity)
+        self.keeper = CacheServerActor(self._access, dict.fromkeys((*TENANTS, "*"), 1 << 20), self._identity)
 
     def replica(self) -> Replica:
         """One more, with what the cluster remembers."""
@@ -233,7 +233,7 @@ FAULTS: dict[str, tuple[Callable[[RedisProcess], None], Callable[[RedisProcess],
 
 def known_of(replica: Replica, tenant: str) -> int:
     """Tokens that a replica knows of a tenant's outputs."""
-    memory = replica._engine.memory
+    memory = replica._engine.histories
     assert memory is not None
     history = memory._by_tenant.get(tenant)  # ``of`` would make it, beside the engine's thread
     return 0 if history is None else history.num_tokens

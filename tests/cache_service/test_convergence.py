@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cache_service.keeper.snapshot import decode_snapshot, encode_snapshot
 from cache_service.mirror.inbox import Inbox
 from cache_service.records import CacheDelta, TextBatch, decode_batch, encode_batch
-from cache_service.texts import Admitted, Ledger, TenantTexts
+from cache_service.texts import AdmittedBatch, Ledger, TenantTexts
 from decoding.sources.history import Histories
 
 VOCAB = 500
@@ -32,7 +32,7 @@ class Mirror:
         assert history is not None
         self.history, self.inbox = history, Inbox(memory)
 
-    def apply(self, admitted: Admitted, reload: bool = False) -> None:
+    def apply(self, admitted: AdmittedBatch, reload: bool = False) -> None:
         self.inbox.put("t", admitted, reload)
         while self.inbox.apply(1 << 20):
             pass
@@ -46,7 +46,7 @@ class Mirror:
         decoded = decode_snapshot(snapshot)
         admitted = self.ledger.admit_snapshot(decoded)
         if admitted is not None:
-            self.apply(Admitted(admitted.cleared, admitted.removed, (), admitted.deltas), reload=True)
+            self.apply(AdmittedBatch(admitted.cleared, admitted.removed, (), admitted.deltas), reload=True)
             self.cursor = int(decoded.stream_id.split("-")[1])
 
     def kept(self) -> Kept:

@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from actors.description import Description, ReplicaError
 from actors.replica import Replica
 from cluster.http.api import Service, create_api
-from cluster.serving.generation import Job
+from cluster.serving.generation import GenerationJob
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import StepOutput
 from tests.helpers.waiting import eventually
@@ -136,12 +136,12 @@ class LocalEngine:
     """The ``EnginePort`` over replicas in this process, of which the first gets the requests. It remembers its jobs."""
 
     def __init__(self, *replicas: Replica) -> None:
-        self.replicas, self.jobs = list(replicas), list[Job]()
+        self.replicas, self.jobs = list(replicas), list[GenerationJob]()
 
-    def generate(self, *jobs: Job) -> list[AsyncGenerator[StepOutput, None]]:
+    def generate(self, *jobs: GenerationJob) -> list[AsyncGenerator[StepOutput, None]]:
         return [self._generate(job) for job in jobs]
 
-    async def _generate(self, job: Job) -> AsyncGenerator[StepOutput, None]:
+    async def _generate(self, job: GenerationJob) -> AsyncGenerator[StepOutput, None]:
         self.jobs.append(job)
         stream = self.replicas[0].generate(job.request(job.references), resumed=job.resumed)
         async with contextlib.aclosing(stream) as outputs:

@@ -45,8 +45,8 @@ def drafted() -> list[list[list[float]]]:
     ]
     for strategy, chosen in options:
         drafter = build_drafter(strategy, chosen | ({"frequent_tokens": 0} if strategy == "auto" else {}))
-        assert drafter.memory is not None
-        drafter.memory.public.extend(0, 0, [*texts[2][:40], *texts[0][30:]], final=True)
+        assert drafter.histories is not None
+        drafter.histories.public.extend(0, 0, [*texts[2][:40], *texts[0][30:]], final=True)
         for number, text in enumerate(texts):
             request = Request(str(number), text[:25], SamplingParams(max_tokens=45), [text[3:30][::-1]], tenant="local")
             tree = DraftTree.chain(request.root, ())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from decoding import jit, private_files
-from decoding.private_files import keep_file, keep_sealed, open_private, read_sealed
+from decoding.private_files import open_private, read_sealed, save_file, save_sealed
 
 
 @pytest.fixture
@@ -114,14 +114,14 @@ def test_without_any_folder_nothing_is_kept(wanted: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(tempfile, "tempdir", str(open_to_all))
     private_files._temporary.cache_clear()
     with pytest.raises(FileExistsError):
-        private_files.keep_file(jit.cache_folder() / "file", b"content")
+        private_files.save_file(jit.cache_folder() / "file", b"content")
     assert not list(open_to_all.iterdir())
     private_files._temporary.cache_clear()
 
 
 def test_a_sealed_file_is_what_was_kept_under_its_name(tmp_path: Path) -> None:
     path = tmp_path / "kept"
-    keep_sealed(path, b"content")
+    save_sealed(path, b"content")
     assert read_sealed(path) == b"content"
     whole = path.read_bytes()
     others = [whole[:length] for length in range(len(whole))] + [whole + b"\0"]
@@ -160,8 +160,8 @@ def test_what_is_no_file_of_ones_own_is_not_opened(tmp_path: Path, monkeypatch: 
 
 
 def test_a_write_that_is_cut_off_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep_file(tmp_path / "kept", b"old")
+    save_file(tmp_path / "kept", b"old")
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space"):
-        keep_file(tmp_path / "kept", b"new")
+        save_file(tmp_path / "kept", b"new")
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]

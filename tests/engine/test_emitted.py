@@ -121,8 +121,8 @@ def test_a_character_in_several_tokens_is_shown_by_whoever_finishes_it(engine: E
 def test_a_tenants_history_holds_the_resumed_text_once_and_whole(engine: Engine) -> None:
     whole = whole_of(engine, params()).token_ids
     run(engine, params(), [whole[:17]], tenant="acme")
-    assert engine.memory is not None
-    history = engine.memory.of("acme")
+    assert engine.histories is not None
+    history = engine.histories.of("acme")
     assert history is not None
     assert (len(history._texts), history.num_tokens) == (1, TOKENS)
 

@@ -89,8 +89,8 @@ def endure(tmp_path: Path, count: int) -> None:
     assert watch.ended.total() == count and watch.engine.counts().free_slots == RUNNING
     assert all(watch.ended[reason] > count // 50 for reason in FinishReason)
     assert watch.preemptions > count // 100 and watch.accepted > count // 10 and watch.cached > count
-    assert watch.engine.memory is not None
+    assert watch.engine.histories is not None
     for tenant in {*TENANTS} - {None}:
-        history = watch.engine.memory.of(tenant)
+        history = watch.engine.histories.of(tenant)
         assert history is not None and 0 < history.num_tokens <= HISTORY_TOKENS
-    assert watch.engine.memory.public.num_tokens == 0
+    assert watch.engine.histories.public.num_tokens == 0

@@ -27,8 +27,8 @@ from decoding.drafters.base import Drafter
 from decoding.request import Request, TokenLogprob
 from decoding.tree import DraftTree
 from engine.engine import Engine, load_runner
-from engine.executor import LocalExecutor, Outcome
-from engine.forward.batch import Work
+from engine.executor import LocalExecutor, VerifyResult
+from engine.forward.batch import ScheduledRequest
 from engine.forward.runner import ModelRunner
 from tests.helpers.models import CONTEXT, MAX_DRAFT, SLOTS, VOCAB, engine_over, tiny_model
 
@@ -59,7 +59,7 @@ class FaultyExecutor(LocalExecutor):
         super().__init__(runner)
         self._fault, self._forwards = fault, 0
 
-    def execute(self, works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
+    def execute(self, works: Sequence[ScheduledRequest], top_k: int = 0) -> list[VerifyResult | None]:
         """See ``Executor``; raises ``RuntimeError``, hangs, or writes into the text of the first request when it is time to."""
         self._forwards += 1
         if self._forwards == self._fault.at:

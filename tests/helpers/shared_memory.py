@@ -14,7 +14,7 @@ from cache_service.access import CacheAccess
 from cache_service.keeper.admin import CacheAdmin
 from cache_service.keeper.server import CacheServer
 from cache_service.keeper.snapshot import Snapshot, SnapshotText, TextTable, decode_snapshot, encode_snapshot
-from cache_service.mirror.mirror import Mirror
+from cache_service.mirror.mirror import CacheClient
 from cache_service.namespace import Identity
 from cache_service.records import CacheDelta, TextBatch, encode_batch
 from configs.slices import CacheOptions
@@ -56,7 +56,7 @@ class Replica:
 
     def __init__(self, access: CacheAccess, identity: Identity = IDENTITY) -> None:
         self.memory, self.woken = Histories(100_000), 0
-        self.mirror = Mirror(access, identity, self.memory, self._wake)
+        self.mirror = CacheClient(access, identity, self.memory, self._wake)
         self.mirror.start(access.options.start_timeout_s)
 
     def _wake(self) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from decoding.request import FinishReason, Request, RequestState, SamplingParams, StepOutput, TokenLogprob
 from engine.engine import Engine
-from engine.executor import LocalExecutor, Outcome
-from engine.forward.batch import Work
+from engine.executor import LocalExecutor, VerifyResult
+from engine.forward.batch import ScheduledRequest
 from engine.forward.runner import ModelRunner
 
 LOGPROB_TOLERANCE = 1e-4  # float32: the rows of a step are multiplied together, and how many there are decides in which order
@@ -121,7 +121,7 @@ class FailingExecutor(LocalExecutor):
         super().__init__(runner)
         self._every, self._steps = every, 0
 
-    def execute(self, works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
+    def execute(self, works: Sequence[ScheduledRequest], top_k: int = 0) -> list[VerifyResult | None]:
         """See ``Executor``; raises ``StepFailureError`` when it is time to."""
         self._steps += 1
         if self._steps % (2 * self._every) == 0:

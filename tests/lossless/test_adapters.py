@@ -16,7 +16,7 @@ from decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
 from decoding.request import Request, SamplingParams
 from engine.engine import Engine
 from engine.errors import RequestError
-from engine.forward.batch import Batch, Line, LineWork, pack
+from engine.forward.batch import Batch, DummySequence, ScheduledDummy, pack
 from engine.loading.weights.adapters import find_adapters
 from tests.helpers.models import COMPILED, FAMILIES, LINEARS, VOCAB, llama_config, merge, random_tree, save_adapter, save_model
 from tests.helpers.ranks import loaded_group
@@ -134,10 +134,10 @@ def test_it_says_what_the_merged_weights_say(models: dict[str, ModelOptions], fa
             assert given == expected[0, len(prompt) :].tolist()
 
 
-def _texts() -> Iterator[tuple[Line, str | None]]:
+def _texts() -> Iterator[tuple[DummySequence, str | None]]:
     tokens = np.random.default_rng(0).integers(1, VOCAB, 60).astype(np.int32)
     for slot, who in enumerate((None, "all", "some", "all")):
-        yield Line(slot, tokens[slot : slot + 30 + slot], who), who
+        yield DummySequence(slot, tokens[slot : slot + 30 + slot], who), who
 
 
 @pytest.mark.parametrize("by_modules", [False, True])
@@ -154,8 +154,8 @@ def test_a_row_has_the_same_bits_beside_any_others(models: dict[str, ModelOption
 
     def logits(*slots: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         chosen = [each for each, _ in _texts() if each.slot in slots]
-        runner.forward(pack([LineWork(line, 0, 11, None) for line in chosen]))
-        batch: Batch = pack([LineWork(line, 11, len(line.tokens), trees[line.slot]) for line in chosen])
+        runner.forward(pack([ScheduledDummy(line, 0, 11, None) for line in chosen]))
+        batch: Batch = pack([ScheduledDummy(line, 11, len(line.tokens), trees[line.slot]) for line in chosen])
         entries = [torch.stack(list(runner.cache.entries(line.slot, 11))).clone() for line in chosen]
         return runner.forward(batch).clone(), entries
 
@@ -178,8 +178,8 @@ def test_kv_is_reused_within_an_adapter_alone(models: dict[str, ModelOptions]) -
 def test_texts_are_kept_by_adapter(models: dict[str, ModelOptions]) -> None:
     engine = load(models["llama"], "auto")
     said = [run(engine, [ask(who, PROMPTS[1], ignore_eos=True, tokens=20 + place)])[0] for place, who in enumerate(WHO)]
-    assert engine.memory is not None and [len(one) for one in said] == [20, 21, 22]
-    histories = [engine.memory.of(name) for name in ("t", "t:all", "t:some")]
+    assert engine.histories is not None and [len(one) for one in said] == [20, 21, 22]
+    histories = [engine.histories.of(name) for name in ("t", "t:all", "t:some")]
     assert [history.num_tokens for history in histories if history is not None] == [20, 21, 22]
 
 

@@ -23,9 +23,9 @@ from engine.engine import Engine
 from engine.errors import ModelLoadError
 from engine.forward import exactness
 from engine.forward.attention import TREE_ATTENTION, StepContext
-from engine.forward.batch import AttentionCall, Batch, Segment
+from engine.forward.batch import AttentionCall, Batch, SequenceRows
 from engine.forward.cpu.products import row_linear
-from engine.forward.cpu.row_model import RowModel
+from engine.forward.cpu.row_model import FusedForward
 from engine.forward.runner import ModelRunner
 from engine.forward.runners import make_runner
 from engine.forward.thin_modules import RowActivation
@@ -130,8 +130,8 @@ def test_what_requests_in_other_words_brought_changes_no_token(folder: str, devi
         engine, wanted = load(folder, strategy, (3, 512), device, dtype), requests()[some]
         for time in range(2):
             outputs(engine, in_other_words(time))  # the second time the passages recur
-        assert engine.memory is not None
-        history = engine.memory.of("a")
+        assert engine.histories is not None
+        history = engine.histories.of("a")
         assert history is not None
         for one, meaning in zip(wanted, meanings, strict=True):
             one.embedding = meaning
@@ -231,7 +231,7 @@ def keys(when: Callable[[Any], bool]) -> Change:
     return change
 
 
-Segments = Callable[[Segment], Any]
+Segments = Callable[[SequenceRows], Any]
 WHOLE_FAULTS: dict[str, Segments] = {
     "another kernel for one row": lambda segment: segment.rows == 1,
     "pieces that begin somewhere": lambda segment: segment.start % 16 and segment.rows > 16,
@@ -269,7 +269,7 @@ def test_what_depends_on_company_is_noticed_of_a_whole_forward(fault: str, monke
     runner = ModelRunner(tiny("llama", "float32", positions=320), 2, 320)
     assert exactness.check(runner) is None
 
-    def change(original: Change, whole: RowModel, batch: Batch) -> Any:
+    def change(original: Change, whole: FusedForward, batch: Batch) -> Any:
         """With a norm that is a little larger in batches with segments of some kind."""
         weight, larger = runner.model.model.layers[0].input_layernorm.weight, any(map(WHOLE_FAULTS[fault], batch.segments))
         with torch.no_grad():
@@ -278,7 +278,7 @@ def test_what_depends_on_company_is_noticed_of_a_whole_forward(fault: str, monke
             weight.div_(1 + 2**-6 * larger)
         return found
 
-    put_in(monkeypatch, (RowModel, "forward"), change)
+    put_in(monkeypatch, (FusedForward, "forward"), change)
     assert str(exactness.check(runner)).endswith("rows changed with the other rows of the batch")
 
 

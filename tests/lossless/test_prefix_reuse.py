@@ -151,12 +151,12 @@ def test_nothing_from_before_a_deletion_is_reused() -> None:
     long = SamplingParams(40, ignore_eos=True)
     expected, expected_live = alone(SYSTEM), alone([*SYSTEM, 1, 2, 3], params=long)  # by the same slots, and so before
     of = engine(strategy="trie")
-    assert of.memory is not None
+    assert of.histories is not None
     live = ask([*SYSTEM, 1, 2, 3], "live", params=long)
     run(of, ask(SYSTEM, "dead"), ask(SYSTEM, "else", "u"))
     of.add(live)
     of.step()
-    history = of.memory.of("t")
+    history = of.histories.of("t")
     assert history is not None and live.stats.cached_tokens >= len(SYSTEM)
     history.remove(Request("dead", [1], GREEDY).text)
     after, other = ask(SYSTEM, "after"), ask(SYSTEM, "other", "u")
@@ -281,7 +281,7 @@ def test_check_integrity_finds_wrong_entries_and_forgotten_requests() -> None:
             of.check_integrity()
     prefixes.keep(slot, requests[0].scope, kept)
     of.check_integrity()
-    assert set(drafter.held()) == {"a", "b"}
+    assert set(drafter.tracked_requests()) == {"a", "b"}
     drafter.propose([Request("ended", SYSTEM, GREEDY, emitted=[3, 4])], [4])
     with pytest.raises(AssertionError, match="ended"):
         of.check_integrity()

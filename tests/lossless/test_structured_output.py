@@ -22,8 +22,8 @@ from decoding.sampling.sampler import choose
 from decoding.tree import SOURCES
 from engine.engine import Engine
 from engine.errors import RequestError
-from engine.executor import Outcome
-from engine.forward.batch import Work
+from engine.executor import VerifyResult
+from engine.forward.batch import ScheduledRequest
 from engine.planner import LONG_S
 from engine.text.grammar import (
     MASK_S,
@@ -253,7 +253,7 @@ def test_slow_masks_wait_for_others_and_change_no_token(
     steps: list[dict[str, int]] = []  # rows by request
     execute = engine._executor.execute
 
-    def noted(works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
+    def noted(works: Sequence[ScheduledRequest], top_k: int = 0) -> list[VerifyResult | None]:
         steps.append({work.request.request_id: 0 if work.tree is None else len(work.tree.tokens) for work in works})
         return execute(works, top_k)
 
@@ -278,7 +278,7 @@ def test_after_long_masks_the_account_s_next_requests_wait_for_others_from_their
     planner, steps = engine._planner, list[list[str]]()
     plan = planner.plan
 
-    def noted(width: int) -> list[Work]:
+    def noted(width: int) -> list[ScheduledRequest]:
         works = plan(width)
         steps.append([work.request.request_id for work in works])
         return works

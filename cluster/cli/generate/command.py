@@ -164,13 +164,13 @@ def _of_parts(settings: Settings) -> OfflineEngine:
     import torch
 
     from actors.offline import OfflineEngine
-    from actors.offline_group import shape_of
+    from actors.offline_group import group_shape
     from actors.sharded.group import whole_model
     from actors.sharded.processes import process_group
 
     options = settings.parallelism
     assert options.mode == "tensor" or options.mode == "pipeline", options.mode
-    shape = shape_of(options.world_size, settings.model, os.cpu_count() or 1, torch.cuda.device_count())
+    shape = group_shape(options.world_size, settings.model, os.cpu_count() or 1, torch.cuda.device_count())
     model = dataclasses.replace(settings.model, device=shape.device, threads=shape.threads)
     ranks = process_group(options.mode, shape.world_size, model, options)
     return OfflineEngine(whole_model(model), settings.engine, settings.speculation, ranks)

@@ -85,7 +85,7 @@ def _run_engine(model: ModelOptions, strategy: str, others: tuple[str, ...]) -> 
     from engine.engine import Engine
 
     speculation = SpeculationOptions(strategy, strategies=others)
-    engine = Engine.load(model, EngineOptions(max_running=8), speculation, put_off=True)
+    engine = Engine.load(model, EngineOptions(max_running=8), speculation, defer_warmup=True)
     for name in engine.info.choices:
         for temperature in (0.0, 0.8):
             params = SamplingParams(_MAX_TOKENS, temperature=temperature, seed=1, ignore_eos=True)

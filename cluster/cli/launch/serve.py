@@ -34,14 +34,14 @@ from cluster.cli.launch.preflight import (
     check_reservation,
     redis_address,
 )
-from cluster.serving.secrets import kept_secret
+from cluster.serving.secrets import cached_secret
 from configs.schema import Config, find_model
 from configs.server_checks import admin_address
 from configs.tenancy_checks import key_is_required
 from decoding.jit import cache_folder, compiles_first
 from engine.child_process import PIP_VARIABLES, child_environment, python_module
 from engine.loading.model_files import FETCHED, PACKAGED_MODELS, base_of
-from engine.measures.progress import PROGRESS_VARIABLE, told
+from engine.measures.progress import PROGRESS_VARIABLE, last_progress
 
 APPLICATION = "outrider"
 NAMESPACE = "outrider"
@@ -211,7 +211,7 @@ def _redis(config: Config, say: Callable[[str], None]) -> Iterator[Config]:
 
 def _secret() -> dict[str, str]:
     """Return the environment variable from which processes derive names and keys: the user's own, or a kept one."""
-    return {SECRET_VARIABLE: os.environ.get(SECRET_VARIABLE) or kept_secret(cache_folder())}
+    return {SECRET_VARIABLE: os.environ.get(SECRET_VARIABLE) or cached_secret(cache_folder())}
 
 
 def _state_of_redis(url: str) -> str:
@@ -337,7 +337,7 @@ def _wait_until_loaded(config: Config, progress: Path, say: Progress, signals: S
                 raise LaunchError(
                     f"not ready after {config.server.start_timeout_s:.0f} s: {_pending()}; allow more with server.start_timeout_s"
                 )
-            say.doing(told(progress) or "starting the replicas")
+            say.doing(last_progress(progress) or "starting the replicas")
             time.sleep(POLL_S)
 
 

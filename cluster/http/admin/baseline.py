@@ -21,7 +21,7 @@ class BaselineService:
     tenancy: Tenancy
     shadow: Shadow | None  # None if the baseline does not answer served requests
 
-    async def standing(self, request: Request) -> dict[str, Any]:
+    async def summary(self, request: Request) -> dict[str, Any]:
         """Return counts since the start, metrics of the latest requests, and a one-sentence summary."""
         self.tenancy.check_admin(request.headers.get("authorization"))
         if self.shadow is None:
@@ -29,4 +29,4 @@ class BaselineService:
                 "no baseline compares served requests: set baseline.enabled=true and baseline.shadow to a share of the requests"
             )
             raise ApiError(404, message, code="shadow_disabled")
-        return dataclasses.asdict(await asyncio.to_thread(self.shadow.standing))
+        return dataclasses.asdict(await asyncio.to_thread(self.shadow.summary))

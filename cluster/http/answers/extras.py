@@ -8,13 +8,13 @@ from typing import Any, Literal
 from cluster.http.answers.logprobs import LogprobWriter, TokenBytes, finite
 from cluster.http.answers.pieces import PIECE, Pauses, to_json
 from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
-from cluster.serving.generation import Job
+from cluster.serving.generation import GenerationJob
 from decoding.request import StepOutput, TokenLogprob
 
 _ALTERNATIVE = 100  # approximate bytes of JSON of a token with its log-probability
 
 
-class Extras:
+class ResponseExtras:
     """Buffer of the requested extra fields of each choice, until the next chunk of that choice is built.
 
     Example: a step emits ``7 8``, whose text is held back, and the next one ``9``: the chunk with the text has ``token_ids``
@@ -24,7 +24,7 @@ class Extras:
     def __init__(
         self,
         body: ChatCompletionRequest | CompletionRequest,
-        jobs: Sequence[Job],  # one per choice
+        jobs: Sequence[GenerationJob],  # one per choice
         token_bytes: TokenBytes,
         pauses: Pauses,
         echoes: Sequence[str] = (),  # prompt that the text of each choice begins with; empty without ``echo``
@@ -41,7 +41,7 @@ class Extras:
         self._logprobs: dict[int, dict[str, Any]] = {}
         self._begun: set[int] = set()  # choices that have reported their prompt token ids
 
-    async def hear(self, index: int, output: StepOutput) -> None:
+    async def on_output(self, index: int, output: StepOutput) -> None:
         """Store the extra fields of a choice's output. Call it before the output's chunks are built."""
         scores = output.prompt_logprobs
         if self._tells_ids:
@@ -80,7 +80,7 @@ class Extras:
                 if isinstance(values, list):
                     found[name] += values
 
-    def told(self, index: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    def take(self, index: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the fields since the last call, for the next chunk of a choice: those of the choice, and of the response."""
         of_choice: dict[str, Any] = {}
         of_prompt: dict[str, Any] = {}

@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from cluster.http.answers.extras import Extras
+from cluster.http.answers.extras import ResponseExtras
 from cluster.http.answers.logprobs import TokenBytes
 from cluster.http.answers.pieces import Pauses, to_json, written
 from cluster.http.answers.reasoning import Thought
 from cluster.http.answers.tool_calls import Arguments, Call, whole_calls
 from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
-from cluster.serving.generation import Generation, Job
+from cluster.serving.generation import Generation, GenerationJob
 from decoding.request import StepOutput, StepReport
 from engine.loading.model_info import ModelInfo
 
@@ -146,21 +146,21 @@ class AnswerBuilder:
         body: ChatCompletionRequest | CompletionRequest,
         info: ModelInfo,
         token_bytes: TokenBytes,
-        jobs: Sequence[Job],  # one per choice
+        jobs: Sequence[GenerationJob],  # one per choice
         echoes: Sequence[str] = (),  # prompt that the text of each choice begins with; empty without ``echo``
     ) -> None:
         self.id, self._model, self._created = answer_id, body.model, created
         self._kind: Literal["chat", "text"] = "chat" if isinstance(body, ChatCompletionRequest) else "text"
         self._lossless = info.is_lossless(body.drafting.strategy, body.drafting.max_draft_tokens)
         self.pauses = Pauses()
-        self._extras = Extras(body, jobs, token_bytes, self.pauses, echoes)
+        self._extras = ResponseExtras(body, jobs, token_bytes, self.pauses, echoes)
         self._steps: dict[int, list[bytes]] = {}  # by choice: unsent step reports as JSON
 
-    async def hear(self, index: int, output: StepOutput) -> None:
+    async def on_output(self, index: int, output: StepOutput) -> None:
         """Store the extra fields of a choice's output. Call it before the output's chunks are built."""
         if output.report is not None:
             self._steps.setdefault(index, []).append(reported_step(output.report))
-        await self._extras.hear(index, output)
+        await self._extras.on_output(index, output)
 
     async def whole(
         self, pieces: Sequence[Sequence[str | Thought | Call | Arguments]], reasons: list[Any], usage: Usage
@@ -236,7 +236,7 @@ class AnswerBuilder:
         if usage is not None:
             answer.usage = usage
         for choice in choices:
-            of_choice, of_answer = self._extras.told(choice.index)
+            of_choice, of_answer = self._extras.take(choice.index)
             for target, fields in ((choice, of_choice), (answer, of_answer)):
                 for field, value in fields.items():
                     setattr(target, field, value)

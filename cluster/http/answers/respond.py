@@ -32,15 +32,15 @@ Part = str | Thought | Call | Arguments  # part of a response
 
 
 @dataclass(frozen=True, slots=True)
-class ReadReasoning:
+class ReasoningFormat:
     """Options for parsing reasoning."""
 
     tags: Tags
     begins_within: bool | None  # see ReasoningReader
     token_bytes: TokenBytes
-    is_told: bool = True  # false counts the reasoning and removes it from the response
+    is_included: bool = True  # false counts the reasoning and removes it from the response
 
-    def reader(self, calls: ReadCalls | None) -> ReasoningReader | HarmonyReader:
+    def reader(self, calls: ToolCallFormat | None) -> ReasoningReader | HarmonyReader:
         """Return a new parser for one choice; that of harmony parses calls too."""
         if self.tags is not HARMONY:
             return ReasoningReader(self.tags, self.begins_within)
@@ -48,7 +48,7 @@ class ReadReasoning:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadCalls:
+class ToolCallFormat:
     """Options for parsing tool calls; see ``ToolCallReader``."""
 
     form: CallForm
@@ -58,7 +58,7 @@ class ReadCalls:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ResponseForm:
     """Requested form of a response."""
 
     stream: bool
@@ -66,8 +66,8 @@ class Form:
     reports_usage: bool = False  # put the usage so far into every chunk
     echoes: Sequence[str] = ()  # text that each choice begins with; empty without ``echo``
     prediction: Predicted | None = None  # predicted output
-    reasoning: ReadReasoning | None = None  # None if the output has no reasoning
-    calls: ReadCalls | None = None  # None if tool calls are not parsed
+    reasoning: ReasoningFormat | None = None  # None if the output has no reasoning
+    calls: ToolCallFormat | None = None  # None if tool calls are not parsed
     shape: StreamShape = field(default_factory=StreamShape)  # padding and cadence of the stream
     ids: EventIds | None = None  # generator of event ids; None disables them
 
@@ -82,13 +82,13 @@ class Form:
 class ChoiceReader:
     """Incremental parser of one choice: reasoning, text, tool calls, and matches of the prediction."""
 
-    def __init__(self, form: Form, index: int, answer_id: str) -> None:
+    def __init__(self, form: ResponseForm, index: int, answer_id: str) -> None:
         self._name, self._called = f"{answer_id}/{index}", 0
         self._echo = form.echoes[index] if form.echoes else ""
         thinks, calls = form.reasoning, form.calls
         self._reasoning = None if thinks is None else thinks.reader(calls)
         self.reasoned = None if thinks is None else ReasoningTokens(thinks.reader(calls), thinks.token_bytes)
-        self._tells_thoughts = thinks is not None and thinks.is_told
+        self._tells_thoughts = thinks is not None and thinks.is_included
         self._calls, self._form = None, None if calls is None else calls.form
         if calls is not None and calls.form != "harmony":
             self._calls = ToolCallReader(calls.form, calls.most, calls.schemas, calls.hidden)
@@ -127,7 +127,7 @@ class ChoiceReader:
         return "tool_calls" if self._called and reason is FinishReason.STOP else reason
 
 
-async def respond(answer: AnswerBuilder, generation: Generation, form: Form) -> Response:
+async def respond(answer: AnswerBuilder, generation: Generation, form: ResponseForm) -> Response:
     """Run a generation and return its response, whole or streamed."""
     choices = range(generation.num_choices)
     readers = [ChoiceReader(form, index, answer.id) for index in choices]
@@ -139,7 +139,7 @@ async def respond(answer: AnswerBuilder, generation: Generation, form: Form) -> 
     reasons: list[Any] = [None for _ in choices]
     async with generation:
         async for index, output in generation.outputs():
-            await answer.hear(index, output)
+            await answer.on_output(index, output)
             pieces[index] += readers[index].read(output)
             reasons[index] = readers[index].reason(output.finish_reason)
             await answer.pauses.after(OUTPUT)
@@ -148,7 +148,7 @@ async def respond(answer: AnswerBuilder, generation: Generation, form: Form) -> 
 
 
 async def _events(
-    answer: AnswerBuilder, generation: Generation, readers: Sequence[ChoiceReader], form: Form
+    answer: AnswerBuilder, generation: Generation, readers: Sequence[ChoiceReader], form: ResponseForm
 ) -> AsyncIterator[str]:
     """Yield the events of a started generation. After a failure, an error event is the last, without ``[DONE]``."""
     include_usage, shape = form.include_usage, form.shape
@@ -157,7 +157,7 @@ async def _events(
     try:
         async for index, output in outputs:
             chunks: list[Answer | None] = []
-            await answer.hear(index, output)
+            await answer.on_output(index, output)
             await answer.pauses.after(OUTPUT)
             if not opened[index]:
                 opened[index] = True
@@ -184,7 +184,7 @@ async def _events(
             yield event
         yield "data: [DONE]\n\n"
     except Exception as error:  # noqa: BLE001  # told_error logs it
-        yield shape.pad(f"data: {json.dumps(errors.told_error(error, 'a stream broke off').body())}\n\n")
+        yield shape.pad(f"data: {json.dumps(errors.logged_error(error, 'a stream broke off').body())}\n\n")
     finally:
         await outputs.aclose()
         await generation.__aexit__()

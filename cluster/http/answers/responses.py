@@ -14,9 +14,9 @@ from cluster.http import errors
 from cluster.http.answers.openai_shapes import Reported, Usage, reported_step
 from cluster.http.answers.pieces import Pauses, written
 from cluster.http.answers.reasoning import Thought
-from cluster.http.answers.respond import OUTPUT, STREAM_HEADERS, ChoiceReader, Form, Part, usage_so_far
+from cluster.http.answers.respond import OUTPUT, STREAM_HEADERS, ChoiceReader, Part, ResponseForm, usage_so_far
 from cluster.http.answers.tool_calls import Arguments, Call
-from cluster.http.types.responses import ResponsesRequest, told
+from cluster.http.types.responses import ResponsesRequest, response_fields
 from cluster.serving.generation import Generation
 from decoding.request import FinishReason, StepReport
 from engine.loading.model_info import ModelInfo
@@ -64,7 +64,7 @@ class ResponseBuilder:
         self.id = answer_id
         self._fields = {
             "id": answer_id, "object": "response", "created_at": created, "model": info.served_name,
-            "lossless": info.is_lossless(body.drafting.strategy, body.drafting.max_draft_tokens), **told(body),
+            "lossless": info.is_lossless(body.drafting.strategy, body.drafting.max_draft_tokens), **response_fields(body),
         }  # fmt: skip
         self._output: list[Item] = []
         self._is_open = False  # whether the last item is unfinished
@@ -161,7 +161,7 @@ class ResponseBuilder:
         return {"type": kind, "sequence_number": self._number - 1, **fields}
 
 
-async def respond_items(answer: ResponseBuilder, generation: Generation, form: Form) -> Response:
+async def respond_items(answer: ResponseBuilder, generation: Generation, form: ResponseForm) -> Response:
     """Run a generation of one choice and return its response, like ``respond``."""
     reader = ChoiceReader(form, 0, answer.id)
     if form.stream:
@@ -182,7 +182,9 @@ async def respond_items(answer: ResponseBuilder, generation: Generation, form: F
     return Response(await written(last["response"], answer.pauses, _json), media_type="application/json")
 
 
-async def _events(answer: ResponseBuilder, generation: Generation, reader: ChoiceReader, form: Form) -> AsyncIterator[str]:
+async def _events(
+    answer: ResponseBuilder, generation: Generation, reader: ChoiceReader, form: ResponseForm
+) -> AsyncIterator[str]:
     """Yield the events of a started generation; after a failure, ``response.failed`` is the last."""
     outputs = form.shape.outputs(generation.outputs(), 1)
     ending: Ending = "completed"
@@ -203,7 +205,7 @@ async def _events(answer: ResponseBuilder, generation: Generation, reader: Choic
         for event in answer.end(ending, usage_so_far(generation, [reader])):
             yield form.shape.pad(await _sent(event, answer.pauses))
     except Exception as error:  # noqa: BLE001  # told_error logs it
-        told = errors.told_error(errors.renamed(error), "a stream broke off")
+        told = errors.logged_error(errors.renamed(error), "a stream broke off")
         for event in answer.end("failed", usage_so_far(generation, [reader]), told):
             yield form.shape.pad(await _sent(event, answer.pauses))
     finally:

@@ -27,7 +27,7 @@ from cluster.http.answers.openai_shapes import Answer, Choice, Delta
 from cluster.http.answers.pieces import json_pieces, to_json
 from cluster.http.errors import ApiError
 from cluster.http.types.openai import CompletionFields
-from cluster.serving.generation import Job
+from cluster.serving.generation import GenerationJob
 from engine.loading.model_info import ModelInfo
 
 HEADER = "Last-Event-ID"
@@ -58,7 +58,7 @@ class StreamHeaders:
 
 
 @dataclass(slots=True)
-class ToldOfChoice:
+class SentOfChoice:
     """Amount of a choice that was sent to the client."""
 
     content: int = 0  # characters of reasoning, text and arguments; a call adds its name and one more character
@@ -69,19 +69,19 @@ class ToldOfChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class ResumePoint:
     """Common fields of a response's objects, and the state from which its stream is resumed."""
 
     answer_id: str
     created: int  # Unix time in seconds
     digest: str = ""  # digest of the request; empty if events have no ids
     model: str = ""  # digest of the model that began the resumed stream
-    told: tuple[ToldOfChoice, ...] = ()  # amounts that the resumed stream sent, by choice; empty for a new stream
+    sent: tuple[SentOfChoice, ...] = ()  # amounts that the resumed stream sent, by choice; empty for a new stream
     has_usage: bool = False  # whether the resumed stream sent the usage
     key: bytes = dataclasses.field(default=b"", repr=False)  # signs event ids
 
     @classmethod
-    def of(cls, prefix: str, body: CompletionFields, tenant: str | None, headers: StreamHeaders, key: bytes) -> Beginning:
+    def of(cls, prefix: str, body: CompletionFields, tenant: str | None, headers: StreamHeaders, key: bytes) -> ResumePoint:
         """Return the beginning of a new or resumed response to a request.
 
         Args:
@@ -104,7 +104,7 @@ class Beginning:
         begun = dataclasses.replace(begun, digest=asked.hexdigest(), key=key)
         return begun if headers.last_event_id is None else begun._gone_on_with(prefix, headers.last_event_id)
 
-    def _gone_on_with(self, prefix: str, event_id: str) -> Beginning:
+    def _gone_on_with(self, prefix: str, event_id: str) -> ResumePoint:
         """Return the beginning encoded in an event id, which must be of the same request as this new one."""
         found = _ID.fullmatch(event_id)
         if found is None or not found["answer"].startswith(prefix):
@@ -116,8 +116,8 @@ class Beginning:
             )
         if found["digest"] != self.digest:
             raise _wrong("it belongs to another request: send the same body with the same key as before, or leave it out")
-        told = tuple(ToldOfChoice(*(int(value, 16) for value in each.split("-"))) for each in found["told"][1:].split("."))
-        return Beginning(
+        told = tuple(SentOfChoice(*(int(value, 16) for value in each.split("-"))) for each in found["told"][1:].split("."))
+        return ResumePoint(
             found["answer"], int(found["created"]), self.digest, found["model"], told, found["usage"] == "1", self.key
         )
 
@@ -126,7 +126,7 @@ class Beginning:
         """Return the seed for requests without one: 63 bits of a hash of the random response id."""
         return int.from_bytes(hashlib.blake2b(self.answer_id.encode(), digest_size=8).digest()) >> 1
 
-    def events(self, jobs: Sequence[Job], info: ModelInfo, paced: bool) -> EventIds | None:
+    def events(self, jobs: Sequence[GenerationJob], info: ModelInfo, paced: bool) -> EventIds | None:
         """Return the generator of event ids; None if the stream's events have no ids.
 
         Args:
@@ -137,16 +137,16 @@ class Beginning:
             ApiError: 400 if the stream cannot be resumed.
         """
         model = hashlib.blake2b(f"{info.model_revision} {info.tokenizer_revision}".encode(), digest_size=4).hexdigest()
-        if self.told and self.model != model:
+        if self.sent and self.model != model:
             message = f"{HEADER}: the model was replaced after this stream began: send the request again without it"
             raise ApiError(400, message, param=HEADER, code="resumed_otherwise")
         why_not = _why_not(jobs[0], info)
-        if self.told and (why_not or len(self.told) != len(jobs)):
-            raise _wrong(why_not or f"it has {len(self.told)} choices, but the request has {len(jobs)}")
+        if self.sent and (why_not or len(self.sent) != len(jobs)):
+            raise _wrong(why_not or f"it has {len(self.sent)} choices, but the request has {len(jobs)}")
         return EventIds(self, model, len(jobs), paced) if self.digest and not why_not else None
 
 
-def _why_not(job: Job, info: ModelInfo) -> str | None:
+def _why_not(job: GenerationJob, info: ModelInfo) -> str | None:
     """Return why a stream is not reproducible and therefore cannot be resumed; None if it is."""
     name = job.strategy or info.strategy
     if job.report:
@@ -182,10 +182,10 @@ class EventIds:
         paced: send text chunks as empty chunks instead of dropping them if all their content was sent before.
     """
 
-    def __init__(self, beginning: Beginning, model: str, choices: int, paced: bool) -> None:
+    def __init__(self, beginning: ResumePoint, model: str, choices: int, paced: bool) -> None:
         self._stream = f"{beginning.answer_id}.{beginning.created}.{beginning.digest}.{model}"
         self._has_usage, self._key = beginning.has_usage, beginning.key
-        self._choices = [_ChoiceRest(told, paced) for told in beginning.told or [ToldOfChoice()] * choices]
+        self._choices = [_ChoiceFilter(told, paced) for told in beginning.sent or [SentOfChoice()] * choices]
 
     def rest(self, chunk: Answer) -> Answer | None:
         """Remove content that was sent before from the next chunk, in place; return None if nothing is left.
@@ -207,18 +207,18 @@ class EventIds:
         return f"id: {name}.{signature_of(name, self._key)}\n"
 
 
-class _ChoiceRest:
+class _ChoiceFilter:
     """Part of one choice that remains to be sent."""
 
-    def __init__(self, before: ToldOfChoice, paced: bool) -> None:
-        self._before, self._seen, self._paced = before, ToldOfChoice(), paced  # sent by the earlier stream; generated so far
+    def __init__(self, before: SentOfChoice, paced: bool) -> None:
+        self._before, self._seen, self._paced = before, SentOfChoice(), paced  # sent by the earlier stream; generated so far
 
-    def told(self) -> ToldOfChoice:
+    def told(self) -> SentOfChoice:
         """Return the amounts that the client has."""
         before, seen = self._before, self._seen
         text = max(before, seen, key=lambda one: one.content)
         logprobs, token_ids = max(before.logprobs, seen.logprobs), max(before.token_ids, seen.token_ids)
-        return ToldOfChoice(text.content, text.check, logprobs, token_ids, before.once | seen.once)
+        return SentOfChoice(text.content, text.check, logprobs, token_ids, before.once | seen.once)
 
     def take(self, chunk: Answer, choice: Choice) -> bool:
         """Remove content that was sent before from the next chunk; return whether to send the chunk."""

@@ -36,7 +36,7 @@ MAX_DOCUMENTS = 1024
 MAX_COMPONENT = 1e6  # absolute value of an embedding's component
 MAX_TIMEOUT_S = 1e9
 MAX_CHOICES = 128  # prompts times n of one request
-MAX_TOLD = 1 << 20  # log-probabilities (alternatives included) and reported tokens of a response: 100 MB of JSON
+MAX_REPORTED_VALUES = 1 << 20  # log-probabilities (alternatives included) and reported tokens of a response: 100 MB of JSON
 _COMMON_NO_OPS: dict[str, tuple[Any, ...]] = {"cache_salt": ()}
 _CHAT_NO_OPS: dict[str, tuple[Any, ...]] = _COMMON_NO_OPS | {
     "functions": ([],),

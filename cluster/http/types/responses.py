@@ -347,7 +347,7 @@ def _text(content: str | Sequence[InputText | OutputText | ThoughtText]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def told(body: ResponsesRequest) -> Mapping[str, Any]:
+def response_fields(body: ResponsesRequest) -> Mapping[str, Any]:
     """Return the request fields that the response repeats."""
     choice, form = body.tool_choice or "auto", None if body.text is None else body.text.format
     return {

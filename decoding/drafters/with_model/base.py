@@ -100,9 +100,9 @@ class ModelDrafter(Drafter):
             active = going
         return chains
 
-    def held(self) -> Collection[str]:
+    def tracked_requests(self) -> Collection[str]:
         """See ``Drafter``."""
-        return () if self._distributions is None else self._distributions.held()
+        return () if self._distributions is None else self._distributions.tracked_requests()
 
     def finish(self, request: Request) -> None:
         """Forget a request. Its KV in the draft model is dropped when the slot is needed."""

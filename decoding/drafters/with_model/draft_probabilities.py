@@ -25,7 +25,7 @@ class DraftDistributions:
         self._rules: dict[str, LogitRules] = {}
         self._ends: dict[str, frozenset[int]] = {}
 
-    def held(self) -> Collection[str]:
+    def tracked_requests(self) -> Collection[str]:
         """Return the ids of requests with state."""
         return self._rules.keys() | self._ends.keys()
 

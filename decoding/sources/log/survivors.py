@@ -8,7 +8,9 @@ from decoding.tree import Int32Array
 
 
 @compiled
-def survivors(tokens: Int32Array, counts: UInt8Array, oldest: int, start: int, out: Int32Array, out_counts: UInt8Array) -> int:
+def surviving_tokens(
+    tokens: Int32Array, counts: UInt8Array, oldest: int, start: int, out: Int32Array, out_counts: UInt8Array
+) -> int:
     """Collect the runs of a leaving block that were seen more than once, each closed by -1; return the used entries.
 
     Args:

@@ -16,7 +16,7 @@ import numpy as np
 
 from decoding.sources.log.arrays import LARGE, copied, empty_log, enlarged, memory_for
 from decoding.sources.log.chains import BLOCK, COPIED, MOVED, Log, LogArrays, UInt8Array, append
-from decoding.sources.log.survivors import append_counted, survivors
+from decoding.sources.log.survivors import append_counted, surviving_tokens
 from decoding.tree import Int32Array
 
 OVERLAP = 20  # last tokens of a text that are copied when it continues in a distant block
@@ -200,7 +200,7 @@ class TokenLog:
             leaving = block * BLOCK - size
             if leaving >= 0 and number >= 0:
                 out, counts = np.empty(BLOCK // 2, np.int32), np.empty(BLOCK // 2, np.uint8)
-                used = survivors(self.arrays.tokens, self.arrays.counts, leaving, leaving, out, counts)
+                used = surviving_tokens(self.arrays.tokens, self.arrays.counts, leaving, leaving, out, counts)
                 if used:
                     rescued.append((out[:used], counts[:used]))
             slot = (block * BLOCK) % size

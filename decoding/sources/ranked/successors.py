@@ -156,7 +156,7 @@ class SuccessorTables:
         tree, before, ranked = DraftTree.chain(0, ()), np.full(2, -1, np.int32), np.full((1, 1), -1, np.int32)
         SuccessorTable(1).learn_tree(tree, before, NO_SIGNS, (), NO_SIGNS[None].copy(), ranked)
 
-    def known(self, request: Request, edition: object = None) -> SuccessorTable | None:
+    def known(self, request: Request, history_version: object = None) -> SuccessorTable | None:
         """Return the table that a request drafts from; None if nothing was learned for it.
 
         ``edition`` is that of the tenant's history. It changes when texts are removed; the whole table is then discarded, because
@@ -166,11 +166,11 @@ class SuccessorTables:
         if tenant is None:
             return self._requests.get(request.request_id)
         kept, table = self._tenants.get(tenant, (None, None))
-        return table if kept is edition else None
+        return table if kept is history_version else None
 
-    def of(self, request: Request, edition: object = None) -> SuccessorTable:
+    def of(self, request: Request, history_version: object = None) -> SuccessorTable:
         """Return the table that learns from a request, created at the first call."""
-        table = self.known(request, edition)
+        table = self.known(request, history_version)
         if table is None:
             table = SuccessorTable(self._vocab_size, self._first)
         tenant = self._tenant(request)
@@ -178,7 +178,7 @@ class SuccessorTables:
             self._requests[request.request_id] = table
             return table
         self._tenants.pop(tenant, None)
-        self._tenants[tenant] = edition, table
+        self._tenants[tenant] = history_version, table
         if len(self._tenants) > MAX_TENANTS:
             del self._tenants[next(iter(self._tenants))]
         return table
@@ -194,4 +194,4 @@ class SuccessorTables:
 
     def _tenant(self, request: Request) -> str | None:
         alone = self._by_request or request.request_id in self._apart
-        return None if alone else request.memory
+        return None if alone else request.cache_namespace

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.forward.batch import AttentionCall, Segment
+from engine.forward.batch import AttentionCall, SequenceRows
 from engine.forward.cpu.products.row_linear import DTYPES, PANEL, has_kernels
 from engine.forward.cpu.threads import Kernel
 from engine.kv.kv_cache import KVShape, SlotCache
@@ -56,7 +56,7 @@ class RowAttention:
 
 
 def request_rows(
-    cache: SlotCache, segments: Sequence[Segment], positions: npt.NDArray[np.int64]
+    cache: SlotCache, segments: Sequence[SequenceRows], positions: npt.NDArray[np.int64]
 ) -> tuple[ctypes.Array[NativeRows], list[object]]:
     """Return the rows of a forward pass for compiled code, and the objects that must outlive their use."""
     from engine.forward.cpu.native_attention import NativeRows
@@ -83,7 +83,7 @@ def request_rows(
 class RowStep:
     """Segments of one forward pass, prepared for compiled attention."""
 
-    def __init__(self, attention: RowAttention, segments: Sequence[Segment], positions: torch.Tensor) -> None:
+    def __init__(self, attention: RowAttention, segments: Sequence[SequenceRows], positions: torch.Tensor) -> None:
         from engine.forward.cpu.native_attention import Layer
 
         self._attention = attention

@@ -88,8 +88,8 @@ class ModelParts:
                 yield from (child for child in own if isinstance(child, torch.nn.Linear))
 
 
-def parts_of(model: PreTrainedModel, cache: SlotCache) -> ModelParts | None:
-    """Return the parts of a whole model after ``row_linears`` and ``thin_modules``; None if the model is not supported."""
+def model_parts(model: PreTrainedModel, cache: SlotCache) -> ModelParts | None:
+    """Return the parts of a whole model after ``row_linears`` and ``patch_modules``; None if the model is not supported."""
     family = _FAMILIES.get(type(model).__name__)
     if family is None or not type(model).__module__.startswith("transformers.models."):
         return None

@@ -18,7 +18,7 @@ from engine.forward.cpu.products.packed_weight import PackedWeight
 from engine.forward.cpu.products.row_linear import DTYPES, PanelWeight
 from engine.forward.cpu.row_attention import request_rows
 from engine.forward.cpu.row_buffers import RowBuffers
-from engine.forward.cpu.row_families import AttentionParts, LayerParts, MixerParts, ModelParts, parts_of
+from engine.forward.cpu.row_families import AttentionParts, LayerParts, MixerParts, ModelParts, model_parts
 from engine.forward.cpu.states.mixers import mixers
 from engine.forward.cpu.states.operations import MixerOperations
 from engine.forward.cpu.states.state_step import States
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # it imports numba
 _ROWS = 512  # initial capacity
 
 
-class RowModel:
+class FusedForward:
     """Compiled forward pass over a model's weights and KV slots, which are used in place and must not move."""
 
     def __init__(
@@ -57,10 +57,10 @@ class RowModel:
     @staticmethod
     def over(
         model: PreTrainedModel, cache: SlotCache, windows: Mapping[int, int | None], states: States | None = None
-    ) -> RowModel | None:
+    ) -> FusedForward | None:
         """Return a compiled forward pass of a model, compiled once per machine in seconds; None if the model is not supported."""
-        parts = parts_of(model, cache)
-        return None if parts is None else RowModel(model, parts, cache, windows, states)
+        parts = model_parts(model, cache)
+        return None if parts is None else FusedForward(model, parts, cache, windows, states)
 
     @property
     def asked(self) -> tuple[int, list[int]]:

@@ -7,7 +7,7 @@ import torch
 
 from engine.accelerator import accelerator
 from engine.errors import one_line
-from engine.forward.batch import AttentionCall, Line, LineWork, pack
+from engine.forward.batch import AttentionCall, DummySequence, ScheduledDummy, pack
 from engine.forward.cuda.slot_attention import SlotAttention, available, best_block_rows
 from engine.forward.cuda.slot_kernels import kernel_errors
 from engine.forward.cuda.step_buffers import StepBuffers
@@ -26,7 +26,7 @@ def graph_fault(device: torch.device) -> str | None:
         try:
             cache, attention = SlotCache(shape, 1, _ROWS), SlotAttention(shape, _HEADS, _ROWS, _ROWS, best_block_rows(shape))
             buffers = StepBuffers(_ROWS, attention.rows_of_tile, 1, _ROWS, device)
-            buffers.fill(pack([LineWork(Line(0, np.arange(_ROWS, dtype=np.int32)), 0, _ROWS, None)]))
+            buffers.fill(pack([ScheduledDummy(DummySequence(0, np.arange(_ROWS, dtype=np.int32)), 0, _ROWS, None)]))
             numbers = torch.arange(_HEADS * _ROWS * _HEAD_DIM, dtype=torch.float32, device=device).sin()
             numbers = numbers.view(1, _HEADS, _ROWS, _HEAD_DIM)
 

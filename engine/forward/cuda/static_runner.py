@@ -229,9 +229,9 @@ class StaticRunner(ModelRunner):
         """See ``ModelRunner``."""
         return super().full_rows or self.sizes[-1:]
 
-    def form(self) -> dict[str, Any]:
+    def calibration_key(self) -> dict[str, Any]:
         """See ``ModelRunner``."""
-        return super().form() | {"graphs": [size for size in self.sizes if size not in self.capture_failures]}
+        return super().calibration_key() | {"graphs": [size for size in self.sizes if size not in self.capture_failures]}
 
     def _compute(self, batch: Batch) -> torch.Tensor:
         size = next((size for size in self.sizes if size >= len(batch.token_ids)), None)

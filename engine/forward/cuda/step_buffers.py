@@ -12,7 +12,7 @@ import torch
 from decoding.jit import compiled
 from decoding.tree import BoolArray, Int32Array
 from engine.accelerator import Event, accelerator
-from engine.forward.batch import Batch, Segment
+from engine.forward.batch import Batch, SequenceRows
 
 _TURNS = 4  # copies in flight while the next one is filled
 
@@ -101,14 +101,14 @@ class StepBuffers:
         if self._device.device.type == "cuda":
             self._copied[self._turn] = accelerator().current_stream(self._device.device).record_event()
 
-    def _lay_tiles(self, segment: Segment, tiles: Int32Array, laid: int) -> int:
+    def _lay_tiles(self, segment: SequenceRows, tiles: Int32Array, laid: int) -> int:
         for first in range(segment.offset, segment.offset + segment.rows, self._per_tile):
             tiles[laid] = first, min(self._per_tile, segment.offset + segment.rows - first)
             laid += 1
         return laid
 
 
-def _lay_path(segment: Segment, paths: npt.NDArray[np.int32]) -> None:
+def _lay_path(segment: SequenceRows, paths: npt.NDArray[np.int32]) -> None:
     if segment.mask is None:
         paths[:] = segment.start + np.arange(paths.shape[1])  # plain causality; entries behind the row's own are not read
     else:

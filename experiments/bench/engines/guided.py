@@ -14,9 +14,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from decoding.drafters.base import TargetRows
-from engine.executor import LocalExecutor, Outcome, Verifier
+from engine.executor import LocalExecutor, Verifier, VerifyResult
 from engine.forward.attention import TREE_ATTENTION
-from engine.forward.batch import Work
+from engine.forward.batch import ScheduledRequest
 from engine.forward.runner import ModelRunner
 from experiments.bench.options import SIZES
 
@@ -52,7 +52,7 @@ class GuidedVerifier(Verifier):
         self.ranked = True  # whether drafters may rank the target's tokens; else its logits are neither changed nor passed on
 
     @torch.inference_mode()
-    def verify(self, work: Work, target: TargetRows, root: torch.Tensor | None = None) -> Outcome:
+    def verify(self, work: ScheduledRequest, target: TargetRows, root: torch.Tensor | None = None) -> VerifyResult:
         """Verify a tree; ``target`` is changed in place, so that drafters learn from the committed tokens."""
         assert work.tree is not None
         greedy, rows, tokens = target.ids, [], []
@@ -83,7 +83,7 @@ class GuidedExecutor(LocalExecutor):
         self.known = known
         self._verifier = self._guided = GuidedVerifier(self.known)
 
-    def execute(self, works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
+    def execute(self, works: Sequence[ScheduledRequest], top_k: int = 0) -> list[VerifyResult | None]:
         """See ``Executor``."""
         self._guided.ranked = top_k > 0
         return super().execute(works, top_k)

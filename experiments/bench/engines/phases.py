@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.engine import Engine
 from engine.executor import LocalExecutor
-from engine.forward.batch import Work
+from engine.forward.batch import ScheduledRequest
 
 PHASES = ("schedule", "propose", "pack", "forward", "verify", "commit", "observe")
 
@@ -24,7 +24,7 @@ class PhaseClock:
         self._engine, executor = engine, engine._executor
         assert isinstance(executor, LocalExecutor), executor
         self._spans: dict[str, list[tuple[float, float]]] = {}
-        self._works: Sequence[Work] = ()  # of the step
+        self._works: Sequence[ScheduledRequest] = ()  # of the step
         for name, piece, method in (
             ("schedule", engine._scheduler, "schedule"),
             ("execute", executor, "execute"),
@@ -51,7 +51,7 @@ class PhaseClock:
         started = time.perf_counter()
         outputs = self._engine.step()
         ended = time.perf_counter()
-        works: Sequence[Work] = self._works
+        works: Sequence[ScheduledRequest] = self._works
         if len(works) != batch or any(work.tree is None or work.end - work.start != 1 for work in works):
             return None
         (execute,), (forward,), (schedule,) = (self._spans[name] for name in ("execute", "forward", "schedule"))

@@ -31,11 +31,11 @@ from experiments.training.data import read_records
 def _with_public(choice: StrategyChoice, texts: Sequence[Sequence[int]]) -> Drafter:
     """Return a new drafter that may draft from public texts, if it remembers outputs."""
     drafter = choice.build()
-    if drafter.memory is not None:
+    if drafter.histories is not None:
         for number, text in enumerate(texts):
             key = output_key(number + 1, 0)
-            drafter.memory.public.start(key)
-            drafter.memory.public.extend(key, 0, text, final=True)
+            drafter.histories.public.start(key)
+            drafter.histories.public.extend(key, 0, text, final=True)
     return drafter
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from cache_service.access import CacheAccess
 from cache_service.keeper.server import CacheServer
-from cache_service.mirror.mirror import Mirror
+from cache_service.mirror.mirror import CacheClient
 from cache_service.namespace import Identity
 from cache_service.store.embedded import EmbeddedRedis
 from cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
@@ -100,9 +100,9 @@ class ReplayReplica:
 def _serve(end: Connection, setting: Setting, shares: bool) -> None:
     """Serve the calls of ``ReplayReplica`` in its process."""
     drafter, mirror = build_drafter(setting.strategy, {}), None
-    assert drafter.memory is not None, f"{setting.strategy} remembers no outputs"
+    assert drafter.histories is not None, f"{setting.strategy} remembers no outputs"
     if shares:
-        mirror = Mirror(setting.access, setting.identity, drafter.memory, lambda: None)
+        mirror = CacheClient(setting.access, setting.identity, drafter.histories, lambda: None)
         mirror.start(_START_S)
     end.send("ready")
     follower = _Follower(drafter, mirror, setting)
@@ -118,7 +118,7 @@ class _Follower:
     """Drafter with its mirror, used as the engine's thread uses them."""
 
     drafter: Drafter
-    mirror: Mirror | None
+    mirror: CacheClient | None
     setting: Setting
 
     def replay(self, tenant: str, name: str, texts: Sequence[KnownText]) -> list[Replayed]:
@@ -138,8 +138,8 @@ class _Follower:
 
     def settle(self, tenant: str, tokens: int) -> bool:
         """Apply what arrives until the history is long enough; return False at the deadline."""
-        assert self.drafter.memory is not None and self.mirror is not None
-        history, deadline = self.drafter.memory.of(tenant), time.monotonic() + _SETTLE_S
+        assert self.drafter.histories is not None and self.mirror is not None
+        history, deadline = self.drafter.histories.of(tenant), time.monotonic() + _SETTLE_S
         assert history is not None
         while history.frequencies.sum() < tokens and time.monotonic() < deadline:
             if not self.mirror.apply():

@@ -9,7 +9,7 @@ import numpy as np
 from configs.slices import EngineOptions
 from decoding.sampling.ranking import argmax_rows
 from decoding.tree import DraftTree
-from engine.forward.batch import Line, LineWork, pack
+from engine.forward.batch import DummySequence, ScheduledDummy, pack
 from engine.forward.runner import ModelRunner
 from experiments.bench.record import spread
 from experiments.gpu_suite import models
@@ -44,10 +44,10 @@ def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
 def prefill_case(runner: ModelRunner, length: int, vocab_size: int, seed: int) -> Case:
     """Return the forwards of a random prompt; the last one computes the logits of its last token."""
     text = np.random.default_rng(seed).integers(0, vocab_size, length).astype(np.int32)
-    piece, line = EngineOptions().max_step_tokens, Line(0, text)
+    piece, line = EngineOptions().max_step_tokens, DummySequence(0, text)
     starts = range(0, length, piece)
-    batches = [pack([LineWork(line, start, start + piece, None)]) for start in starts[:-1]]
-    last = pack([LineWork(line, starts[-1], length, DraftTree.chain(int(text[-1]), []))])
+    batches = [pack([ScheduledDummy(line, start, start + piece, None)]) for start in starts[:-1]]
+    last = pack([ScheduledDummy(line, starts[-1], length, DraftTree.chain(int(text[-1]), []))])
 
     def launch() -> Any:
         for batch in batches:

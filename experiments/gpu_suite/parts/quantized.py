@@ -25,7 +25,7 @@ from decoding.sampling.ranking import argmax_rows
 from decoding.tree import DraftTree
 from engine.errors import ModelLoadError
 from engine.forward.attention import TREE_ATTENTION
-from engine.forward.batch import Line, LineWork, pack
+from engine.forward.batch import DummySequence, ScheduledDummy, pack
 from engine.forward.runner import ModelRunner
 from engine.forward.runners import make_runner
 from engine.loading.model import load_weights
@@ -318,7 +318,7 @@ def _logits(runner: ModelRunner, vocab_size: int, seed: int) -> torch.Tensor:
     tokens = np.random.default_rng(seed).integers(0, vocab_size, _CONTEXT).astype(np.int32)
     text, behind = tokens[:-_COMPARED], tokens[-_COMPARED:]
     tree = DraftTree.chain(int(text[-1]), behind.tolist())
-    return runner.forward(pack([LineWork(Line(0, text), 0, len(text), tree)])).float().cpu()
+    return runner.forward(pack([ScheduledDummy(DummySequence(0, text), 0, len(text), tree)])).float().cpu()
 
 
 def _times(

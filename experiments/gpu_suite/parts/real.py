@@ -42,7 +42,7 @@ def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
     loaded, runner = load_runner(model, options, SpeculationOptions(), 1)
     report.found["model"] = {
         "name": setting.real_model.name, "num_parameters": loaded.model.num_parameters(), "exact": runner.exact,
-        "form": runner.form(), "max_model_len": loaded.max_model_len,
+        "form": runner.calibration_key(), "max_model_len": loaded.max_model_len,
     }  # fmt: skip
     assert loaded.tokenizer is not None
     prompts = [

@@ -68,7 +68,7 @@ def _start(setting: Setting, report: Report, size: str) -> list[str]:
     began = time.perf_counter()
     # What ``put_off`` leaves out makes drafts faster, and takes a minute with a vocabulary of 128k.
     options = ModelOptions(str(folder), dtype=setting.dtype, device=setting.device)  # type: ignore[arg-type]
-    engine = Engine.load(options, EngineOptions(), SpeculationOptions(), put_off=True)
+    engine = Engine.load(options, EngineOptions(), SpeculationOptions(), defer_warmup=True)
     loaded_s = time.perf_counter() - began
     runner: ModelRunner = engine._executor.runner  # type: ignore[attr-defined]
     failures = dict(runner.capture_failures) if isinstance(runner, StaticRunner) else {}
@@ -77,7 +77,7 @@ def _start(setting: Setting, report: Report, size: str) -> list[str]:
     while engine.has_work:
         engine.step()
     found: dict[str, Any] = {
-        "loaded_s": round(loaded_s, 1), "exact": runner.exact, "form": runner.form(), "capture_failures": failures,
+        "loaded_s": round(loaded_s, 1), "exact": runner.exact, "form": runner.calibration_key(), "capture_failures": failures,
         "lacks_graphs": lacks_graphs(runner.model.config, runner.cache.shape) if on_gpu else "on a CPU",
         "max_model_len": engine.info.max_model_len, "kv_slots": runner.cache.slots, "steps": request.stats.steps,
         "drafted": request.stats.drafted,

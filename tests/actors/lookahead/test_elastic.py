@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from actors.description import DeviceLostError, GroupState, ReplicaError
-from actors.lookahead.elastic import Elastic
+from actors.lookahead.elastic import ElasticGroup
 from actors.lookahead.executor import LookaheadParallelExecutor
 from actors.replica import Replica
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 from decoding.request import Request, SamplingParams
-from engine.executor import Outcome
-from engine.forward.batch import Work
+from engine.executor import VerifyResult
+from engine.forward.batch import ScheduledRequest
 from engine.forward.runner import ModelRunner
 from tests.helpers import waiting
 from tests.helpers.models import llama_config, save_model
@@ -41,7 +41,7 @@ Expected = dict[tuple[int, int | None], list[int]]  # by prompt and seed
 eventually = functools.partial(waiting.eventually, timeout_s=60.0)
 
 
-class Watched(Elastic):
+class Watched(ElasticGroup):
     """Keeps its executor where a test can look at it."""
 
     group: LookaheadParallelExecutor
@@ -67,7 +67,7 @@ class Node:
         """Tells those members of each other."""
         for own in members:
             others = {rank: self.ranks[rank].address for rank in members if rank != own}
-            self.ranks[own].meet(own, others)
+            self.ranks[own].update_peers(own, others)
 
     def state(self, rank: int) -> GroupState:
         found = self.ranks[rank].state()
@@ -251,7 +251,7 @@ def test_a_replica_whose_device_fails_in_the_step_of_another_one_ends(
     node = Node(model, 2)
     over = asyncio.Event()
 
-    def fails(works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
+    def fails(works: Sequence[ScheduledRequest], top_k: int = 0) -> list[VerifyResult | None]:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     async def ask() -> None:
@@ -278,7 +278,7 @@ def test_a_leader_s_step_that_runs_out_of_memory_is_computed_in_smaller_ones(
     local = node.ranks[0].group._local
     execute, lacked = local.execute, 0
 
-    def short(works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
+    def short(works: Sequence[ScheduledRequest], top_k: int = 0) -> list[VerifyResult | None]:
         nonlocal lacked
         if len(works) > 2 or sum(work.end - work.start for work in works) > 4:
             lacked += 1

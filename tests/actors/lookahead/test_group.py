@@ -18,7 +18,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.lookahead.group import Group
-from actors.offline_group import OfflineLeader, Shape, shape_of
+from actors.offline_group import GroupShape, OfflineLeader, group_shape
 from actors.placement.pinning import own_cores
 from actors.ranks import GroupError
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
@@ -230,15 +230,15 @@ def test_cores_of_ranks() -> None:
 @pytest.mark.parametrize(
     ("world_size", "device", "threads", "cpus", "gpus", "shape"),
     [
-        ("auto", "auto", None, 16, 8, Shape(8, "cuda", None)),
-        ("auto", "cpu", 4, 16, 8, Shape(4, "cpu", 4)),
-        ("auto", "auto", None, 2, 0, Shape(2, "cpu", 1)),
-        (3, "auto", None, 16, 0, Shape(3, "cpu", 5)),
-        (2, "cuda", None, 4, 2, Shape(2, "cuda", None)),
+        ("auto", "auto", None, 16, 8, GroupShape(8, "cuda", None)),
+        ("auto", "cpu", 4, 16, 8, GroupShape(4, "cpu", 4)),
+        ("auto", "auto", None, 2, 0, GroupShape(2, "cpu", 1)),
+        (3, "auto", None, 16, 0, GroupShape(3, "cpu", 5)),
+        (2, "cuda", None, 4, 2, GroupShape(2, "cuda", None)),
     ],
 )
-def test_shape(world_size: int | str, device: str, threads: int | None, cpus: int, gpus: int, shape: Shape) -> None:
-    assert shape_of(world_size, ModelOptions(device=device, threads=threads), cpus, gpus) == shape
+def test_shape(world_size: int | str, device: str, threads: int | None, cpus: int, gpus: int, shape: GroupShape) -> None:
+    assert group_shape(world_size, ModelOptions(device=device, threads=threads), cpus, gpus) == shape
     assert shape.bundle == ({"GPU": 1.0} if shape.device == "cuda" else {"CPU": float(shape.threads or 0)})
 
 
@@ -253,4 +253,4 @@ def test_shape(world_size: int | str, device: str, threads: int | None, cpus: in
 )
 def test_more_than_there_is(world_size: int | str, device: str, threads: int | None, said: str) -> None:
     with pytest.raises(GroupError, match=said):
-        shape_of(world_size, ModelOptions(device=device, threads=threads), cpus=4, gpus=2)
+        group_shape(world_size, ModelOptions(device=device, threads=threads), cpus=4, gpus=2)

@@ -89,7 +89,7 @@ def check_group(group: TinyGroup, lost: Sequence[int], ready: Sequence[int], rea
     assert (state.losses, state.ready, state.refilling) == (len(lost), tuple(ready), ())
     assert sorted(one.rank for one in told) == sorted(lost)
     assert state.last_loss is not None and told[-1].reason in state.last_loss
-    assert all(re.search(reason, one.reason) and not one.away for one in told), told
+    assert all(re.search(reason, one.reason) and not one.detached for one in told), told
     assert group.executor.take_lost() == []
 
 
@@ -146,7 +146,7 @@ def test_a_rank_lost_while_nothing_runs(sound: Sound, number: signal.Signals, op
 
 
 def tended(group: TinyGroup) -> GroupState:
-    group.executor.tend()
+    group.executor.check_liveness()
     return group.state
 
 

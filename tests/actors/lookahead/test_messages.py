@@ -12,20 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.lookahead.messages import (
-    Away,
-    Beat,
+    Detached,
     Failure,
+    Heartbeat,
     OpenMessage,
     OutcomeMessage,
     Reply,
     StepMessage,
     WorkMessage,
 )
-from actors.sharded.messages import Join, Ready, ShardedStep
+from actors.sharded.messages import JoinMessage, ReadyMessage, ShardedStep
 from actors.wire import Message, WireError, decode, encode
 from decoding.request import Acceptance, SamplingParams, TokenLogprob
-from engine.forward.batch import Batch, Segment
-from engine.forward.sharded import Compaction, Copy
+from engine.forward.batch import Batch, SequenceRows
+from engine.forward.sharded import Compaction, EntryCopy
 
 PARAMS = SamplingParams(
     max_tokens=9, temperature=0.7, top_k=5, top_p=0.9, seed=2**63 - 1, stop=("end", "\n"), stop_token_ids=(3, 4), ignore_eos=True,
@@ -59,10 +59,11 @@ REPLY = Reply(
 MASK = np.tril(np.ones((5, 5), np.bool_))
 MASK[4, 3] = False
 ROWS = np.arange(7)
-BATCH = Batch(ROWS + 40, ROWS, (Segment(3, 17, 0, 5, MASK), Segment(0, 2, 5, 2, None)), ROWS[2:], (0, None))
+BATCH = Batch(ROWS + 40, ROWS, (SequenceRows(3, 17, 0, 5, MASK), SequenceRows(0, 2, 5, 2, None)), ROWS[2:], (0, None))
 MESSAGES: list[Message] = [
-    STEP, REPLY, Failure("OutOfMemoryError: 2 GiB", True), Away(), Beat(True), Beat(False),
-    Join("127.0.0.1", 4242, 8, 512), Ready("cpu"), ShardedStep((Compaction(3, 12, (0, 2, 4)), Copy(1, 2, 30, 14)), BATCH),
+    STEP, REPLY, Failure("OutOfMemoryError: 2 GiB", True), Detached(), Heartbeat(True), Heartbeat(False),
+    JoinMessage("127.0.0.1", 4242, 8, 512), ReadyMessage("cpu"),
+    ShardedStep((Compaction(3, 12, (0, 2, 4)), EntryCopy(1, 2, 30, 14)), BATCH),
 ]  # fmt: skip
 
 
@@ -117,9 +118,9 @@ def test_damaged_messages_are_refused_or_read(message: Message, data: st.DataObj
 @pytest.mark.parametrize(
     "value",
     [
-        [], [99], {"kind": 0}, "step", None, "Away", ["Away"], ["Path", ["/"]], ["OpenMessage", []],
-        ["Beat", []], ["Beat", [1.5]], ["Beat", [True, 1]], ["Beat", None],
-        ["Reply", [1, 0.5, [5]]], ["Reply", [1, 0.5, 5]], ["Ready", [b"cpu"]], ["ShardedStep", [[[2, [1, 2, 3, 4]]], []]],
+        [], [99], {"kind": 0}, "step", None, "Detached", ["Detached"], ["Path", ["/"]], ["OpenMessage", []],
+        ["Heartbeat", []], ["Heartbeat", [1.5]], ["Heartbeat", [True, 1]], ["Heartbeat", None],
+        ["Reply", [1, 0.5, [5]]], ["Reply", [1, 0.5, 5]], ["ReadyMessage", [b"cpu"]], ["ShardedStep", [[[2, [1, 2, 3, 4]]], []]],
     ],
 )  # fmt: skip
 def test_other_msgpack_is_refused(value: object) -> None:
@@ -132,9 +133,9 @@ def test_other_msgpack_is_refused(value: object) -> None:
     [
         {"positions": ROWS[1:]},
         {"logit_rows": ROWS[2:] + 1},
-        {"segments": (Segment(-1, 0, 0, 7, None),)},
-        {"segments": (Segment(0, 0, 5, 3, None),)},
-        {"segments": (Segment(0, 0, 0, 7, MASK),)},
+        {"segments": (SequenceRows(-1, 0, 0, 7, None),)},
+        {"segments": (SequenceRows(0, 0, 5, 3, None),)},
+        {"segments": (SequenceRows(0, 0, 0, 7, MASK),)},
     ],
 )
 def test_what_compiled_code_would_not_notice_is_refused(changes: dict[str, object]) -> None:

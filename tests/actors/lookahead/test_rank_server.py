@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.lookahead.link import LINK_ERRORS, Link, accepted, connect, readable
-from actors.lookahead.messages import Away, Beat, Failure, OpenMessage, Reply, StepMessage, WorkMessage
+from actors.lookahead.link import LINK_ERRORS, Link, accept, connect, readable
+from actors.lookahead.messages import Detached, Failure, Heartbeat, OpenMessage, Reply, StepMessage, WorkMessage
 from actors.lookahead.rank import RankServer, text_digest
 from actors.wire import Message
 from configs.slices import ParallelismOptions
@@ -45,7 +45,7 @@ def server() -> Iterator[RankServer]:
 
 def answer(link: Link) -> Message:
     """The next message that is no beat."""
-    while isinstance(message := link.receive(30.0), Beat):
+    while isinstance(message := link.receive(30.0), Heartbeat):
         pass
     assert message is not None
     return message
@@ -145,7 +145,7 @@ def test_the_last_leader_to_come_leads(server: RankServer) -> None:
     second.send(step(1, joins=True))
     assert isinstance(answer(second), Reply)
     first.send(step(2))
-    assert isinstance(answer(first), Away)
+    assert isinstance(answer(first), Detached)
     second.send(step(2))
     assert isinstance(answer(second), Reply)
     for link in (first, second):
@@ -156,16 +156,16 @@ def test_a_busy_rank_turns_leaders_away_and_says_so(server: RankServer) -> None:
     link = connect(server.address, SECRET, 2.0)
     link.send(step(1, joins=True))
     assert isinstance(answer(link), Reply)
-    server.occupy(True)
-    while link.receive(30.0) != Beat(True):
+    server.attach(True)
+    while link.receive(30.0) != Heartbeat(True):
         pass
     link.send(step(2))
-    assert isinstance(answer(link), Away)
+    assert isinstance(answer(link), Detached)
     link.send(step(3, joins=True))
-    assert isinstance(answer(link), Away)
-    server.occupy(False)
+    assert isinstance(answer(link), Detached)
+    server.attach(False)
     link.send(step(4))
-    assert isinstance(answer(link), Away)  # it has forgotten the request: the leader has to begin anew
+    assert isinstance(answer(link), Detached)  # it has forgotten the request: the leader has to begin anew
     link.send(step(5, joins=True))
     assert isinstance(answer(link), Reply)
     link.close()
@@ -279,7 +279,7 @@ def test_who_shows_a_certificate_is_asked_for_the_secret_and_nobody_else(
                     encrypted.recv(100)
     eventually(lambda: "AuthenticationError: the certificate of the peer is refused" in caplog.text)
     with contextlib.closing(connect(secured.address, SECRET, 2.0)) as link:
-        assert isinstance(link.receive(30.0), Beat)
+        assert isinstance(link.receive(30.0), Heartbeat)
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_both_sides_send_at_once() -> None:
     messages = [Failure(chr(97 + number % 26) * (1 + number**3 % 70_000), False) for number in range(200)]
     with socket.create_server((ADDRESS, 0)) as listener, ThreadPoolExecutor(5) as pool, contextlib.ExitStack() as links:
         connecting = pool.submit(connect, listener.getsockname()[:2], SECRET, 30.0)
-        accepting = pool.submit(accepted, listener.accept()[0], SECRET, 30.0)
+        accepting = pool.submit(accept, listener.accept()[0], SECRET, 30.0)
         ends = [links.enter_context(contextlib.closing(one.result(30.0))) for one in (connecting, accepting)]
         sending = [pool.submit(lambda end=end: [end.send(message) for message in messages]) for end in ends]
 

@@ -16,7 +16,7 @@ def shared_steps(choice: WidthChoice, steps: int, shared_s: float, alone_s: floa
     taken = []
     for _ in range(steps):
         taken.append(choice.shared)
-        choice.took(shared_tokens if choice.shared else 2, shared_s if choice.shared else alone_s)
+        choice.record_step(shared_tokens if choice.shared else 2, shared_s if choice.shared else alone_s)
     return taken
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import redis
 
-from cache_service.keeper.folding import Fold
+from cache_service.keeper.folding import StreamCompactor
 from cache_service.keeper.server import CacheServer
 from cache_service.keeper.snapshot import decode_snapshot
 from cache_service.records import TextBatch, decode_batch, encode_batch
@@ -151,7 +151,7 @@ def test_a_clock_that_jumps_deletes_nothing(make: Callable[..., Cluster], monkey
     for days in (0, 0, 1 / 24, 31, 0, 3650, -31, 0):
         ahead_s[0] = days * 86400.0
         server._check_at = server._expire_at = 0.0
-        server._lease.hold()
+        server._lease.acquire_or_renew()
         server._turn()
         assert server.status().texts == 100 and server.status().evicted_texts == 0
     server.stop()
@@ -182,7 +182,7 @@ def test_bytes_that_are_trimmed_in_the_middle_of_a_node_leave_later(make: Callab
     mine = tokens(1, 40)
     cluster.say({"doomed": mine})
     cluster.say(removed=["doomed"])
-    fold = Fold.load(store, name, IDENTITY)
+    fold = StreamCompactor.load(store, name, IDENTITY)
     fold.catch_up(store, cluster.head_id())
     cluster.say({"later": [1, 2, 3]})  # in the same node of the stream, while the snapshot is written
     assert fold.due(60.0)

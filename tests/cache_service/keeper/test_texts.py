@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cache_service.keeper.eviction import GRAM, worths
 from cache_service.keeper.snapshot import Snapshot, SnapshotText
 from cache_service.records import CacheDelta, TextBatch
-from cache_service.texts import MAX_EVICTED, MAX_HELD, KeptText, Ledger, TenantTexts
+from cache_service.texts import MAX_EVICTED, MAX_HELD, CachedText, Ledger, TenantTexts
 
 
 def tokens(*ids: int) -> np.ndarray:
@@ -117,7 +117,7 @@ def test_a_gap_hides_what_is_beyond() -> None:
 
 
 def test_pieces_that_wait_are_bounded() -> None:
-    text = KeptText()
+    text = CachedText()
     waiting = [text.extend(2 * at, tokens(2 * at), False) for at in range(1, MAX_HELD + 10)]
     assert waiting == [True] * MAX_HELD + [False] * 9
     assert text.num_tokens == MAX_HELD and text.length == 0
@@ -273,7 +273,7 @@ def test_what_is_kept_does_not_hold_on_to_what_it_came_in() -> None:
     held = texts.texts[T2].held[7][0]
     assert not np.shares_memory(texts.texts[T1].tokens, shared) and not np.shares_memory(held, shared)
     with pytest.raises(TypeError):
-        texts.texts[T1] = KeptText()  # type: ignore[index]
+        texts.texts[T1] = CachedText()  # type: ignore[index]
 
 
 def test_snapshot_of_everything() -> None:

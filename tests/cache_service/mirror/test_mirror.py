@@ -12,7 +12,7 @@ import redis
 
 from cache_service.mirror.inbox import Inbox
 from cache_service.mirror.outbox import Outbox
-from cache_service.mirror.tail import Tail
+from cache_service.mirror.tail import StreamReader
 from cache_service.records import TextBatch
 from cache_service.store.stream_ids import written_s
 from decoding.drafters.llma import LlmaDrafter
@@ -151,7 +151,7 @@ def copied(replica: Replica, like: Request, document: list[int], tenant: str = "
     while replica.mirror.apply():
         pass
     drafter = LlmaDrafter(match_length=4, copy_length=20)
-    drafter.memory = replica.memory
+    drafter.histories = replica.memory
     own = [*like.prompt_ids[:60], *like.prompt_ids[-40:]]
     asking = Request("asking", own, SamplingParams(max_tokens=40), tenant=tenant)
     asking.commit(document[100:106])
@@ -378,7 +378,7 @@ def test_tokens_of_another_vocabulary_are_not_written(cluster: Cluster, caplog: 
 def test_lag_is_the_age_of_what_is_read_until_all_is_read(cluster: Cluster) -> None:
     memory, waits_s = Histories(1000), 0.1
     inbox = Inbox(memory)
-    tail = Tail(cluster.store, IDENTITY, {"a": cluster.name("a")}, inbox, Outbox(1 << 20), 60.0)
+    tail = StreamReader(cluster.store, IDENTITY, {"a": cluster.name("a")}, inbox, Outbox(1 << 20), 60.0)
     place = tail.places["a"]
     cluster.add("a", TextBatch(7, 0, 0, (delta(T1, 0, [1, 2, 3, 4, 5]),)))
     began = time.monotonic()

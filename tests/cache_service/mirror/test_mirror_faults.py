@@ -15,7 +15,7 @@ import pytest
 import redis
 
 from cache_service.records import TextBatch, encode_batch
-from cache_service.store.breaker import Guard, failure_kind
+from cache_service.store.breaker import RedisCircuitBreaker, failure_kind
 from cache_service.store.redis_store import RedisStore
 from decoding.request import text_key
 from experiments.faults.redis_process import RedisProcess
@@ -267,7 +267,7 @@ def test_the_engines_thread_never_talks_to_redis(
 
 
 def test_guard_counts_and_logs_once_and_survives_bugs(caplog: pytest.LogCaptureFixture) -> None:
-    guard = Guard("reading", 0.01)
+    guard = RedisCircuitBreaker("reading", 0.01)
     calls: list[int] = []
 
     def fail() -> None:

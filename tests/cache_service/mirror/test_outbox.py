@@ -129,7 +129,7 @@ def test_a_forgotten_tenant_leaves_nothing_and_its_growing_texts_stay_away() -> 
     taken = box.take(MANY)
     box.put("a", delta(7, 1, [2]))
     box.put("a", delta(8, 0, [3], final=True))
-    box.forget("a")
+    box.discard("a")
     box.give_back(taken)
     box.put("a", delta(7, 2, [4]))
     box.put("a", delta(9, 0, [5]))
@@ -137,7 +137,7 @@ def test_a_forgotten_tenant_leaves_nothing_and_its_growing_texts_stay_away() -> 
     box.delivered()
     box.put("a", delta(7, 3, [6], final=True))
     assert box.idle
-    box.forget("never seen")
+    box.discard("never seen")
 
 
 def test_a_forgotten_request_takes_all_its_choices() -> None:
@@ -146,7 +146,7 @@ def test_a_forgotten_request_takes_all_its_choices() -> None:
         box.put("a", delta(text, 0, [1]))
     taken = box.take(MANY)
     box.put("a", delta(5 << 16 | 2, 0, [2]))
-    box.forget("a", 5)
+    box.discard("a", 5)
     box.give_back(taken)
     box.put("a", delta(5 << 16, 1, [3]))
     assert plain(box.take(MANY)) == {"a": [(6 << 16, 0, [1], False)]}

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from cluster.cli.chat import ServerPartner
+from cluster.cli.chat import ServerBackend
 from cluster.cli.client import RefusedError
 from cluster.http.api import Service
 from decoding.jit import NATIVE
@@ -166,7 +166,7 @@ def test_chat_shows_the_servers_error_and_goes_on(api_server: Server) -> None:
 def test_a_refused_answer_raises_what_the_server_says(http: httpx.Client, circle_model: Path) -> None:
     options = {"model": circle_model.name, "temperature": 9}
     with pytest.raises(RefusedError, match="temperature"):
-        list(ServerPartner(http, options).answer([{"role": "user", "content": "hi"}]))
+        list(ServerBackend(http, options).answer([{"role": "user", "content": "hi"}]))
 
 
 class Terminal:

@@ -12,7 +12,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from cluster.app import build_app
 from cluster.cli.launch.preflight import LaunchError, check_resource, redis_address
-from cluster.serving.cache_actor import CachePlace
+from cluster.serving.cache_actor import CacheSettings
 from cluster.serving.secrets import node_secret, stream_key
 from configs.schema import REPOSITORY, Config, ConfigError, load_config
 from configs.slices import CacheOptions
@@ -132,7 +132,7 @@ def test_an_address_with_a_password_is_not_given_to_serve(monkeypatch: pytest.Mo
 
 
 def test_an_actor_without_the_secret_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = CachePlace(CacheOptions(), "redis://outrider@there:6379", ("acme",), "version")
+    place = CacheSettings(CacheOptions(), "redis://outrider@there:6379", ("acme",), "version")
     monkeypatch.delenv("OUTRIDER_CACHE_SECRET", raising=False)
     with pytest.raises(ConfigError, match="OUTRIDER_CACHE_SECRET is not set where this actor runs"):
         place.access()

@@ -68,7 +68,7 @@ def say(client: OpenAI, model: str) -> str:
 def test_each_name_is_answered_by_its_own(client: OpenAI, engine: LocalEngine) -> None:
     texts = [say(client, name) for name in NAMES]
     assert len(set(texts)) == 3 and [say(client, name) for name in NAMES] == texts
-    assert [(job.adapter, job.tenant, job.memory) for job in engine.jobs[-3:]] == [
+    assert [(job.adapter, job.tenant, job.cache_namespace) for job in engine.jobs[-3:]] == [
         (None, "acme", "acme"), ("sql", "acme", "acme:sql"), ("poems", "acme", "acme:poems"),
     ]  # fmt: skip
     for name, text in zip(NAMES, texts, strict=True):

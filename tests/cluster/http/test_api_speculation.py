@@ -13,7 +13,7 @@ import pytest
 
 from cluster.cli.launch.preflight import LaunchError, check_speculation
 from cluster.serving.engine_replica import EngineReplica
-from cluster.serving.generation import Job
+from cluster.serving.generation import GenerationJob
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 from decoding.request import SamplingParams, SpecStats, StepOutput
 from tests.cluster.circle import CHAT, CHATS, COMPLETIONS, TEXT, byte_ids
@@ -67,7 +67,7 @@ def test_a_replica_drafts_as_the_job_says_also_when_it_goes_on_for_another(circl
     replica = EngineReplica(model, engine, speculation, ParallelismOptions(), None, 60.0)
     ids = np.asarray(byte_ids("<abcdefgh") * 2, np.int32)
 
-    async def collect(job: Job) -> tuple[list[int], SpecStats]:
+    async def collect(job: GenerationJob) -> tuple[list[int], SpecStats]:
         outputs = [item async for batch in replica.generate([job]) for _, item in batch]
         said = [output for output in outputs if isinstance(output, StepOutput)]
         assert len(said) == len(outputs)
@@ -76,7 +76,7 @@ def test_a_replica_drafts_as_the_job_says_also_when_it_goes_on_for_another(circl
 
     def run(name: str, **choice: Any) -> SpecStats:
         """The counters of the second half of an answer, whose first half another replica gave."""
-        whole = Job(name, ids, SamplingParams(40), **choice)
+        whole = GenerationJob(name, ids, SamplingParams(40), **choice)
         tokens, _ = asyncio.run(collect(whole))
         resumed = dataclasses.replace(whole, emitted=tuple(tokens[:20]), references=(np.asarray(tokens, np.int32),))
         rest, stats = asyncio.run(collect(resumed))

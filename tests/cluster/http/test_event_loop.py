@@ -16,12 +16,12 @@ import pytest
 
 from cluster.http.answers.logprobs import TokenBytes
 from cluster.http.answers.openai_shapes import Answer, AnswerBuilder
-from cluster.http.answers.respond import Form, respond
+from cluster.http.answers.respond import ResponseForm, respond
 from cluster.http.answers.responses import ResponseBuilder, respond_items
 from cluster.http.api import Service, create_api
 from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
 from cluster.http.types.responses import ResponsesRequest
-from cluster.serving.generation import Generation, Job
+from cluster.serving.generation import Generation, GenerationJob
 from decoding.request import FinishReason, SamplingParams, StepOutput, StepReport, TokenLogprob
 from tests.cluster.circle import CHAT, CHATS, COMPLETIONS, CONTEXT, TEXT, TOKENIZER, LocalEngine, check_error
 
@@ -52,13 +52,13 @@ class AllAtOnce:
     def __init__(self, body: Any) -> None:
         self._body = body
 
-    def generate(self, *jobs: Job) -> list[AsyncGenerator[StepOutput, None]]:
+    def generate(self, *jobs: GenerationJob) -> list[AsyncGenerator[StepOutput, None]]:
         return [self._outputs(job) for job in jobs]
 
     async def describe(self) -> list[Any]:
         return []
 
-    async def _outputs(self, job: Job) -> AsyncGenerator[StepOutput, None]:
+    async def _outputs(self, job: GenerationJob) -> AsyncGenerator[StepOutput, None]:
         yield StepOutput(job.request_id, (), "")
         ids = tuple(place % 250 for place in range(TOKENS))
         report = StepReport(("é",) * TOKENS, ("model",) * TOKENS, 3) if self._body.drafting.report else None
@@ -72,9 +72,11 @@ class AllAtOnce:
 async def answer_of(body: Any) -> bytes:
     """The answer that is built, whole or as a stream."""
     n = body.n or 1
-    jobs = [Job(f"id/{index}", np.arange(TOKENS, dtype=np.int32) % 250, SamplingParams(max_tokens=9)) for index in range(n)]
+    jobs = [
+        GenerationJob(f"id/{index}", np.arange(TOKENS, dtype=np.int32) % 250, SamplingParams(max_tokens=9)) for index in range(n)
+    ]
     echoes = ["prompt"] * n if getattr(body, "echo", None) else ()
-    generation, form = Generation(AllAtOnce(body), jobs, n), Form(bool(body.stream), echoes=echoes)
+    generation, form = Generation(AllAtOnce(body), jobs, n), ResponseForm(bool(body.stream), echoes=echoes)
     if isinstance(body, ResponsesRequest):
         response = await respond_items(ResponseBuilder("id", 5, body, INFO), generation, form)
     else:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from cluster.http.api import Service
-from cluster.serving.generation import Job
+from cluster.serving.generation import GenerationJob
 from decoding.request import FinishReason, StepOutput
 from tests.cluster.circle import CHAT, CHATS, COMPLETIONS, TEXT, TOKENIZER, LocalEngine, check_error, client_of
 
@@ -27,7 +27,7 @@ class Faulty(LocalEngine):
     tokens = 0
     field: str | None = FIELD
 
-    async def _generate(self, job: Job) -> AsyncGenerator[StepOutput, None]:
+    async def _generate(self, job: GenerationJob) -> AsyncGenerator[StepOutput, None]:
         yield StepOutput(job.request_id, (), "")
         for _ in range(self.tokens):
             yield StepOutput(job.request_id, (97,), "a")

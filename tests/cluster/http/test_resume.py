@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerFast
 from cache_service.namespace import hash_key
 from cluster.http.answers.logprobs import TokenBytes
 from cluster.http.answers.reasoning import Thought
-from cluster.http.answers.respond import ChoiceReader, Form, ReadCalls, ReadReasoning
-from cluster.http.answers.resume import Beginning, StreamHeaders, signature_of
+from cluster.http.answers.respond import ChoiceReader, ReasoningFormat, ResponseForm, ToolCallFormat
+from cluster.http.answers.resume import ResumePoint, StreamHeaders, signature_of
 from cluster.http.answers.stream_guard import StreamGuard
 from cluster.http.answers.tool_calls import Call
 from cluster.http.api import Service, create_api
@@ -306,7 +306,7 @@ def test_streams_that_would_come_out_otherwise_have_no_ids(circles: Pair, specul
 
 def digest_of(body: dict[str, Any]) -> str:
     """As an id has it, of a request without a key."""
-    return Beginning.of("cmpl-", CompletionRequest(**body, stream=True), None, StreamHeaders("text/event-stream"), KEY).digest
+    return ResumePoint.of("cmpl-", CompletionRequest(**body, stream=True), None, StreamHeaders("text/event-stream"), KEY).digest
 
 
 def test_another_model_goes_on_with_nothing(circles: Pair) -> None:
@@ -413,7 +413,7 @@ def test_the_example_of_the_docs(
             assert old in source
             source = source.replace(old, new)
         exec(source, {})
-        beginning = Beginning(app.begun[0].partition(".")[0], 0)
+        beginning = ResumePoint(app.begun[0].partition(".")[0], 0)
         body = {"model": "circle", "messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 200}
         whole = httpx.post(f"{url}{CHATS}", json=body | {"seed": beginning.seed}, timeout=60).json()
     assert capsys.readouterr().out == whole["choices"][0]["message"]["content"] + "\n"
@@ -430,9 +430,9 @@ THINK, TOKEN_BYTES = Tags("<think>", "</think>"), TokenBytes(TOKENIZER)
 def test_parts_do_not_depend_on_how_steps_cut(form: CallForm | None, told: bool, said: list[str], data: st.DataObject) -> None:
     text = "".join(said)
     tags = HARMONY if form == "harmony" else THINK
-    asked = Form(
-        True, echoes=["é "] if form is None else (), reasoning=ReadReasoning(tags, None, TOKEN_BYTES, told) if form else None,
-        calls=ReadCalls(form) if form else None,
+    asked = ResponseForm(
+        True, echoes=["é "] if form is None else (), reasoning=ReasoningFormat(tags, None, TOKEN_BYTES, told) if form else None,
+        calls=ToolCallFormat(form) if form else None,
     )  # fmt: skip
 
     def read(cuts: list[int]) -> str:

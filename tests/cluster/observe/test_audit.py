@@ -24,7 +24,7 @@ from cluster.cli.audit import compare
 from cluster.cli.client import ADMIN_KEY
 from cluster.http.api import Service
 from cluster.observe.audit import Audit, Auditor, Result, Served
-from cluster.serving.generation import Job, heard
+from cluster.serving.generation import GenerationJob, next_output
 from configs.slices import AuditOptions, EngineOptions, SpeculationOptions, TenancyOptions
 from decoding.budget.latency import StepLoad
 from decoding.drafters.base import Drafter
@@ -264,8 +264,8 @@ def serve_locally(port: LocalEngine, auditor: Auditor, tokens: list[int], **more
     """A choice of 12 tokens after a prompt, as it was served."""
 
     async def served() -> Served:
-        job = Job("told/0", np.asarray(tokens, np.int32), SamplingParams(**{"max_tokens": 12, **more}), tenant="acme")
-        async with contextlib.aclosing(heard(port.generate(job)[0], job, [auditor.listen])) as outputs:
+        job = GenerationJob("told/0", np.asarray(tokens, np.int32), SamplingParams(**{"max_tokens": 12, **more}), tenant="acme")
+        async with contextlib.aclosing(next_output(port.generate(job)[0], job, [auditor.on_output])) as outputs:
             assert sum([len(output.token_ids) async for output in outputs]) == 12
         (one,) = auditor.last()
         return one
@@ -318,7 +318,7 @@ def test_the_background_gives_way_and_drops_what_it_has_no_time_for(replica: Rep
         params = SamplingParams(max_tokens=8000, ignore_eos=True)
         async with contextlib.AsyncExitStack() as stack:
             for number in range(4):  # three run, one waits
-                job = Job(f"long-{number}/0", prompt, params, max_draft_tokens=0)
+                job = GenerationJob(f"long-{number}/0", prompt, params, max_draft_tokens=0)
                 stream = await stack.enter_async_context(contextlib.aclosing(port.generate(job)[0]))
                 await anext(stream)
             for _ in range(10):

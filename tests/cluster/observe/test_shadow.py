@@ -177,7 +177,7 @@ def test_who_may_ask(compared: Callable[..., Compared]) -> None:
 def test_the_sentence(circle_engine: LocalEngine, speeds: list[float], said: str) -> None:
     shadow = Shadow(circle_engine, circle_engine, "tensor", 1.0, (1, 1), False)
     shadow._pairs.extend(({"tokens_per_s": speed, "ttft_s": 0.4}, {"tokens_per_s": 1.0, "ttft_s": 0.2}) for speed in speeds)
-    standing = shadow.standing()
+    standing = shadow.summary()
     assert (
         standing.sentence.startswith(said) and "its first token comes after 2.00 times (2.00-2.00) as long" in standing.sentence
     )

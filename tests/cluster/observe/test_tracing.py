@@ -110,7 +110,7 @@ def traced(circle_engine: EnginePort) -> Iterator[Traced]:
         )
         tracing = open_tracing(config)
         assert tracing is not None
-        app = create_api(Service(circle_engine, TOKENIZER, listeners=[tracing.listen]))
+        app = create_api(Service(circle_engine, TOKENIZER, listeners=[tracing.on_output]))
         app.add_middleware(tracing.middleware)
         with served(app) as url:
             yield Traced(url, tracing, collector)
@@ -203,7 +203,7 @@ def test_a_collector_that_is_away_costs_nothing(circle_engine: EnginePort) -> No
         gone = collector.endpoint
     tracing = open_tracing(Config(server=ServerOptions(otlp_endpoint=f"{gone}/v1/traces")))
     assert tracing is not None
-    app = create_api(Service(circle_engine, TOKENIZER, listeners=[tracing.listen]))
+    app = create_api(Service(circle_engine, TOKENIZER, listeners=[tracing.on_output]))
     app.add_middleware(tracing.middleware)
     with served(app) as url:
         assert httpx.post(f"{url}/v1/completions", json=body(), timeout=60).status_code == 200

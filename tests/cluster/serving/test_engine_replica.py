@@ -15,17 +15,17 @@ import torch
 
 import cluster.serving.engine_replica as module
 from actors.description import DeviceLostError
-from cluster.cli.doctor import lacks
+from cluster.cli.doctor import missing_optional_deps
 from cluster.serving.engine_replica import EngineReplica
-from cluster.serving.generation import Job, OtherVersionError
+from cluster.serving.generation import GenerationJob, OtherVersionError
 from cluster.serving.handle_engine import Item
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 from decoding import jit
 from decoding.request import FinishReason, SamplingParams, StepOutput
 from engine.engine import Engine
 from engine.errors import ContextLengthError, StreamTakenError
-from engine.executor import Outcome
-from engine.forward.batch import Work
+from engine.executor import VerifyResult
+from engine.forward.batch import ScheduledRequest
 from tests.cluster.circle import CONTEXT
 
 PROMPT = np.array([5], np.int32)
@@ -40,11 +40,11 @@ def replica(circle_model: Path) -> Iterator[EngineReplica]:
     made._replica.stop()
 
 
-def job(name: str, tokens: int = 24) -> Job:
-    return Job(name, PROMPT, SamplingParams(tokens, ignore_eos=True))
+def job(name: str, tokens: int = 24) -> GenerationJob:
+    return GenerationJob(name, PROMPT, SamplingParams(tokens, ignore_eos=True))
 
 
-async def batches(replica: EngineReplica, jobs: list[Job]) -> list[list[tuple[int, Item]]]:
+async def batches(replica: EngineReplica, jobs: list[GenerationJob]) -> list[list[tuple[int, Item]]]:
     return [batch async for batch in replica.generate(jobs)]
 
 
@@ -85,9 +85,11 @@ def test_what_is_missing_is_said_in_one_line_at_the_start(
     assert said.startswith("this environment lacks compiled code: the image has it for of-another-processor, but this")
     assert said.endswith("(build the image on such a processor)") and "\n" not in said
     monkeypatch.setattr(jit, "BROUGHT", tmp_path)
-    assert lacks("cpu", "none") == "" and "flash-attn: not installed" in lacks("cuda", "none")
+    assert missing_optional_deps("cpu", "none") == "" and "flash-attn: not installed" in missing_optional_deps("cuda", "none")
     monkeypatch.setattr(jit, "tiles_are_refused", lambda: True)
-    assert lacks("cpu", "none").startswith("processor: it has AMX, but this process may not use its tiles (allow the system call")
+    assert missing_optional_deps("cpu", "none").startswith(
+        "processor: it has AMX, but this process may not use its tiles (allow the system call"
+    )
 
 
 def test_a_job_that_is_refused_leaves_the_others_alone(replica: EngineReplica) -> None:
@@ -172,7 +174,7 @@ def test_a_failed_device_is_the_last_word_on_each_job_and_then_the_process_ends(
     executor = made._replica._engine._executor
     execute = executor.execute
 
-    def fails(works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
+    def fails(works: Sequence[ScheduledRequest], top_k: int = 0) -> list[VerifyResult | None]:
         if all(work.request.num_output > 30 for work in works):
             raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
         return execute(works, top_k)

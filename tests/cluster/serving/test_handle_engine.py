@@ -15,23 +15,23 @@ import cluster.serving.handle_engine as module
 from actors.description import DeviceLostError
 from cluster.http.errors import ApiError
 from cluster.observe.device_failures import DeviceFailures
-from cluster.serving.generation import Job
+from cluster.serving.generation import GenerationJob
 from cluster.serving.handle_engine import FIRST_WORD_S, SILENCE_S, HandleEngine, Item
 from decoding.request import FinishReason, SamplingParams, StepOutput
 from engine.errors import QueueFullError
 
 TOKENS = tuple(range(100, 120))  # of the answer
-Script = Callable[[Job], Iterable[Item]]  # what a replica says of a job
+Script = Callable[[GenerationJob], Iterable[Item]]  # what a replica says of a job
 
 
 class Scripted:
     """The handle of a deployment whose calls are answered by scripts, one after another."""
 
     def __init__(self, *scripts: Script) -> None:
-        self._scripts, self.jobs = list(scripts), list[Job]()
+        self._scripts, self.jobs = list(scripts), list[GenerationJob]()
         self.generate = self
 
-    def remote(self, jobs: Sequence[Job]) -> Any:
+    def remote(self, jobs: Sequence[GenerationJob]) -> Any:
         (job,) = jobs
         self.jobs.append(job)
         return _Response(batches(self._scripts.pop(0)(job)))
@@ -53,7 +53,7 @@ class _Response:
         pass
 
 
-def emits(job: Job, count: int) -> list[Item]:
+def emits(job: GenerationJob, count: int) -> list[Item]:
     """The next outputs of a replica that took the job, of which the last may be the answer's."""
     first = len(job.emitted)
     outputs: list[Item] = [StepOutput(job.request_id, (), "")]
@@ -75,12 +75,12 @@ def is_ending(engine: str) -> Script:
     return lambda job: [DeviceLostError(engine, "uncorrectable_ecc", "the reason")]
 
 
-def whole(job: Job) -> Sequence[Item]:
+def whole(job: GenerationJob) -> Sequence[Item]:
     """A replica that emits the rest of the answer."""
     return emits(job, len(TOKENS))
 
 
-def ask(monkeypatch: pytest.MonkeyPatch, *scripts: Script) -> tuple[list[int], list[Job], dict[str, int]]:
+def ask(monkeypatch: pytest.MonkeyPatch, *scripts: Script) -> tuple[list[int], list[GenerationJob], dict[str, int]]:
     """The tokens of an answer, the jobs that were sent, and what was counted."""
     monkeypatch.setattr(module, "_LONGEST_PAUSE_S", 0.0)
     monkeypatch.setattr(module, "for_threads", lambda handle: handle)
@@ -90,7 +90,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, *scripts: Script) -> tuple[list[int], l
     tokens: list[int] = []
 
     async def run() -> None:
-        job = Job("a/0", np.array([5], np.int32), SamplingParams(len(TOKENS), ignore_eos=True))
+        job = GenerationJob("a/0", np.array([5], np.int32), SamplingParams(len(TOKENS), ignore_eos=True))
         async for output in engine.generate(job)[0]:
             tokens.extend(output.token_ids)
 
@@ -137,20 +137,20 @@ def test_who_makes_the_third_device_fail_as_well_is_refused(monkeypatch: pytest.
 def fails(count: int, field: str | None = None) -> Script:
     """A replica where a request ends with an error after so many tokens: its own fault where a field is named."""
 
-    def script(job: Job) -> Sequence[Item]:
+    def script(job: GenerationJob) -> Sequence[Item]:
         error = StepOutput(job.request_id, (), "", FinishReason.ERROR, "nothing goes on", fault_field=field)
         return [*emits(job, count), error]
 
     return script
 
 
-def ends(job: Job) -> Iterator[Item]:
+def ends(job: GenerationJob) -> Iterator[Item]:
     """A replica that ends in a step of the job alone."""
     yield from emits(job, 2)
     raise RayActorError
 
 
-def ends_beside(job: Job) -> Iterator[Item]:
+def ends_beside(job: GenerationJob) -> Iterator[Item]:
     """A replica that ends in a step of others, which it says before."""
     yield from emits(job, 2)
     yield StepOutput(job.request_id, (), "", alone=False)
@@ -213,12 +213,12 @@ def read(monkeypatch: pytest.MonkeyPatch, says: Callable[[FakeTime], AsyncIterat
 
     async def run() -> None:
         nonlocal tokens
-        job = Job("a/0", np.array([5], np.int32), SamplingParams(len(TOKENS)))
+        job = GenerationJob("a/0", np.array([5], np.int32), SamplingParams(len(TOKENS)))
         async for item in module._Call(lambda: scripted, [job], FIRST_WORD_S).items(0):  # type: ignore[arg-type,return-value]
             assert isinstance(item, StepOutput)
             tokens += len(item.token_ids)
 
-    with asyncio.Runner(loop_factory=lambda: loop) as runner, contextlib.suppress(module._LostError):
+    with asyncio.Runner(loop_factory=lambda: loop) as runner, contextlib.suppress(module.ReplicaLostError):
         runner.run(run())
     return tokens, loop.now_s
 
@@ -228,7 +228,7 @@ def test_a_replica_is_not_silent_while_the_event_loop_is_held(monkeypatch: pytes
     """All that it says comes while something holds the loop for a minute, and is read some turns of the loop later."""
 
     async def says(loop: FakeTime) -> AsyncIterator[list[tuple[int, Item]]]:
-        async for batch in batches(emits(Job("a/0", np.array([5], np.int32), SamplingParams(1)), len(TOKENS))):
+        async for batch in batches(emits(GenerationJob("a/0", np.array([5], np.int32), SamplingParams(1)), len(TOKENS))):
             came = loop.create_future()
             loop.call_later(0.01, came.set_result, None)
             loop.now_s += 60.0

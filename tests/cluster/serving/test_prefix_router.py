@@ -12,7 +12,7 @@ import pytest
 from ray.serve.request_router import PendingRequest, ReplicaID
 
 from cluster.app import _routing
-from cluster.serving.generation import Job
+from cluster.serving.generation import GenerationJob
 from cluster.serving.prefix_router import PrefixRouter
 from configs.schema import Config
 from configs.slices import ServerOptions
@@ -34,8 +34,8 @@ def pending(call: str, *arguments: Any) -> PendingRequest:
     return PendingRequest(list(arguments), {}, SimpleNamespace(internal_request_id=call))  # type: ignore[arg-type]
 
 
-def job(name: str) -> Job:
-    return Job(f"{name}/0", np.arange(64, dtype=np.int32), SamplingParams(8), tenant="acme")
+def job(name: str) -> GenerationJob:
+    return GenerationJob(f"{name}/0", np.arange(64, dtype=np.int32), SamplingParams(8), tenant="acme")
 
 
 def replica(name: str) -> Any:

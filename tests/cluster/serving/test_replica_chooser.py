@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
-from cluster.serving.generation import Job
+from cluster.serving.generation import GenerationJob
 from cluster.serving.replica_chooser import BLOCK, SLACK, ReplicaChooser, prefixes_of
 from decoding.request import SamplingParams
 from decoding.tree import Int32Array
@@ -31,11 +31,13 @@ class Router:
         self.chooser, self.replicas, self.names = ReplicaChooser(slots, tenants), replicas, map(str, itertools.count())
         self.load = Counter[str]()
 
-    def jobs(self, prompt: Int32Array, tenant: str | None = "acme", n: int = 1, session: str | None = None) -> tuple[Job, ...]:
+    def jobs(
+        self, prompt: Int32Array, tenant: str | None = "acme", n: int = 1, session: str | None = None
+    ) -> tuple[GenerationJob, ...]:
         answer = f"answer-{next(self.names)}"
-        return tuple(Job(f"{answer}/{at}", prompt, PARAMS, tenant=tenant, session=session) for at in range(n))
+        return tuple(GenerationJob(f"{answer}/{at}", prompt, PARAMS, tenant=tenant, session=session) for at in range(n))
 
-    def send(self, jobs: Sequence[Job], told: dict[str, int] | None = None) -> tuple[str, Callable[[], None]]:
+    def send(self, jobs: Sequence[GenerationJob], told: dict[str, int] | None = None) -> tuple[str, Callable[[], None]]:
         """Where it goes, and what ends it."""
         call = next(self.names)
         best = self.chooser.choose(call, jobs, told or dict.fromkeys(self.replicas, 0))[0]
@@ -272,13 +274,13 @@ def test_calls_of_other_routers_count() -> None:
 def test_a_call_that_another_replica_took_counts_there() -> None:
     router = Router("a", "b")
     best, other = router.chooser.choose("call", router.jobs(text(1, 200)), {"a": 0, "b": 0})
-    router.chooser.placed("call", other)
+    router.chooser.place("call", other)
     router.chooser.release("call", best)  # what was refused there
     assert +router.chooser._jobs == Counter({other: 1})
     router.chooser.choose("call", router.jobs(text(2, 200)), {"a": 0, "b": 0})  # the same call, again
     assert sum(router.chooser._jobs.values()) == 1
     router.chooser.release("call")
-    router.chooser.placed("call", other)  # too late
+    router.chooser.place("call", other)  # too late
     assert not any(router.chooser._jobs.values())
     assert router.alone(text(1, 200)) == best  # both got it, and it is by its hash again
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cluster.serving.handle_engine as module
-from cluster.serving.generation import Job
+from cluster.serving.generation import GenerationJob
 from cluster.serving.handle_engine import HandleEngine, Item
 from decoding.request import FinishReason, SamplingParams, StepOutput
 from engine.errors import ContextLengthError
@@ -23,10 +23,10 @@ class Replicas:
     """The handle of a deployment, whose calls are answered in turn; an answer that is too short loses its replica."""
 
     def __init__(self, *answers: Sequence[Item]) -> None:
-        self._answers, self.jobs = list(answers), list[Job]()
+        self._answers, self.jobs = list(answers), list[GenerationJob]()
         self.generate = self
 
-    def remote(self, jobs: Sequence[Job]) -> Any:
+    def remote(self, jobs: Sequence[GenerationJob]) -> Any:
         self.jobs += jobs
         return _Response(self._answers.pop(0))
 
@@ -50,7 +50,7 @@ def emits(*tokens: int) -> list[StepOutput]:
     ]
 
 
-def ask(monkeypatch: pytest.MonkeyPatch, replicas: int, *answers: Sequence[Item]) -> tuple[list[int], list[Job]]:
+def ask(monkeypatch: pytest.MonkeyPatch, replicas: int, *answers: Sequence[Item]) -> tuple[list[int], list[GenerationJob]]:
     """The tokens that come, and the jobs that were sent."""
     for name in ("for_threads", "for_this_loop"):
         monkeypatch.setattr(module, name, lambda handle: handle)
@@ -59,7 +59,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, replicas: int, *answers: Sequence[Item]
     engine = HandleEngine(handle, resume_timeout_s=60.0, replicas=replicas)  # type: ignore[arg-type]
 
     async def run() -> None:
-        async for output in engine.generate(Job("a/0", np.array([5], np.int32), SamplingParams(3)))[0]:
+        async for output in engine.generate(GenerationJob("a/0", np.array([5], np.int32), SamplingParams(3)))[0]:
             tokens.extend(output.token_ids)
 
     asyncio.run(asyncio.wait_for(run(), 60))

@@ -129,9 +129,9 @@ def test_what_one_teaches_moves_nobody_else() -> None:
     tell(tables.of("flood"), HALF, False, 4000)
     tell(tables.of("flood"), LONG, True, 100)
     tell(tables.of(None), LONG, False, 4000)  # a private request
-    assert tables.of("flood").set_aside == (COPY,) and tables.of("flood").chances()[LONG] > 0.9
+    assert tables.of("flood").disabled_sources == (COPY,) and tables.of("flood").chances()[LONG] > 0.9
     for tenant in ("acme", None):
-        assert tables.of(tenant).set_aside == () and (tables.of(tenant).chances() == prior()).all()
+        assert tables.of(tenant).disabled_sources == () and (tables.of(tenant).chances() == prior()).all()
     tell(tables.of("acme"), HALF, True)
     assert tables.of("acme").chances()[HALF] == pytest.approx((1 + 4 * 0.5) / 5)
 
@@ -141,33 +141,33 @@ def test_a_source_that_keeps_failing_is_set_aside_and_tried_again() -> None:
     first = float(prior()[LONG])
     needed = int(16 / first) + 1
     tell(table, LONG, False, needed - 1)
-    assert table.set_aside == () and table.chances()[LONG] > 0
+    assert table.disabled_sources == () and table.chances()[LONG] > 0
     tell(table, LONG, False)
-    assert table.set_aside == (HISTORY,)
+    assert table.disabled_sources == (HISTORY,)
     assert (table.chances()[OF_HISTORY] == 0).all() and table.chances()[HALF] == pytest.approx(0.5)
     tell(table, HALF, True, 255)  # steps in which nothing of the history is drafted
-    assert table.set_aside == (HISTORY,) and (table.chances()[OF_HISTORY] == 0).all()
+    assert table.disabled_sources == (HISTORY,) and (table.chances()[OF_HISTORY] == 0).all()
     tell(table, HALF, True)
-    assert table.set_aside == ()
+    assert table.disabled_sources == ()
     assert table.chances()[LONG] == pytest.approx(first)  # what made it fail is forgotten
     tell(table, LONG, False, needed)
-    assert table.set_aside == (HISTORY,)
+    assert table.disabled_sources == (HISTORY,)
     tell(table, HALF, True, 511)
-    assert table.set_aside == (HISTORY,)  # twice as long
+    assert table.disabled_sources == (HISTORY,)  # twice as long
     tell(table, HALF, True)
     tell(table, LONG, True, needed)
-    assert table.set_aside == () and table.chances()[LONG] > 0.7
+    assert table.disabled_sources == () and table.chances()[LONG] > 0.7
     tell(table, LONG, False, needed)
-    assert table.set_aside == (HISTORY,)
+    assert table.disabled_sources == (HISTORY,)
     tell(table, HALF, True, 256)
-    assert table.set_aside == ()  # it worked in between: as long as at first
+    assert table.disabled_sources == ()  # it worked in between: as long as at first
 
 
 def test_a_source_that_works_now_and_then_is_kept() -> None:
     table = AcceptanceTable()
     for step in range(400):
         tell(table, LONG, step % 10 == 0)
-        assert table.set_aside == ()
+        assert table.disabled_sources == ()
     assert table.chances()[LONG] == pytest.approx(0.1, abs=0.02)
 
 

@@ -13,7 +13,7 @@ def steps_between(requests: int, proposals: int) -> list[int]:
     for number in range(1, proposals + 1):
         backoff.drafted(0, requests, number, 0.0, 0.0)
         waits.append(0)
-        while not backoff.asked():
+        while not backoff.should_draft():
             waits[-1] += 1
     return waits
 
@@ -32,12 +32,12 @@ def test_a_draft_ends_the_count() -> None:
     backoff = Backoff()
     for number in range(1, 6):
         backoff.drafted(0, 64, number, 0, 0.0)
-    while not backoff.asked():
+    while not backoff.should_draft():
         pass
     backoff.drafted(3, 64, 6, 3, 0.0)
-    assert backoff.asked() and backoff.drafted_at == 6
+    assert backoff.should_draft() and backoff.drafted_at == 6
     backoff.drafted(0, 64, 7, 0, 0.0)
-    assert backoff.asked()  # once without is no habit
+    assert backoff.should_draft()  # once without is no habit
 
 
 def test_drafts_that_save_less_than_asking_are_none() -> None:
@@ -45,23 +45,23 @@ def test_drafts_that_save_less_than_asking_are_none() -> None:
     for number in range(1, 40):
         backoff.drafted(4, 64, number, saved_s=1e-5, asking_s=5e-5)
         waited = 0
-        while not backoff.asked():
+        while not backoff.should_draft():
             waited += 1
     assert waited == 16 and backoff.drafted_at == 39
     backoff.drafted(4, 64, 40, saved_s=1e-3, asking_s=5e-5)
-    assert backoff.asked()
+    assert backoff.should_draft()
     backoff.drafted(4, 64, 41, saved_s=1e-5, asking_s=5e-5)
-    assert backoff.asked()  # of late it was worth it
+    assert backoff.should_draft()  # of late it was worth it
 
 
 def test_a_fallen_load_asks_at_once() -> None:
     backoff = Backoff()
     for number in range(1, 6):
         backoff.drafted(0, 64, number, 0, 0.0)
-    backoff.end()
-    assert backoff.asked()
+    backoff.end_step()
+    assert backoff.should_draft()
     backoff.drafted(0, 64, 6, 0, 0.0)
-    assert backoff.asked()
+    assert backoff.should_draft()
 
 
 def test_nobody_explores_while_all_draft() -> None:

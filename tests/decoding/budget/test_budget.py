@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decoding.budget.latency import LatencyCurve, StepLoad
-from decoding.budget.row_budget import Pricing, TokenTime, rows_to_draft
+from decoding.budget.row_budget import RowPricing, TokenTime, rows_to_draft
 from decoding.budget.step_price import largest_part
 from decoding.tree import DraftTree, Int32Array
 from tests.helpers.targets import tree_of
@@ -134,7 +134,7 @@ def test_what_was_accepted_elsewhere_costs_rows() -> None:
     assert drafted == [13, 7, 1]  # seven rows of each rank beside the root, or what the spine leaves of them
 
 
-def planned(pricing: Pricing, requests: int, prefill_rows: int = 0, ranks: int = 1) -> int:
+def planned(pricing: RowPricing, requests: int, prefill_rows: int = 0, ranks: int = 1) -> int:
     """Rows of a chance of 0.3 that one of so many requests drafts."""
     sequences = requests + (prefill_rows > 0)
     pricing.plan(StepLoad(sequences, requests + prefill_rows, 0, prefill_rows), ranks)
@@ -145,7 +145,7 @@ def planned(pricing: Pricing, requests: int, prefill_rows: int = 0, ranks: int =
 
 
 def test_each_number_of_ranks_has_its_own_price() -> None:
-    pricing = Pricing(curve([1, 2, 64], [1.0, 1.2, 13.6]))
+    pricing = RowPricing(curve([1, 2, 64], [1.0, 1.2, 13.6]))
     alone = planned(pricing, 1)
     assert alone == 10
     assert planned(pricing, 1, ranks=4) == 10
@@ -158,7 +158,7 @@ def test_each_number_of_ranks_has_its_own_price() -> None:
 
 def test_a_load_that_went_leaves_its_price_behind() -> None:
     """Among 32 a token takes little of a step; alone it is worth a whole one again at once, and among 32 as little as before."""
-    pricing = Pricing(curve([1, 2, 64], [1.0, 1.1, 7.3]))
+    pricing = RowPricing(curve([1, 2, 64], [1.0, 1.1, 7.3]))
     alone = planned(pricing, 1)
     assert alone == 10
     for _ in range(2000):
@@ -172,7 +172,7 @@ def test_a_load_that_went_leaves_its_price_behind() -> None:
 def test_the_time_of_a_prefill_is_not_a_tokens() -> None:
     """Steps that prefill take long: were that the price of a token, rows would be drafted that cost more than they bring."""
     device = curve([1, 2, 64], [1.0, 1.5, 32.5])
-    alone, mixed = Pricing(device), Pricing(device)
+    alone, mixed = RowPricing(device), RowPricing(device)
     for _ in range(3000):
         planned(alone, 1)
         alone.emitted(3)
@@ -185,7 +185,7 @@ def test_the_time_of_a_prefill_is_not_a_tokens() -> None:
 def test_long_contexts_are_not_one_prefills() -> None:
     """A token beside a prefill takes at least what its row adds."""
     device = LatencyCurve((1, 512), (1.0, 52.1), 256, 0.0, 0.0, 1e-4)
-    pricing = Pricing(device)
+    pricing = RowPricing(device)
     for _ in range(200):
         pricing.plan(StepLoad(16, 515, 16 * 1000, 500))
         pricing.rows_to_draft([np.empty(0)] * 15, [np.empty(0, np.int32)] * 15, 0)
@@ -196,7 +196,7 @@ def test_long_contexts_are_not_one_prefills() -> None:
 
 def test_a_token_has_one_price_beside_a_prefill_and_without() -> None:
     device = LatencyCurve((1, 2, 512), (1.0, 1.1, 52.1), 0, 0.0, 0.0)
-    pricing = Pricing(device)
+    pricing = RowPricing(device)
     for number in range(400):
         pricing.plan(StepLoad(4, 4, 0) if number % 2 else StepLoad(4, 103, 0, 100))
         decoding = 4 if number % 2 else 3
@@ -212,7 +212,7 @@ def test_a_token_has_one_price_beside_a_prefill_and_without() -> None:
 def test_rows_below_the_least_chance_never_pay() -> None:
     device = curve([1, 2, 64], [1.0, 1.2, 13.6])
     for requests in (1, 2, 8, 30):
-        pricing = Pricing(device)
+        pricing = RowPricing(device)
         planned(pricing, requests)
         least = pricing.least_chances()[0]
         load = StepLoad(requests, requests, 0)
@@ -229,7 +229,7 @@ def test_rows_that_are_not_grown_would_not_have_paid(requests: int) -> None:
     ended = 0
     for _ in range(300):
         device = curve([1, 2, 4, 8, 16, 32, 64, 256], np.cumsum(rng.exponential([5, 0.1, 0.2, 0.5, 1, 2, 4, 20])).tolist())
-        pricing = Pricing(device)
+        pricing = RowPricing(device)
         load = StepLoad(requests, requests, 0)
         pricing.plan(load)
         least = pricing.least_chances()
@@ -244,14 +244,14 @@ def test_rows_that_are_not_grown_would_not_have_paid(requests: int) -> None:
 
 def test_what_rows_are_expected_to_save() -> None:
     """Plain decoding takes 1 s a token alone. Rows of 0.5 and 0.45 save 0.95 s and take 0.8 s more."""
-    pricing = Pricing(curve([1, 3, 4], [1.0, 1.8, 9.0]))
+    pricing = RowPricing(curve([1, 3, 4], [1.0, 1.8, 9.0]))
     pricing.plan(StepLoad(1, 1, 0))
     counts, saved = pricing.rows_to_draft([np.array([0.5, 0.45])], [np.ones(2, np.int32)], 0)
     assert counts == [2] and saved == pytest.approx([0.15])
 
 
 def test_a_token_is_worth_as_many_steps_as_before_when_these_become_faster() -> None:
-    pricing = Pricing(curve([1, 3, 4], [1.0, 1.8, 9.0]))
+    pricing = RowPricing(curve([1, 3, 4], [1.0, 1.8, 9.0]))
     pricing.plan(StepLoad(1, 1, 0))
     least = pricing.least_chances()
     pricing.curve = curve([1, 3, 4], [0.5, 0.9, 4.5])

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoding.budget.candidates import HASH_SLOTS, Float64Array, pop, push
-from decoding.budget.expansion import Pool, Ranked, Rows, grow
+from decoding.budget.expansion import RankedTokens, TreeRows, Workspace, build_tree
 from decoding.budget.features import (
     ALONE,
     BIGRAM,
@@ -176,17 +176,17 @@ def contexts(computed: Sequence[Computed]) -> Contexts:
 
 def grown(
     known: Known, budget: int, max_depth: int = 8, least: float = 1e-4, history: float = 0.5, caps: np.ndarray = NO_CAPS,
-    pool: Pool | None = None, chances: Float64Array | None = None,
+    pool: Workspace | None = None, chances: Float64Array | None = None,
 ) -> Grown:  # fmt: skip
     """Grows a tree, and checks what holds for all of them."""
     own, similar, shared, owner, public = logs(known)
-    rows = Rows.empty(budget)
+    rows = TreeRows.empty(budget)
     frequent, recycled, bigrams = np.array(known.frequent, np.int32), ranks(known.recycled), ranks(known.bigrams)
-    ranked = Ranked(frequent, recycled, contexts(known.computed)[:], words(known.above), bigrams)
-    count = grow(
+    ranked = RankedTokens(frequent, recycled, contexts(known.computed)[:], words(known.above), bigrams)
+    count = build_tree(
         (own.without(-1), similar.without(-1), shared.without(owner), public.without(-1)), np.array(known.context, np.int32),
         ranked[:], (table() if chances is None else chances, WEIGHTS, history, np.full(len(known.similar), SIMILARITY), caps),
-        (budget, max_depth, np.array([least])), (pool or Pool.empty())[:], rows.numbers, rows.chances,
+        (budget, max_depth, np.array([least])), (pool or Workspace.empty())[:], rows.numbers, rows.chances,
     )  # fmt: skip
     assert 0 <= count <= budget
     rows = rows.first(count)
@@ -460,14 +460,14 @@ def test_a_cap_takes_the_latest_occurrences() -> None:
 @settings(max_examples=40)
 @given(KNOWN, st.integers(1, 12), st.integers(1, 12), st.integers(0, 40))
 def test_a_pool_that_is_full_grows_what_it_can(known: Known, nodes: int, found: int, budget: int) -> None:
-    sizes = dict.fromkeys(Pool._fields, nodes) | dict.fromkeys(
+    sizes = dict.fromkeys(Workspace._fields, nodes) | dict.fromkeys(
         ("positions", "lengths", "sources", "factors", "starts", "links"), found
     )
     sizes |= {"heap": nodes + 1, "alike": nodes + 1, "distances": nodes + 1, "slots": HASH_SLOTS, "above": WORDS}
     # Compiled code checks no bounds: what stands behind each array must not change.
-    backing = {name: np.full(sizes[name] + 16, -1, array.dtype) for name, array in Pool.empty()._asdict().items()}
+    backing = {name: np.full(sizes[name] + 16, -1, array.dtype) for name, array in Workspace.empty()._asdict().items()}
     views = {name: array[:-16] for name, array in backing.items()}
-    got = grown(known, budget, pool=Pool(**views))
+    got = grown(known, budget, pool=Workspace(**views))
     assert all((array[-16:] == -1).all() for array in backing.values())
     assert (views["slots"] == -1).all()
     assert len(got.paths) <= nodes
@@ -480,12 +480,14 @@ def test_thousands_of_occurrences_and_ranked_tokens() -> None:
     own.add(text)
     shared.add(text[::-1])
     recycled = np.arange(800, dtype=np.int32).reshape(8, 100)
-    ranked = Ranked(np.arange(60_000, dtype=np.int32), recycled, NO_CONTEXTS[:], words(0), NOTHING)
-    rows = Rows.empty(2000)
+    ranked = RankedTokens(np.arange(60_000, dtype=np.int32), recycled, NO_CONTEXTS[:], words(0), NOTHING)
+    rows = TreeRows.empty(2000)
     context = np.array(text[-33:-2], np.int32)
     measures = np.ones(NUM_FEATURES), WEIGHTS, 0.5, np.ones(1), np.full(4, 5000, np.int64)
     logs = own.without(-1), shared.without(-1), shared.without(-1), own.without(-1)
-    count = grow(logs, context, ranked[:], measures, (2000, 8, np.array([1e-4])), Pool.empty()[:], rows.numbers, rows.chances)
+    count = build_tree(
+        logs, context, ranked[:], measures, (2000, 8, np.array([1e-4])), Workspace.empty()[:], rows.numbers, rows.chances
+    )
     assert count == 2000
     tokens, parents, *_ = rows.numbers[:, 1:].tolist()
     assert len(set(zip(parents, tokens, strict=True))) == 2000

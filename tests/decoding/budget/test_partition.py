@@ -15,7 +15,7 @@ from decoding.budget.partition import compile_partition, partition
 from decoding.drafters import build_drafter
 from decoding.request import Request, SamplingParams
 from decoding.sources.jacobi_window import JacobiWindow, WindowRows
-from decoding.tree import DraftTree, Part
+from decoding.tree import DraftTree, TreePart
 from tests.helpers.targets import tree_of
 
 
@@ -49,12 +49,12 @@ def largest_part(tree: DraftTree, ranks: int) -> int:
     return best
 
 
-def leaves_of(tree: DraftTree, part: Part) -> list[int]:
+def leaves_of(tree: DraftTree, part: TreePart) -> list[int]:
     """The leaves of a tree that a part holds, in depth-first order."""
     return [leaf for leaf in leaves_in_order(tree) if leaf in part.rows.tolist()]
 
 
-def check_parts(tree: DraftTree, parts: list[Part], ranks: int) -> None:
+def check_parts(tree: DraftTree, parts: list[TreePart], ranks: int) -> None:
     """What holds for every deal, but for how large the parts are."""
     assert len(parts) == ranks
     partitioned = []

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from decoding.budget.latency import LatencyCurve, StepLoad
-from decoding.budget.paying import PayingRows
+from decoding.budget.paying import RowBudget
 from decoding.drafters import build_drafters
 from decoding.drafters.auto import AutoDrafter
 from decoding.drafters.base import TargetRows
@@ -18,7 +18,7 @@ MOST = 64
 CURVE = LatencyCurve((1, 9, 65), (6e-3, 6.4e-3, 30e-3), 256, 0.0, 0.0)  # eight rows are nearly free, further ones are not
 
 
-def drafted(paying: PayingRows, accepted: int, steps: int, count: int = 1, ranks: int = 1) -> list[int]:
+def drafted(paying: RowBudget, accepted: int, steps: int, count: int = 1, ranks: int = 1) -> list[int]:
     """Rows of each step for one of some requests, whose first ``accepted`` rows are right."""
     found = []
     for _ in range(steps):
@@ -30,8 +30,8 @@ def drafted(paying: PayingRows, accepted: int, steps: int, count: int = 1, ranks
     return found
 
 
-def made(looks_ahead: bool = False) -> PayingRows:
-    return PayingRows(MOST, looks_ahead)
+def made(looks_ahead: bool = False) -> RowBudget:
+    return RowBudget(MOST, looks_ahead)
 
 
 def test_what_is_never_right_costs_little() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from decoding.budget.backoff import Backoff
-from decoding.budget.expansion import Rows
+from decoding.budget.expansion import TreeRows
 from decoding.budget.latency import LatencyCurve, StepLoad
-from decoding.budget.selection import Selection
+from decoding.budget.selection import DraftBudget
 
 DEVICE = LatencyCurve((1, 2, 64), (1.0, 1.1, 7.3), 0, 0.0, 0.0)  # a tenth of a step for each further row
 
@@ -19,12 +19,12 @@ class Requests:
         self.chances = chances
         self.backoffs = [Backoff() for _ in chances]
         self.asked: list[tuple[int, float]] = []
-        self.selection = Selection(lambda: DEVICE)
+        self.selection = DraftBudget(lambda: DEVICE)
 
-    def grow(self, at: int, least_chances: np.ndarray) -> Rows:
+    def grow(self, at: int, least_chances: np.ndarray) -> TreeRows:
         least_chance = float(least_chances[0])
         self.asked.append((at, least_chance))
-        rows = Rows.empty(8)
+        rows = TreeRows.empty(8)
         rows.chances[:], rows.depths[:] = self.chances[at], np.arange(9)
         return rows if self.chances[at] >= least_chance else rows.first(0)
 

@@ -372,7 +372,7 @@ def test_requests_that_were_never_proposed_for() -> None:
     seen = request("prefilled", [1, 2, 3], output=[4])
     drafter.observe(seen, DraftTree.chain(3, ()), TargetRows(np.array([4], np.int32), None), Acceptance((), 4))
     drafter.finish(seen)
-    assert not {seen.request_id, "unseen"} & set(drafter.held())
+    assert not {seen.request_id, "unseen"} & set(drafter.tracked_requests())
     assert (4,) in paths(propose(drafter, request("next", [1, 2, 3, 1])))  # what it said is remembered
 
 

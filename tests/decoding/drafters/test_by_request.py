@@ -83,7 +83,7 @@ def test_each_request_is_drafted_for_as_if_its_strategy_were_alone() -> None:
             assert [shape(together[at]) for at in places] == [shape(tree) for tree in expected], name
         drafted += sum(len(tree) - 1 for tree in together)
     assert not any(one.remaining for pair in pairs for one in pair) and drafted > 100
-    assert not both.held()
+    assert not both.tracked_requests()
     assert both.top_k == max(drafter.top_k for drafter in alone.values())
     both.propose([], [])
     assert both.top_k == 0  # nobody is live
@@ -108,11 +108,11 @@ def test_outputs_of_one_strategy_are_drafted_from_by_another_of_the_same_tenant_
         drafter.finish(one)
         return tree
 
-    assert drafter.memory is not None
+    assert drafter.histories is not None
     assert [token for token in (34, 35, 36) if token in first("same", "t").tokens] == [34, 35, 36]
     for name, tenant in (("other", "u"), ("private", None)):
         assert not {34, 35, 36} & set(first(name, tenant).tokens.tolist()), tenant
-    history = drafter.memory.of("t")
+    history = drafter.histories.of("t")
     assert history is not None
     history.remove_requests([request_of(taught.text)])
     assert not {34, 35, 36} & set(first("deleted", "t").tokens.tolist())
@@ -122,9 +122,11 @@ def test_a_strategy_that_keeps_nothing_leaves_nothing() -> None:
     drafter = prepared(ByRequest(built("auto", "suffix")))
     one = request("a", "suffix")
     run(drafter, one)
-    assert drafter.memory is not None and drafter.memory.of("t").num_tokens == 0  # type: ignore[union-attr]
-    assert not drafter.remembers(one) and drafter.remembers(request("b", None)) and drafter.remembers(request("c", "auto"))
-    assert ByRequest(built("prompt_lookup", "suffix")).memory is None
+    assert drafter.histories is not None and drafter.histories.of("t").num_tokens == 0  # type: ignore[union-attr]
+    assert (
+        not drafter.keeps_output(one) and drafter.keeps_output(request("b", None)) and drafter.keeps_output(request("c", "auto"))
+    )
+    assert ByRequest(built("prompt_lookup", "suffix")).histories is None
 
 
 class Announced(Drafter):
@@ -174,7 +176,7 @@ def test_the_default_is_told_of_the_rows_that_others_draft() -> None:
     requests = [request("a", None), request("b", "second"), request("c", "second"), request("d", "first")]
     load = StepLoad(sequences=4, rows=4, context=400)
     trees = drafter.propose(requests, [8] * 4, load)
-    assert set(drafter.held()) == set("abcd")
+    assert set(drafter.tracked_requests()) == set("abcd")
     assert [len(tree) for tree in trees] == [4, 6, 6, 4]
     assert second.loads == [load] and first.loads == [StepLoad(sequences=4, rows=14, context=400)]
 

@@ -234,9 +234,9 @@ def test_a_finished_request_leaves_nothing_to_the_next_of_its_name(strategy: str
     used, fresh = (prepared(strategy, **options) for _ in range(2))
     first = request([1, 4, 3, 1], [4, 3, 1])
     (tree,) = used.propose([first], [40])
-    assert len(tree) > 1 and set(used.held()) == {"r"}
+    assert len(tree) > 1 and set(used.tracked_requests()) == {"r"}
     used.finish(first)
-    assert not used.held()
+    assert not used.tracked_requests()
     trees = [drafter.propose([request([7, 8, 9, 7], [7])], [40])[0] for drafter in (used, fresh)]
     assert trees[0].tokens.tolist() == trees[1].tokens.tolist() and trees[0].parents.tolist() == trees[1].parents.tolist()
 

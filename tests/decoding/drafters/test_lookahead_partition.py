@@ -15,7 +15,7 @@ from decoding.drafters import build_drafter
 from decoding.drafters.base import Drafter, TargetRows
 from decoding.drafters.jacobi import JacobiDrafter
 from decoding.request import Acceptance, Request, SamplingParams
-from decoding.tree import DraftTree, Int32Array, Part
+from decoding.tree import DraftTree, Int32Array, TreePart
 from decoding.verify.exact import verify_exact
 
 VOCABULARY, NOBODY = 12, -1
@@ -57,7 +57,7 @@ def walk(tree: DraftTree, ids: Int32Array, of: Request) -> Acceptance:
     return verify_exact(tree, lambda row: int(ids[row]), of.remaining, frozenset())
 
 
-def computed(of: Request, parts: list[Part], n: int, model: ScriptedModel, lost: int) -> tuple[Acceptance, Int32Array]:
+def computed(of: Request, parts: list[TreePart], n: int, model: ScriptedModel, lost: int) -> tuple[Acceptance, Int32Array]:
     """Each rank computes and verifies its part alone: the longest walk, of the lowest rank among equals, and what was said.
 
     Rows of the walk are of the whole tree; of rows that only the lost rank held nothing was said: -1.

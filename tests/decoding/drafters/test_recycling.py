@@ -334,6 +334,6 @@ def test_racer_with_a_trie_for_each_request() -> None:
     drafter = racer(scope="request")
     asking = Request("r", list(range(10, 30)), SamplingParams(), tenant="a")
     drafter.propose([asking], [60])
-    assert set(drafter.held()) == {"r"}
+    assert set(drafter.tracked_requests()) == {"r"}
     drafter.finish(asking)
-    assert not drafter.held() and len(racer_tree(drafter, [*range(10, 15)], name="next", tenant="a")) == 1
+    assert not drafter.tracked_requests() and len(racer_tree(drafter, [*range(10, 15)], name="next", tenant="a")) == 1

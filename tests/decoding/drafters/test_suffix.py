@@ -217,7 +217,7 @@ def test_outputs_of_a_tenant_are_drafted_from_and_forgotten_by_halves() -> None:
     for number in range(3):
         assert said(f"more {number}", "a", list(range(10 * number + 100, 10 * number + 108))) == []
     assert said("five", "a", [1, 2, 3, 4]) == []
-    assert not drafter.held()
+    assert not drafter.tracked_requests()
 
 
 def test_sam_copies_long_matches_and_leaves_the_rest_to_recycling() -> None:
@@ -228,7 +228,7 @@ def test_sam_copies_long_matches_and_leaves_the_rest_to_recycling() -> None:
     short.commit([2, 3, 4, 5])
     trees = drafter.propose([long, short], [30, 30])
     assert trees[0].tokens[1:3].tolist() == [6, 7] and is_chain(trees[0]) and len(trees[1]) == 1  # nothing is ranked yet
-    assert {*drafter.held()} == {"long", "short"}
+    assert {*drafter.tracked_requests()} == {"long", "short"}
     drafter.finish(long)
     drafter.finish(short)
-    assert not drafter.held()
+    assert not drafter.tracked_requests()

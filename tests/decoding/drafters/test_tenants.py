@@ -51,8 +51,8 @@ def request(tenant: str | None, prompt: Sequence[int] = (9,), public: bool = Tru
 
 
 def memory(drafter: Drafter) -> Histories:
-    assert drafter.memory is not None
-    return drafter.memory
+    assert drafter.histories is not None
+    return drafter.histories
 
 
 def history(drafter: Drafter, tenant: str) -> History:
@@ -150,7 +150,7 @@ def test_public_texts_count_as_outputs_in_the_trie() -> None:
 
 def test_without_memory_nothing_is_remembered() -> None:
     for drafter in (auto(history_tokens=0), trie(capacity=0)):
-        assert drafter.memory is None
+        assert drafter.histories is None
         saying = say(drafter, "a", end=False)
         assert drafted(drafter, "a") == set()
         saying.commit(ASKING)
@@ -373,7 +373,7 @@ def test_what_was_ranked_for_deleted_texts_goes_with_recycling_alone(delete: Del
     assert drafted(drafter, "a", [7]) == set()
     rank(drafter, request("a"), 7, 34)
     assert (34,) in drafted(drafter, "a", [7])
-    assert not drafter.remembers(saying) and history(drafter, "a").num_tokens == 0
+    assert not drafter.keeps_output(saying) and history(drafter, "a").num_tokens == 0
 
 
 @pytest.mark.parametrize("most_rows", [None, 16], ids=["all rows", "rows that pay"])

@@ -87,9 +87,9 @@ def draft(tree: DraftTree) -> Draft:
 
 def play(script: Script, drafter: TrieDrafter, ended_early: bool = False) -> Request:
     """Drives a drafter through a script; returns the request that asks."""
-    assert drafter.memory is not None
+    assert drafter.histories is not None
     for number, text in enumerate(script.public):
-        drafter.memory.public.extend(number, 0, text, final=True)
+        drafter.histories.public.extend(number, 0, text, final=True)
     for number, (prompt, output) in enumerate(zip(script.prompts, script.outputs, strict=False)):
         past = request(f"past {number}", prompt)
         propose(drafter, past)

@@ -13,7 +13,7 @@ from decoding.tree import DraftTree
 from engine.forward import attention, attention_parts
 from engine.forward.attention import StepContext
 from engine.forward.attention_parts import MOST_BLOCK_ROWS, attend_causal, attend_parts, fits
-from engine.forward.batch import Batch, Line, LineWork, pack
+from engine.forward.batch import Batch, DummySequence, ScheduledDummy, pack
 from engine.forward.runner import ModelRunner
 from tests.helpers.attention_reference import reference_attention, tree_mask
 from tests.helpers.models import VOCAB, tiny_model, tree_of
@@ -121,9 +121,14 @@ def test_a_model_in_parts_gives_the_logits_of_the_masked_path(family: str, monke
     rng = np.random.default_rng(5)
     tokens = rng.integers(0, VOCAB, 41).astype(np.int32)
     tree = tree_of(rng.integers(0, VOCAB, 9), [-1, 0, 0, 1, 1, 2, 3, 0, 7])
-    root, line = DraftTree.chain(0, ()), Line(1, tokens)
-    works = [LineWork(line, 0, 5, None), LineWork(line, 5, 11, tree), LineWork(line, 5, 30, root), LineWork(line, 30, 31, root)]
-    works += [LineWork(line, 31, 40, None), LineWork(line, 40, 41, tree)]
+    root, line = DraftTree.chain(0, ()), DummySequence(1, tokens)
+    works = [
+        ScheduledDummy(line, 0, 5, None),
+        ScheduledDummy(line, 5, 11, tree),
+        ScheduledDummy(line, 5, 30, root),
+        ScheduledDummy(line, 30, 31, root),
+    ]
+    works += [ScheduledDummy(line, 31, 40, None), ScheduledDummy(line, 40, 41, tree)]
     taken: dict[str, int] = {}
 
     def counted(name: str) -> None:
@@ -157,7 +162,7 @@ def test_large_trees_keep_the_masked_path(monkeypatch: pytest.MonkeyPatch) -> No
     assert MOST_BLOCK_ROWS > 64
     tokens = np.arange(5, dtype=np.int32)
     tree = tree_of(range(9), [-1, *[0] * 8])
-    tiny_model("llama", "float64").runner.forward(pack([LineWork(Line(0, tokens), 4, 5, tree)]))
+    tiny_model("llama", "float64").runner.forward(pack([ScheduledDummy(DummySequence(0, tokens), 4, 5, tree)]))
 
 
 def test_flash_attn_is_taken_where_it_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:

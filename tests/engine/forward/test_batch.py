@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decoding.request import Request, SamplingParams
-from engine.forward.batch import Work, pack
+from engine.forward.batch import ScheduledRequest, pack
 from tests.helpers.models import tree_of
 from tests.helpers.targets import is_chain
 
 
 @st.composite
-def works(draw: st.DrawFn) -> list[Work]:
+def works(draw: st.DrawFn) -> list[ScheduledRequest]:
     """Requests that decode, with and without drafts, that prefill, and that lag behind."""
     found = []
     for number in range(draw(st.integers(1, 5))):
@@ -25,14 +25,14 @@ def works(draw: st.DrawFn) -> list[Work]:
             rows = draw(st.integers(1, 7))
             parents = [-1] + [draw(st.integers(max(0, i - 2), i - 1)) for i in range(1, rows)]
             tokens = [prompt[-1], *draw(st.lists(st.integers(0, 99), min_size=rows - 1, max_size=rows - 1))]
-            found.append(Work(request, start, len(prompt), tree_of(tokens, parents), frozenset()))
+            found.append(ScheduledRequest(request, start, len(prompt), tree_of(tokens, parents), frozenset()))
         else:
-            found.append(Work(request, start, draw(st.integers(start + 1, len(prompt))), None, frozenset()))
+            found.append(ScheduledRequest(request, start, draw(st.integers(start + 1, len(prompt))), None, frozenset()))
     return found
 
 
 @given(works())
-def test_rows_stand_where_a_walk_puts_them(step: list[Work]) -> None:
+def test_rows_stand_where_a_walk_puts_them(step: list[ScheduledRequest]) -> None:
     batch = pack(step)
     tokens: list[int] = []
     positions: list[int] = []

@@ -24,14 +24,14 @@ from engine.errors import DeviceError, ModelLoadError
 from engine.forward import exactness
 from engine.forward.attention import TREE_ATTENTION
 from engine.forward.attention_parts import usable
-from engine.forward.batch import Line, LineWork, pack
+from engine.forward.batch import DummySequence, ScheduledDummy, pack
 from engine.forward.cuda.probe import graph_fault
 from engine.forward.cuda.slot_attention import SPLIT
 from engine.forward.cuda.static_runner import StaticRunner
 from engine.forward.runner import ModelRunner
 from engine.forward.runners import make_runner
 from engine.loading.model_tables import bigram_rows
-from engine.measures.latency import cases, glance
+from engine.measures.latency import cases, quick_curve
 from experiments.device_double.attention import attend_slots
 from experiments.device_double.gpu import DoubleError, DoubleGpu
 from experiments.device_double.guard import unavailable
@@ -79,10 +79,10 @@ def runner_on(gpu: DoubleGpu, device: torch.device = GPU, exact: str = "strict",
     return runner
 
 
-def chain(slot: int, start: int, tokens: list[int]) -> LineWork:
+def chain(slot: int, start: int, tokens: list[int]) -> ScheduledDummy:
     """Some tokens of a text, the first of them below ``start`` zeros."""
     text = np.array([*[0] * start, tokens[0]], np.int32)
-    return LineWork(Line(slot, text), start, start + 1, DraftTree.chain(tokens[0], tokens[1:]))
+    return ScheduledDummy(DummySequence(slot, text), start, start + 1, DraftTree.chain(tokens[0], tokens[1:]))
 
 
 def numbers(logits: torch.Tensor) -> torch.Tensor:
@@ -218,7 +218,7 @@ def test_the_stairs_of_a_gpu_s_steps_are_timed(gpu: DoubleGpu) -> None:
         rows = {case.rows for case in cases(4, runner.cache.capacity, CONTEXT, runner.full_rows)}
         assert rows >= set(stairs)
     with gpu.current(GPU):
-        assert {64, 65} <= set(glance(strict, CONTEXT).rows)
+        assert {64, 65} <= set(quick_curve(strict, CONTEXT).rows)
 
 
 def test_a_bigram_table_is_computed_in_whole_forwards(gpu: DoubleGpu) -> None:
@@ -293,7 +293,10 @@ def test_a_step_that_is_larger_than_its_graph_is_refused(gpu: DoubleGpu) -> None
 def forwards_ahead(runner: StaticRunner) -> list[torch.Tensor]:
     """Logits behind a prompt whose parts are launched without waiting for any."""
     text = np.random.default_rng(1).integers(1, VOCAB, 700).astype(np.int32)
-    works = [LineWork(Line(0, text), 0, 699, None)], [LineWork(Line(0, text), 699, 700, DraftTree.chain(int(text[-1]), []))]
+    works = (
+        [ScheduledDummy(DummySequence(0, text), 0, 699, None)],
+        [ScheduledDummy(DummySequence(0, text), 699, 700, DraftTree.chain(int(text[-1]), []))],
+    )
     return [numbers(runner.forward(pack(work))) for work in works][1:]
 
 

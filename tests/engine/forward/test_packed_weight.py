@@ -146,7 +146,9 @@ def test_a_model_says_what_it_says_unpacked(family: str, weights: Any) -> None:
     assert tied == (model.get_input_embeddings().weight is model.get_output_embeddings().weight)
     one, other = (ModelRunner(each, 2, CONTEXT) for each in (model, unpacked(model)))
     assert one._whole is not None and other._whole is not None
-    assert one.form()["packed"] == ["Q8_0" if weights == "int8" else "Q4_1"] and "packed" not in other.form()
+    assert (
+        one.calibration_key()["packed"] == ["Q8_0" if weights == "int8" else "Q4_1"] and "packed" not in other.calibration_key()
+    )
     tokens = np.random.default_rng(1).integers(0, 320, 90).astype(np.int32)
     from engine.forward.exactness import _logits, _prefill
 

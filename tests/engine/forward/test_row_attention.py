@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from decoding.jit import NATIVE
-from engine.forward.batch import AttentionCall, Segment
+from engine.forward.batch import AttentionCall, SequenceRows
 from engine.forward.cpu.row_attention import RowAttention, RowStep, laid_out
 from engine.kv.kv_cache import KVShape, SlotCache
 from tests.helpers.attention_reference import reference_attention, tree_mask
@@ -51,7 +51,7 @@ class Case:
         self.segments, positions, offset = [], [], 0
         for number, (start, rows) in enumerate(REQUESTS):
             mask = tree_mask(rng, rows) if number % 2 and rows > 1 else None
-            self.segments.append(Segment((number * 3 + 1) % SLOTS, start, offset, rows, mask))
+            self.segments.append(SequenceRows((number * 3 + 1) % SLOTS, start, offset, rows, mask))
             depths = np.arange(rows) if mask is None else mask.sum(1) - 1
             positions += (start + depths).tolist()
             offset += rows
@@ -60,7 +60,7 @@ class Case:
         self.query = torch.randn(1, offset, heads, size).to(dtype).transpose(1, 2)
         self.key, self.value = (torch.randn(1, offset, kv_heads, size).to(dtype).transpose(1, 2) for _ in range(2))
 
-    def attend(self, segments: list[Segment], layer: int, window: int | None, softcap: float | None = None) -> torch.Tensor:
+    def attend(self, segments: list[SequenceRows], layer: int, window: int | None, softcap: float | None = None) -> torch.Tensor:
         """[rows, heads, head_dim] by compiled code, of which those of other segments have no meaning."""
         attention = RowAttention.over(self.cache)
         call = AttentionCall(layer, self.query, self.key, self.value, 0.3, window, softcap)
@@ -70,7 +70,13 @@ class Case:
         return output[0]
 
     def expected(
-        self, segment: Segment, layer: int, window: int | None, softcap: float | None, keys: torch.Tensor, values: torch.Tensor
+        self,
+        segment: SequenceRows,
+        layer: int,
+        window: int | None,
+        softcap: float | None,
+        keys: torch.Tensor,
+        values: torch.Tensor,
     ) -> torch.Tensor:
         """[rows, heads, head_dim] of one request in float64, from the entries before the step."""
         rows = slice(segment.offset, segment.offset + segment.rows)
@@ -137,7 +143,7 @@ def test_a_prompt_at_once_and_in_pieces_has_the_same_bits(dtype: torch.dtype, wi
         bounds, outputs = (0, *cuts, length), []
         for start, end in pairwise(bounds):
             rows = [each[:, :, start:end] for each in (query, key, value)]
-            step = RowStep(attention, [Segment(1, start, 0, end - start, None)], torch.arange(start, end))
+            step = RowStep(attention, [SequenceRows(1, start, 0, end - start, None)], torch.arange(start, end))
             outputs.append(step.attend(AttentionCall(0, *rows, window=window)))
         found.append(torch.cat(outputs, 1))
     assert all(torch.equal(output, found[0]) for output in found)
@@ -163,7 +169,9 @@ def test_sinks_chunks_and_layers_with_less_than_a_slot_has_room_for(
             rows = [each[:, :, start:end] for each in (query, key, value)]
             call = AttentionCall(1, *rows, scaling=0.3, window=window, chunk=chunk, sinks=sinks)
             assert attention.fits(call)
-            outputs.append(RowStep(attention, [Segment(1, start, 0, end - start, None)], torch.arange(start, end)).attend(call))
+            outputs.append(
+                RowStep(attention, [SequenceRows(1, start, 0, end - start, None)], torch.arange(start, end)).attend(call)
+            )
         found.append(torch.cat(outputs, 1)[0])
         kept = attention.cache.entries(1, length)
         for entries, given in zip(kept, (key, value), strict=True):
@@ -198,13 +206,13 @@ def test_trees_of_many_requests_have_the_bits_of_their_paths(dtype: torch.dtype,
     query, key, value = (torch.randn(1, heads, total, size).to(dtype) for heads in (6, 2, 2))
     offsets = np.cumsum([0, *map(len, masks)])
     positions = torch.from_numpy(np.concatenate([start + mask.sum(1) - 1 for start, mask in zip(context, masks, strict=True)]))
-    segments = [Segment(at, context[at], int(offsets[at]), len(mask), mask) for at, mask in enumerate(masks)]
+    segments = [SequenceRows(at, context[at], int(offsets[at]), len(mask), mask) for at, mask in enumerate(masks)]
     together = RowStep(attention, segments, positions).attend(AttentionCall(0, query, key, value, window=33))
     for segment, mask in zip(segments, masks, strict=True):
         for row in range(0, segment.rows, 5):
             cache.copy(segment.slot, requests, segment.start)
             path = segment.offset + mask[row].nonzero()[0]
-            step = RowStep(attention, [Segment(requests, segment.start, 0, len(path), None)], positions[path])
+            step = RowStep(attention, [SequenceRows(requests, segment.start, 0, len(path), None)], positions[path])
             alone = step.attend(AttentionCall(0, query[:, :, path], key[:, :, path], value[:, :, path], window=33))
             assert torch.equal(alone[0, -1], together[0, path[-1]]), (segment, row)
 
@@ -228,6 +236,10 @@ def test_what_it_takes() -> None:
     few = rows[:, :2]
     assert attention.fits(AttentionCall(0, rows, few, few))
     assert not any(attention.fits(AttentionCall(0, rows, *others)) for others in ((rows, rows), (few.double(), few)))
-    for segment in (Segment(1, 0, 0, 1, None), Segment(0, 8, 0, 1, None), Segment(0, 0, 0, 2, np.ones((1, 1), np.bool_))):
+    for segment in (
+        SequenceRows(1, 0, 0, 1, None),
+        SequenceRows(0, 8, 0, 1, None),
+        SequenceRows(0, 0, 0, 2, np.ones((1, 1), np.bool_)),
+    ):
         with pytest.raises(AssertionError):  # compiled code would write beside the slots
             RowStep(attention, [segment], torch.zeros(2, dtype=torch.int64))

@@ -22,8 +22,8 @@ from transformers import (
 
 from engine.forward import exactness
 from engine.forward.attention import TREE_ATTENTION
-from engine.forward.batch import Batch, Line, LineWork, pack
-from engine.forward.cpu.row_model import RowModel
+from engine.forward.batch import Batch, DummySequence, ScheduledDummy, pack
+from engine.forward.cpu.row_model import FusedForward
 from engine.forward.exactness import _tree
 from engine.forward.runner import ModelRunner
 from tests.helpers.models import COMPILED
@@ -91,13 +91,18 @@ def build(config: PreTrainedConfig, dtype: torch.dtype, **changes: object) -> Pr
 def batches() -> list[Batch]:
     """A prompt in two cuts, trees of two requests, and rows whose logits nobody wants."""
     tokens = np.random.default_rng(0).integers(1, 330, 60).astype(np.int32)
-    one, other = Line(0, tokens[:41]), Line(1, tokens[10:52])
+    one, other = DummySequence(0, tokens[:41]), DummySequence(1, tokens[10:52])
     branching = _tree(int(tokens[40]), tokens[50:57], (-1, 0, 0, 1, 1, 2, 4, 0))
     return [
-        pack([LineWork(one, 0, 25, None)]),
-        pack([LineWork(one, 25, 40, None), LineWork(other, 0, 42, _tree(int(tokens[51])))]),
-        pack([LineWork(one, 40, 41, branching), LineWork(other, 41, 42, _tree(int(tokens[51]), tokens[:3], (-1, 0, 1, 2)))]),
-        pack([LineWork(other, 41, 42, _tree(int(tokens[51])))]),
+        pack([ScheduledDummy(one, 0, 25, None)]),
+        pack([ScheduledDummy(one, 25, 40, None), ScheduledDummy(other, 0, 42, _tree(int(tokens[51])))]),
+        pack(
+            [
+                ScheduledDummy(one, 40, 41, branching),
+                ScheduledDummy(other, 41, 42, _tree(int(tokens[51]), tokens[:3], (-1, 0, 1, 2))),
+            ]
+        ),
+        pack([ScheduledDummy(other, 41, 42, _tree(int(tokens[51])))]),
     ]
 
 
@@ -156,7 +161,7 @@ def test_there_is_room_for_more_rows_than_at_first(rows: int) -> None:
     runner, modules = (ModelRunner(model, 1, 800) for _ in range(2))
     modules._whole = None
     tokens = np.arange(rows, dtype=np.int32) % 300
-    for batch in (pack([LineWork(Line(0, tokens), 0, rows, _tree(int(tokens[-1])))]), batches()[0]):
+    for batch in (pack([ScheduledDummy(DummySequence(0, tokens), 0, rows, _tree(int(tokens[-1])))]), batches()[0]):
         assert torch.allclose(runner.forward(batch), modules.forward(batch), atol=1e-3)
 
 
@@ -169,5 +174,5 @@ def test_there_is_room_for_more_rows_than_at_first(rows: int) -> None:
 )  # fmt: skip
 def test_what_it_does_not_compute_is_left_to_the_modules(family: str, changes: dict[str, object]) -> None:
     runner = ModelRunner(build(KNOWN[family], torch.float32, **changes), 1, 64)
-    assert runner._whole is None and RowModel.over(runner.model, runner.cache, {}) is None
+    assert runner._whole is None and FusedForward.over(runner.model, runner.cache, {}) is None
     assert len(runner.forward(batches()[0])) == 0

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from engine.accelerator import use
-from engine.forward.batch import AttentionCall, Line, LineWork, pack
+from engine.forward.batch import AttentionCall, DummySequence, ScheduledDummy, pack
 from engine.forward.cuda.slot_attention import (
     BLOCK_N,
     SPLIT,
@@ -336,9 +336,12 @@ def test_a_record_holds_every_cell_with_the_sizes_of_today() -> None:
 def test_steps_of_a_model_on_a_cpu(fixed_rows: int | None) -> None:
     usual = tiny_model("gemma3", "float32").runner  # one layer has a window
     static = StaticRunner(deepcopy(usual.model), usual.cache.slots, usual.cache.capacity, fixed_rows, (8,))
-    first, second = Line(1, np.arange(1, 40, dtype=np.int32)), Line(3, np.arange(9, 20, dtype=np.int32))
+    first, second = DummySequence(1, np.arange(1, 40, dtype=np.int32)), DummySequence(3, np.arange(9, 20, dtype=np.int32))
     tree = tree_of([39, 5, 6, 7], [-1, 0, 0, 1])
-    for works in ([LineWork(first, 0, 38, None)], [LineWork(first, 38, 39, tree), LineWork(second, 0, 3, None)]):
+    for works in (
+        [ScheduledDummy(first, 0, 38, None)],
+        [ScheduledDummy(first, 38, 39, tree), ScheduledDummy(second, 0, 3, None)],
+    ):
         expected, given = (runner.forward(pack(works)) for runner in (usual, static))
         assert torch.allclose(given, expected, atol=1e-5, rtol=0) and given.shape == expected.shape
     assert static._steps  # the last step, at least, was one of a fixed shape

@@ -15,7 +15,7 @@ from decoding.drafters import STRATEGIES, build_drafter
 from decoding.request import Request, SamplingParams
 from decoding.tree import DraftTree
 from engine.forward.attention import TREE_ATTENTION, tree_attention
-from engine.forward.batch import Work, cut, pack
+from engine.forward.batch import ScheduledRequest, cut, pack
 from engine.forward.cuda.static_runner import StaticRunner, StaticStep
 from engine.forward.cuda.step_buffers import StepBuffers, longest_path
 from engine.forward.runner import ModelRunner, kv_shape
@@ -47,7 +47,7 @@ def static_runner(family: str, fixed_rows: int | None = None) -> StaticRunner:
     return StaticRunner(model, SLOTS, CAPACITY, fixed_rows, SIZES, ReferenceAttention)
 
 
-def works(rng: np.random.Generator) -> list[list[Work]]:
+def works(rng: np.random.Generator) -> list[list[ScheduledRequest]]:
     """Steps of three requests, one after another: prefills, trees below them, trees alone, roots alone, all sizes and more."""
     requests = []
     for slot, length in enumerate((9, 23, 1)):
@@ -57,13 +57,16 @@ def works(rng: np.random.Generator) -> list[list[Work]]:
     a, b, c = requests
     none: frozenset[int] = frozenset()
     return [
-        [Work(a, 0, 8, None, none), Work(b, 0, 5, None, none)],  # 13 rows without logits
-        [Work(b, 5, 23, random_tree(rng, b.root, 6, 4), none), Work(c, 0, 1, random_tree(rng, c.root, 2, 4), none)],
-        [Work(a, 8, 9, random_tree(rng, a.root, 30, 4), none)],
-        [Work(a, 8, 9, DraftTree.chain(a.root, [4, 5]), none)],
-        [Work(one, one.num_tokens - 1, one.num_tokens, DraftTree.chain(one.root, []), none) for one in requests],
-        [Work(a, 0, 9, random_tree(rng, a.root, 40, 4), none)],  # more than the largest size
-        [Work(b, 22, 23, DraftTree.chain(b.root, []), none)],
+        [ScheduledRequest(a, 0, 8, None, none), ScheduledRequest(b, 0, 5, None, none)],  # 13 rows without logits
+        [
+            ScheduledRequest(b, 5, 23, random_tree(rng, b.root, 6, 4), none),
+            ScheduledRequest(c, 0, 1, random_tree(rng, c.root, 2, 4), none),
+        ],
+        [ScheduledRequest(a, 8, 9, random_tree(rng, a.root, 30, 4), none)],
+        [ScheduledRequest(a, 8, 9, DraftTree.chain(a.root, [4, 5]), none)],
+        [ScheduledRequest(one, one.num_tokens - 1, one.num_tokens, DraftTree.chain(one.root, []), none) for one in requests],
+        [ScheduledRequest(a, 0, 9, random_tree(rng, a.root, 40, 4), none)],  # more than the largest size
+        [ScheduledRequest(b, 22, 23, DraftTree.chain(b.root, []), none)],
     ]
 
 
@@ -99,7 +102,7 @@ def test_parts_of_a_batch_compute_what_the_batch_does(rows: int) -> None:
 def test_what_all_rows_of_a_part_see_counts_as_committed() -> None:
     request = Request("a", list(range(1, 101)), SamplingParams(max_tokens=9))
     request.slot = 0
-    batch = pack([Work(request, 0, 100, random_tree(np.random.default_rng(1), request.root, 5, 4), frozenset())])
+    batch = pack([ScheduledRequest(request, 0, 100, random_tree(np.random.default_rng(1), request.root, 5, 4), frozenset())])
     first, second = (part for part, _ in cut(batch, 64))
     assert (first.segments[0].start, second.segments[0].start, second.segments[0].before) == (0, 64, ())
     assert longest_path(first) == 64 and longest_path(second) <= 40
@@ -132,7 +135,7 @@ def test_a_path_that_is_longer_than_any_before() -> None:
     request = Request("a", [1, 2, 3], SamplingParams(max_tokens=40))
     request.slot = 0
     deep = tree_of(range(3, 33), [-1, *range(28), 0])  # one long branch, and a row beside it: no chain
-    batch = pack([Work(request, 0, 3, deep, frozenset())])
+    batch = pack([ScheduledRequest(request, 0, 3, deep, frozenset())])
     assert torch.allclose(runner.forward(batch), usual.forward(batch), atol=1e-9, rtol=0)
 
 
@@ -141,13 +144,13 @@ def test_buffers_refuse_what_does_not_fit() -> None:
     request = Request("a", [1, 2, 3, 4, 5], SamplingParams(max_tokens=4))
     request.slot = 0
     with pytest.raises(AssertionError):
-        buffers.fill(pack([Work(request, 0, 5, None, frozenset())]))
-    buffers.fill(pack([Work(request, 0, 4, None, frozenset())]))
+        buffers.fill(pack([ScheduledRequest(request, 0, 5, None, frozenset())]))
+    buffers.fill(pack([ScheduledRequest(request, 0, 4, None, frozenset())]))
     with pytest.raises(AssertionError):
-        StepBuffers(4, 2, 2, 3, torch.device("cpu")).fill(pack([Work(request, 0, 4, None, frozenset())]))
+        StepBuffers(4, 2, 2, 3, torch.device("cpu")).fill(pack([ScheduledRequest(request, 0, 4, None, frozenset())]))
     rows = buffers.step_rows
     assert rows.tiles.tolist() == [[0, 2], [2, 2], [0, 0], [0, 0]] and rows.position.tolist() == [0, 1, 2, 3]
-    buffers.fill(pack([Work(request, 4, 5, DraftTree.chain(5, []), frozenset())]))
+    buffers.fill(pack([ScheduledRequest(request, 4, 5, DraftTree.chain(5, []), frozenset())]))
     assert rows.tiles.tolist() == [[0, 1], [0, 0], [0, 0], [0, 0]] and rows.position.tolist() == [4, -1, -1, -1]
     assert rows.entry[0] == 4 and rows.path[0, 0] == 4 and rows.start[0] == 4
 
@@ -184,7 +187,7 @@ def test_compiled_layers_compute_the_same() -> None:
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         request = works(np.random.default_rng(5))[0][0].request
         for rows in (5, 6, 7):  # nothing is compiled anew
-            static.forward(pack([Work(request, 0, rows, None, frozenset())]))
+            static.forward(pack([ScheduledRequest(request, 0, rows, None, frozenset())]))
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
     finally:
         AttentionInterface.register(TREE_ATTENTION, tree_attention)

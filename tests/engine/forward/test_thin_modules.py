@@ -12,7 +12,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from decoding.jit import NATIVE
-from engine.forward.thin_modules import CompiledNorm, RowActivation, WholeList, _compiled_norm, thin_modules
+from engine.forward.thin_modules import CompiledNorm, RowActivation, WholeList, _compiled_norm, patch_modules
 from tests.helpers.models import FAMILIES, llama_config
 
 needs_numba = pytest.mark.skipif(not NATIVE, reason="numba is not installed")
@@ -55,7 +55,7 @@ def test_other_norms_are_left_alone() -> None:
 def test_a_thin_model_says_the_same(dtype: torch.dtype) -> None:
     model, thin = (tiny(llama_config(), dtype) for _ in range(2))
     norms = 5 if NATIVE and dtype != torch.float64 else 0  # two in each of two layers, and the last
-    assert thin_modules(thin) == norms + 3 and thin_modules(thin) == 0  # two activations, and the list of layers
+    assert patch_modules(thin) == norms + 3 and patch_modules(thin) == 0  # two activations, and the list of layers
     assert type(thin.model.layers) is WholeList and thin.state_dict().keys() == model.state_dict().keys()
     tokens = torch.arange(1, 40)[None]
     with torch.inference_mode():
@@ -91,5 +91,5 @@ def test_a_list_of_layers_is_a_list() -> None:
 
 def test_a_model_with_norms_of_its_own_keeps_them() -> None:
     model = tiny(FAMILIES["gpt_neox"], torch.float32)
-    assert thin_modules(model) == 3  # its activations, and its list of layers
+    assert patch_modules(model) == 3  # its activations, and its list of layers
     assert all(not isinstance(module, CompiledNorm) for module in model.modules())

@@ -10,7 +10,7 @@ import torch
 
 from decoding.request import Request, SamplingParams
 from decoding.tree import DraftTree
-from engine.forward.batch import Work, pack
+from engine.forward.batch import ScheduledRequest, pack
 from tests.helpers.models import FAMILIES, VOCAB, TinyModel, random_tree, tiny_model
 
 LENGTHS = (9, 23, 1)
@@ -30,7 +30,7 @@ def path_logits(model: TinyModel, tokens: list[int]) -> torch.Tensor:
         return stock
     alone = Request("alone", tokens, SamplingParams(max_tokens=1))
     alone.slot = 0
-    ours = model.runner.forward(pack([Work(alone, 0, len(tokens), DraftTree.chain(alone.root, ()), frozenset())]))[0]
+    ours = model.runner.forward(pack([ScheduledRequest(alone, 0, len(tokens), DraftTree.chain(alone.root, ()), frozenset())]))[0]
     assert torch.allclose(ours, stock, atol=1e-5)  # transformers' eager attention has its softmax in float32
     return ours
 
@@ -55,13 +55,13 @@ def test_every_row_sees_its_own_path_and_nothing_else(model: TinyModel) -> None:
     requests = start(rng)
     # The first request decodes, the second recomputes a longer spine, the third is at its first token.
     first = requests[0]
-    runner.forward(pack([Work(first, 0, first.num_tokens - 1, None, frozenset())]))
+    runner.forward(pack([ScheduledRequest(first, 0, first.num_tokens - 1, None, frozenset())]))
     first.num_computed = first.num_tokens - 1
     second = requests[1]
-    runner.forward(pack([Work(second, 0, 5, None, frozenset())]))
-    runner.forward(pack([Work(second, 5, 18, None, frozenset())]))
+    runner.forward(pack([ScheduledRequest(second, 0, 5, None, frozenset())]))
+    runner.forward(pack([ScheduledRequest(second, 5, 18, None, frozenset())]))
     second.num_computed = 18
-    works = [Work(r, r.num_computed, r.num_tokens, tree_with_a_window(rng, r.root, 8), frozenset()) for r in requests]
+    works = [ScheduledRequest(r, r.num_computed, r.num_tokens, tree_with_a_window(rng, r.root, 8), frozenset()) for r in requests]
     batch = pack(works)
     logits = runner.forward(batch)
     for work, at in zip(works, batch.logit_starts, strict=True):
@@ -76,12 +76,12 @@ def test_compaction_leaves_the_kv_of_a_fresh_prefill(model: TinyModel) -> None:
     runner = model.runner
     rng = np.random.default_rng(4)
     request = start(rng)[0]
-    runner.forward(pack([Work(request, 0, request.num_tokens - 1, None, frozenset())]))
+    runner.forward(pack([ScheduledRequest(request, 0, request.num_tokens - 1, None, frozenset())]))
     computed = request.num_tokens - 1
     assert request.slot is not None
     for _ in range(4):
         tree = tree_with_a_window(rng, request.root, 9)
-        runner.forward(pack([Work(request, computed, request.num_tokens, tree, frozenset())]))
+        runner.forward(pack([ScheduledRequest(request, computed, request.num_tokens, tree, frozenset())]))
         deepest = int(np.argmax(tree.depths()[: tree.num_candidates]))
         path = tree.path(deepest)
         runner.cache.compact(request.slot, computed, (0, *path))
@@ -89,6 +89,6 @@ def test_compaction_leaves_the_kv_of_a_fresh_prefill(model: TinyModel) -> None:
         request.commit([*tree.tokens[path].tolist(), int(rng.integers(VOCAB))])
     fresh = Request("fresh", request.tokens[:computed], SamplingParams(max_tokens=1))
     fresh.slot = 0
-    runner.forward(pack([Work(fresh, 0, computed, None, frozenset())]))
+    runner.forward(pack([ScheduledRequest(fresh, 0, computed, None, frozenset())]))
     for ours, expected in zip(runner.cache.entries(request.slot, computed), runner.cache.entries(0, computed), strict=True):
         assert torch.allclose(ours, expected, atol=TOLERANCE, rtol=0)

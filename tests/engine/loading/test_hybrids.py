@@ -102,7 +102,7 @@ def test_snapshots_give_way_to_those_that_were_used_later() -> None:
     tokens = torch.arange(400, dtype=torch.int32).numpy()
     texts = [tokens + at for at in range(8)]
     for at, text in enumerate(texts):
-        states.want(0, "a", text, 0, 250, 251)
+        states.request_snapshot(0, "a", text, 0, 250, 251)
         places = {place for _, place, _ in states._wanted[0]}
         assert len(places) == 2 and min(places) >= 1  # behind 128 tokens and behind the prompt's last but one
         for _, place, snapshot in states._wanted.pop(0):
@@ -115,6 +115,6 @@ def test_snapshots_give_way_to_those_that_were_used_later() -> None:
     assert states.usable(0, "a", texts[7], 249)[0] == 128 and states.usable(0, "a", texts[7], 300)[0] == 250
     assert states.usable(0, "b", texts[7], 300)[0] == states.usable(0, "a", texts[3], 300)[0] == 0
     with pytest.raises(RuntimeError, match=r"slot 0 holds no state, but a step computes rows from 5 on"):
-        states.want(0, "a", texts[0], 5, 6, 7)
+        states.request_snapshot(0, "a", texts[0], 5, 6, 7)
     states.clear()
     assert states.usable(0, "a", texts[7], 300)[0] == 0

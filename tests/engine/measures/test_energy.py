@@ -14,7 +14,7 @@ import torch
 from decoding.drafters import build_drafter
 from decoding.request import Request, SamplingParams
 from decoding.tree import DraftTree
-from engine.forward.batch import Work
+from engine.forward.batch import ScheduledRequest
 from engine.measures import energy
 from engine.measures.energy import EnergyMeter, NoMeter, measure_idle, meter_name, open_meter
 from engine.measures.energy_ledger import FRESH_S, READ_S, EnergyCounts, EnergyLedger
@@ -71,9 +71,9 @@ def ticking(tmp_path: Path) -> Iterator[tuple[Path, Callable[[], float]]]:
     thread.join()
 
 
-def work(request: Request, rows: int, drafted: int = 0) -> Work:
+def work(request: Request, rows: int, drafted: int = 0) -> ScheduledRequest:
     """A request's part of a step: so many committed tokens, and so many rows behind the last one."""
-    return Work(request, 0, rows, DraftTree.chain(request.root, [1] * drafted), NO_END)
+    return ScheduledRequest(request, 0, rows, DraftTree.chain(request.root, [1] * drafted), NO_END)
 
 
 def test_packages_and_their_memory_count_once(tmp_path: Path) -> None:
@@ -150,25 +150,25 @@ def test_a_window_is_shared_by_rows(processor: Processor) -> None:
     a, b, c = (Request(name, [5] * 9, SamplingParams()) for name in "abc")
     processor.set("intel-rapl:0", 40)  # before the first request: nobody's
     ledger.begin()
-    ledger.computed([work(a, 1), work(b, 7, drafted=2)])
+    ledger.record_step([work(a, 1), work(b, 7, drafted=2)])
     assert a.stats.energy_j is None
     now[0] = READ_S
     processor.set("intel-rapl:0", 70)
     ledger.begin()
-    ledger.computed([work(a, 5)])
+    ledger.record_step([work(a, 5)])
     assert (a.stats.energy_j, b.stats.energy_j) == pytest.approx((12.0, 18.0))
-    ledger.computed([work(b, 1), work(c, 3)])
+    ledger.record_step([work(b, 1), work(c, 3)])
     processor.set("intel-rapl:0", 90)
     now[0] += FRESH_S / 2
-    ledger.ended(c, last=False)  # too soon for another reading
-    ledger.ended(b, last=True)
+    ledger.record_end(c, last=False)  # too soon for another reading
+    ledger.record_end(b, last=True)
     assert b.stats.energy_j == pytest.approx(23.0) and c.stats.energy_j is None, "the 15 J of c are nobody's"
     now[0] += 60.0
     processor.set("intel-rapl:0", 900)  # nobody's either
     ledger.begin()
     now[0] += 1.0
     processor.set("intel-rapl:0", 904)
-    ledger.computed([work(a, 2)])
+    ledger.record_step([work(a, 2)])
     assert a.stats.energy_j == pytest.approx(16.0)
     assert ledger.counts() == EnergyCounts("rapl", 54.0, None)
 
@@ -184,8 +184,8 @@ def test_a_counter_that_fails_leaves_what_was_booked(processor: Processor) -> No
             (processor.folder / "intel-rapl:0" / "energy_uj").unlink()
         else:
             processor.set("intel-rapl:0", joules)
-        ledger.computed([work(request, 1)])
-    ledger.ended(request, last=True)
+        ledger.record_step([work(request, 1)])
+    ledger.record_end(request, last=True)
     assert (request.stats.energy_j, ledger.counts().steps_j) == (2.0, 2.0)
 
 

@@ -67,8 +67,8 @@ def test_acceptance_by_depth(trees: list[tuple[int, int]]) -> None:
     trees = [(max(drafted, accepted), accepted) for drafted, accepted in trees]
     metrics, asked = EngineMetrics(128), request("a")
     for drafted, accepted in trees:
-        metrics.emitted(asked, DraftTree.chain(1, [2] * drafted, 1), accepted + 1, accepted, 0.0)
-    metrics.emitted(asked, DraftTree.chain(1, ()), 1, 0, 0.0)  # nothing drafted: no tree
+        metrics.record_output(asked, DraftTree.chain(1, [2] * drafted, 1), accepted + 1, accepted, 0.0)
+    metrics.record_output(asked, DraftTree.chain(1, ()), 1, 0, 0.0)  # nothing drafted: no tree
     counts = metrics.read()
     deepest = max((accepted for _, accepted in trees), default=0)
     assert counts.accepted_per_position == tuple(sum(n > depth for _, n in trees) for depth in range(deepest))

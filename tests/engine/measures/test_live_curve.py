@@ -14,7 +14,7 @@ from decoding.budget.latency import LatencyCurve, StepLoad
 from decoding.request import Request, SamplingParams
 from decoding.tree import DraftTree
 from engine.engine import Engine
-from engine.forward.batch import Work
+from engine.forward.batch import ScheduledRequest
 from engine.measures.live_curve import LiveCurve
 from tests.helpers.models import llama_config, save_model
 
@@ -22,20 +22,20 @@ TIMED = LatencyCurve((1, 9, 64), (0.006, 0.008, 0.028), 256, 1e-4, 1e-6, 5e-7)
 BUSY = LatencyCurve((1, 9, 64), (0.004, 0.006, 0.026), 256, 2e-4 / 3, 2e-6 / 3, 5e-7)  # a third less for what is fixed
 
 
-def work(rows: int, context: int = 256, computed: int = 1) -> Work:
+def work(rows: int, context: int = 256, computed: int = 1) -> ScheduledRequest:
     """Of a request that decodes, or whose prompt is computed."""
     request = Request("r", np.arange(context + computed), SamplingParams())
-    return Work(request, context, context + computed, DraftTree.chain(1, [1] * (rows - 1)), frozenset())
+    return ScheduledRequest(request, context, context + computed, DraftTree.chain(1, [1] * (rows - 1)), frozenset())
 
 
-def seconds(curve: LatencyCurve, works: list[Work]) -> float:
+def seconds(curve: LatencyCurve, works: list[ScheduledRequest]) -> float:
     rows, load = sum(len(each.tree or ()) for each in works), StepLoad(len(works), len(works), sum(each.start for each in works))
     return float(curve.seconds(np.array([float(rows)]), load)[0])
 
 
-def follow(live: LiveCurve, true: LatencyCurve, steps: list[list[Work]]) -> None:
+def follow(live: LiveCurve, true: LatencyCurve, steps: list[list[ScheduledRequest]]) -> None:
     for works in steps:
-        live.stepped(works, seconds(true, works))
+        live.record_step(works, seconds(true, works))
 
 
 def test_it_follows_the_part_that_has_changed() -> None:
@@ -56,7 +56,7 @@ def test_it_follows_the_part_that_has_changed() -> None:
 def test_steps_of_as_many_rows_are_said_to_take_what_they_take(rows: int, times: float) -> None:
     live = LiveCurve(TIMED)
     for _ in range(320):
-        live.stepped([work(rows)], times * seconds(TIMED, [work(rows)]))
+        live.record_step([work(rows)], times * seconds(TIMED, [work(rows)]))
     assert seconds(live.curve, [work(rows)]) == pytest.approx(times * seconds(TIMED, [work(rows)]), rel=0.05)
     changes = np.divide(live.curve.rows_s, TIMED.rows_s) - 1.0
     least, most = sorted((0.0, 1.25 * (times - 1.0)))
@@ -66,15 +66,15 @@ def test_steps_of_as_many_rows_are_said_to_take_what_they_take(rows: int, times:
 def test_a_step_that_took_very_long_counts_little() -> None:
     live = LiveCurve(TIMED)
     for at in range(320):
-        live.stepped([work(9)], 2.0 if at % 50 == 20 else 0.008)
+        live.record_step([work(9)], 2.0 if at % 50 == 20 else 0.008)
     assert seconds(live.curve, [work(9)]) == pytest.approx(0.008, rel=0.03)
 
 
 def test_prompts_tell_nothing() -> None:
     live = LiveCurve(TIMED)
     for _ in range(100):
-        live.stepped([work(3), work(1, computed=64)], 0.1)
-        live.stepped([Work(work(1).request, 0, 100, None, frozenset())], 0.1)
+        live.record_step([work(3), work(1, computed=64)], 0.1)
+        live.record_step([ScheduledRequest(work(1).request, 0, 100, None, frozenset())], 0.1)
     assert live.curve is TIMED
 
 

@@ -15,8 +15,8 @@ from decoding.request import FinishReason, Request, SamplingParams
 from engine.accelerator import Cuda, device_error, is_out_of_memory, use
 from engine.engine import Engine
 from engine.errors import DEVICE_FAULTS, DeviceError
-from engine.executor import Outcome
-from engine.forward.batch import Work
+from engine.executor import VerifyResult
+from engine.forward.batch import ScheduledRequest
 from engine.scheduling.scheduler import RECOVERY_STEPS
 
 GPU, CPU = torch.device("cuda:1"), torch.device("cpu")
@@ -85,10 +85,10 @@ def test_on_a_cpu_no_device_is_asked() -> None:
 
 # ---- steps of an engine -------------------------------------------------------------------------------------------------------
 
-Execute = Callable[[Sequence[Work], int], list[Outcome | None]]
+Execute = Callable[[Sequence[ScheduledRequest], int], list[VerifyResult | None]]
 
 
-def rows_of(works: Sequence[Work]) -> int:
+def rows_of(works: Sequence[ScheduledRequest]) -> int:
     return sum(work.end - work.start + (0 if work.tree is None else len(work.tree.tokens) - 1) for work in works)
 
 
@@ -97,12 +97,12 @@ def load(folder: str, **options: Any) -> Engine:
     return Engine.load(ModelOptions(folder, dtype="float32", threads=1), EngineOptions(**options), SpeculationOptions("llma"))
 
 
-def break_steps(engine: Engine, fails: Callable[[Sequence[Work]], Exception | None], late: bool = False) -> list[int]:
+def break_steps(engine: Engine, fails: Callable[[Sequence[ScheduledRequest]], Exception | None], late: bool = False) -> list[int]:
     """Has the executor raise what ``fails`` says, before a step is computed or behind it; returns the rows of such steps."""
     execute: Execute = engine._executor.execute
     failed: list[int] = []
 
-    def guarded(works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
+    def guarded(works: Sequence[ScheduledRequest], top_k: int = 0) -> list[VerifyResult | None]:
         error = fails(works)
         if late or error is None:
             outcomes = execute(works, top_k)
@@ -227,12 +227,12 @@ def test_memory_that_lacks_for_a_walk_lacks_for_the_step(folder: str, monkeypatc
     verifier: Any = engine._executor._verifier  # type: ignore[attr-defined]
     verify, calls = verifier.verify, 0
 
-    def rarely_fails(*arguments: Any) -> Outcome:
+    def rarely_fails(*arguments: Any) -> VerifyResult:
         nonlocal calls
         calls += 1
         if calls in (3, 20, 50):
             raise torch.OutOfMemoryError
-        outcome: Outcome = verify(*arguments)
+        outcome: VerifyResult = verify(*arguments)
         return outcome
 
     monkeypatch.setattr(verifier, "verify", rarely_fails)

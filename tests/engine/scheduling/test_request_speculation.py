@@ -65,7 +65,7 @@ def test_no_drafter_hears_of_plain_requests() -> None:
     assert outputs[0] == outputs[1] == outputs[2]
     assert (one.stats.drafted, one.stats.steps, two.stats.drafted, two.stats.steps) == (0, PARAMS.max_tokens) * 2
     assert set(drafter.budgets) == drafter.observed == {"drafted"} and drafter.finished == ["drafted"]
-    assert not engine.remembers(one) and not engine.remembers(two)
+    assert not engine.keeps_output(one) and not engine.keeps_output(two)
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -75,9 +75,9 @@ def test_plain_requests_neither_teach_nor_are_taught(several: bool) -> None:
     assert isinstance(drafter, ByRequest) == several
     engine = engine_over(model.runner, drafter, strategy="auto")
     (expected,) = run(engine, request("plain", PLAIN))
-    assert engine.memory is not None and engine.memory.of("t").num_tokens == 0  # type: ignore[union-attr]
+    assert engine.histories is not None and engine.histories.of("t").num_tokens == 0  # type: ignore[union-attr]
     first, second, plain = request("first"), request("second"), request("again", PLAIN)
-    assert engine.remembers(first)
+    assert engine.keeps_output(first)
     assert run(engine, first) == run(engine, second) == run(engine, plain) == [expected]
     assert not {"history", "similar"} & first.stats.accepted_by_source.keys()
     assert second.stats.accepted_by_source["similar"] > 0  # of the first, which drafted

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from configs.slices import EngineOptions
-from decoding.request import CLEARED_TOKENS, Request, RequestState, SamplingParams
+from decoding.request import QUARANTINE_TOKENS, Request, RequestState, SamplingParams
 from engine.errors import QueueFullError, RequestError
-from engine.scheduling.scheduler import OF_LATE_S, Place, Scheduler, Share
+from engine.scheduling.scheduler import OF_LATE_S, Place, RowAllotment, Scheduler
 
 
 def request(
@@ -57,7 +57,7 @@ def plan(of: Scheduler) -> dict[str, tuple[int, int]]:
     return {share.request.request_id: (share.end, share.draft_rows) for share in of.schedule()}
 
 
-def compute(of: Scheduler, shares: Sequence[Share] | None = None) -> dict[str, tuple[int, int]]:
+def compute(of: Scheduler, shares: Sequence[RowAllotment] | None = None) -> dict[str, tuple[int, int]]:
     """Schedules, where that is not done, and does the step: prefills advance, finished prefills emit a token."""
     shares = of.schedule() if shares is None else shares
     for share in shares:
@@ -431,9 +431,9 @@ def test_a_quarantined_request_is_computed_alone_in_every_second_step_until_it_i
     compute(s)
     x = Request("x", [1] * 20, SamplingParams(max_tokens=50), emitted=(1, 1), quarantined=True)
     s.add(x)
-    steps = [set(compute(s)) for _ in range(2 * (CLEARED_TOKENS + 1) - 1)]  # two of its steps are for its prompt
-    assert steps[::2] == [{"x"}] * (CLEARED_TOKENS + 1) and all("a" in step and "x" not in step for step in steps[1::2])
-    assert x.num_output - x.num_given == CLEARED_TOKENS
+    steps = [set(compute(s)) for _ in range(2 * (QUARANTINE_TOKENS + 1) - 1)]  # two of its steps are for its prompt
+    assert steps[::2] == [{"x"}] * (QUARANTINE_TOKENS + 1) and all("a" in step and "x" not in step for step in steps[1::2])
+    assert x.num_output - x.num_given == QUARANTINE_TOKENS
     assert set(compute(s)) == {"a", "long", "x"}
 
 

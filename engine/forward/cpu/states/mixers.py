@@ -89,7 +89,7 @@ class ApartRows(torch.nn.Module):
         return torch.nn.functional.pad(output, (0, 1))[..., :1]
 
 
-def round_alike(model: PreTrainedModel, heads: Mapping[int, int]) -> None:
+def round_expert_rows_apart(model: PreTrainedModel, heads: Mapping[int, int]) -> None:
     """Make gates of mixers and shared experts round alike for any number of rows; ``heads``: of a delta rule, by site."""
     found = [(module, heads[2 * number + 1]) for number, module in enumerate(mixers(model)) if 2 * number + 1 in heads]
     for module, count in found:

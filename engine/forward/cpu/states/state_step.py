@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from engine.errors import ModelLoadError
-from engine.forward.batch import AttentionCall, Segment
+from engine.forward.batch import AttentionCall, SequenceRows
 from engine.forward.cpu.products.row_linear import DTYPES
 from engine.forward.cpu.threads import Kernel
 from engine.kv.state_cache import StateCache, StatePlan, StateSite
@@ -112,10 +112,10 @@ class States:
         self.reach = max((shape.reach for shape in shapes.values()), default=0)
         self._constants: dict[tuple[int, str], torch.Tensor] = {}
         _kernels(self.dtype)  # compile now, so that no request waits for it
-        self.begin([Segment(0, 0, 0, 1, None, (), np.full(1, -1, np.int32))])
+        self.begin([SequenceRows(0, 0, 0, 1, None, (), np.full(1, -1, np.int32))])
         cache.forget(0)
 
-    def begin(self, segments: Sequence[Segment]) -> StateStep:
+    def begin(self, segments: Sequence[SequenceRows]) -> StateStep:
         """Return a step over some requests' rows."""
         return StateStep(self, segments, self.cache.begin(segments))
 
@@ -143,7 +143,7 @@ def _kernels(dtype: str) -> tuple[Kernel, Kernel, Kernel]:
 class StateStep:
     """Recurrent states in one forward pass."""
 
-    def __init__(self, states: States, segments: Sequence[Segment], plans: Sequence[StatePlan]) -> None:
+    def __init__(self, states: States, segments: Sequence[SequenceRows], plans: Sequence[StatePlan]) -> None:
         from engine.forward.cpu.states.native_walk import NativeWalk
 
         self._states, self._segments, self._plans = states, segments, plans
@@ -154,7 +154,7 @@ class StateStep:
         for walk, segment, plan in zip(self._walks, segments, plans, strict=True):
             self._fill(walk, segment, plan)
 
-    def _fill(self, walk: NativeWalk, segment: Segment, plan: StatePlan) -> None:
+    def _fill(self, walk: NativeWalk, segment: SequenceRows, plan: StatePlan) -> None:
         from engine.forward.cpu.states.native_walk import walk_steps, walk_taps
 
         cache, reach = self._states.cache, self._states.reach

@@ -13,7 +13,7 @@ import pytest
 
 from cluster.http.job_planner import choice_seed
 from cluster.serving.engine_replica import EngineReplica
-from cluster.serving.generation import Job
+from cluster.serving.generation import GenerationJob
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 from decoding.request import SamplingParams
 from tests.cluster.circle import (
@@ -159,11 +159,11 @@ def test_the_choices_of_a_request_share_the_texts_that_they_may_repeat(circle_mo
     model = ModelOptions(path=str(circle_model), dtype="float32", threads=1)
     replica = EngineReplica(model, EngineOptions(max_running=2), SpeculationOptions("llma"), ParallelismOptions(), None, 60.0)
     prompt, text = np.array([5], np.int32), np.arange(5, 60, dtype=np.int32)
-    jobs = [Job(name, prompt, SamplingParams(3), (text.copy(),), siblings=True) for name in ("one/0", "one/1", "two/0")]
+    jobs = [GenerationJob(name, prompt, SamplingParams(3), (text.copy(),), siblings=True) for name in ("one/0", "one/1", "two/0")]
     shared = [replica._shared(job)[0] for job in jobs]  # each came with a copy of its own
     assert shared[0] is shared[1] and shared[0] is not shared[2]
 
-    async def ends(jobs: list[Job]) -> list[Any]:
+    async def ends(jobs: list[GenerationJob]) -> list[Any]:
         items = [item async for batch in replica.generate(jobs) for _, item in batch]
         return [item.finish_reason for item in items if item.finish_reason is not None]
 

@@ -18,12 +18,12 @@ import torch
 
 import cluster.app
 from cluster.serving.engine_replica import EngineReplica
-from cluster.serving.generation import Job
+from cluster.serving.generation import GenerationJob
 from cluster.serving.handle_engine import Item
 from cluster.serving.shared_answer import FRESH_S
 from decoding.request import SamplingParams
-from engine.executor import Outcome
-from engine.forward.batch import Work
+from engine.executor import VerifyResult
+from engine.forward.batch import ScheduledRequest
 from tests.cluster.circle import Server
 from tests.cluster.service.applications import PROMPT, Application, plain_answers, serving, tiny_config
 from tests.helpers.waiting import eventually
@@ -48,7 +48,7 @@ class Fragile(EngineReplica):
         executor, self._failed = self._replica._engine._executor, False
         execute = executor.execute
 
-        def guarded(works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
+        def guarded(works: Sequence[ScheduledRequest], top_k: int = 0) -> list[VerifyResult | None]:
             outcomes = execute(works, top_k)
             if any(work.request.num_output >= FATAL for work in works):
                 with contextlib.suppress(FileExistsError):
@@ -60,7 +60,7 @@ class Fragile(EngineReplica):
 
         executor.execute = guarded  # type: ignore[method-assign]
 
-    async def generate(self, jobs: Sequence[Job]) -> AsyncIterator[list[tuple[int, Item]]]:
+    async def generate(self, jobs: Sequence[GenerationJob]) -> AsyncIterator[list[tuple[int, Item]]]:
         """As the service's own; writes down what it is asked for."""
         with (self._folder / "jobs").open("a") as told:
             told.writelines(f"quarantined={job.quarantined} emitted={bool(job.emitted)}\n" for job in jobs)

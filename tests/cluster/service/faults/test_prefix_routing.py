@@ -17,7 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
-from cluster.serving.generation import Job
+from cluster.serving.generation import GenerationJob
 from cluster.serving.handle_engine import FIRST_WORD_S, SILENCE_S, HandleEngine
 from cluster.serving.shared_answer import FRESH_S
 from decoding.request import SamplingParams
@@ -86,7 +86,9 @@ def test_what_was_given_up_is_no_load(twins: Twins) -> None:
             given_up = number < ASKED
             params = SamplingParams(1500 if given_up else 2, ignore_eos=True)
             session = "given-up" if given_up else f"new-{number}"
-            job = Job(f"given-up-{number}/0", np.array(tokens(400 + number), np.int32), params, tenant="routed", session=session)
+            job = GenerationJob(
+                f"given-up-{number}/0", np.array(tokens(400 + number), np.int32), params, tenant="routed", session=session
+            )
             async with contextlib.aclosing(engine.generate(job)[0]) as outputs:
                 async for output in outputs:
                     if given_up and output.token_ids:

@@ -18,7 +18,7 @@ from ray import serve
 
 from cluster.http.errors import ApiError
 from cluster.serving.engine_replica import EngineReplica
-from cluster.serving.generation import Job
+from cluster.serving.generation import GenerationJob
 from cluster.serving.handle_engine import HandleEngine
 from configs.slices import EngineOptions, ParallelismOptions, SpeculationOptions
 from decoding.request import FinishReason, SamplingParams, StepOutput
@@ -70,9 +70,11 @@ def test_a_request_that_makes_steps_fail_ends_alone(twins: Twins) -> None:
     twins.becomes_whole()
     engine = HandleEngine(serve.get_deployment_handle("engine", twins.name), resume_timeout_s=60.0)
     params = dataclasses.replace(twins.params, max_tokens=FEW)
-    poison = Job("poison/0", twins.expected.prompt_ids, params, emitted=(VOCAB + 7,))  # no such row in the model's table
+    poison = GenerationJob(
+        "poison/0", twins.expected.prompt_ids, params, emitted=(VOCAB + 7,)
+    )  # no such row in the model's table
 
-    async def collect(job: Job, begun: asyncio.Event) -> list[StepOutput]:
+    async def collect(job: GenerationJob, begun: asyncio.Event) -> list[StepOutput]:
         outputs = []
         async for output in engine.generate(job)[0]:
             outputs.append(output)
@@ -82,7 +84,7 @@ def test_a_request_that_makes_steps_fail_ends_alone(twins: Twins) -> None:
 
     async def run() -> None:
         begun = [asyncio.Event() for _ in range(6)]
-        fine = [Job(f"fine/{n}", twins.expected.prompt_ids, params) for n in range(6)]
+        fine = [GenerationJob(f"fine/{n}", twins.expected.prompt_ids, params) for n in range(6)]
         running = [asyncio.create_task(collect(*pair)) for pair in zip(fine, begun, strict=True)]
         await asyncio.gather(*(event.wait() for event in begun))
         outputs = await collect(poison, asyncio.Event())
@@ -102,7 +104,7 @@ def test_a_request_is_drafted_for_as_it_asked_also_at_the_replica_that_goes_on_w
 
     async def collect(name: str, strategy: str | None, strike: bool) -> StepOutput:
         tokens: list[int] = []
-        async for output in engine.generate(Job(name, twins.expected.prompt_ids, params, strategy=strategy))[0]:
+        async for output in engine.generate(GenerationJob(name, twins.expected.prompt_ids, params, strategy=strategy))[0]:
             if strike and len(tokens) < 30 <= len(tokens) + len(output.token_ids):
                 kill(twins.engines())
             tokens += output.token_ids
@@ -155,7 +157,7 @@ def test_a_request_that_ends_its_replica_is_tried_once_more_alone_and_then_refus
 
     async def collect(name: str) -> list[int]:
         tokens: list[int] = []
-        async for output in fragile.generate(Job(f"{name}/0", prompt, params))[0]:
+        async for output in fragile.generate(GenerationJob(f"{name}/0", prompt, params))[0]:
             tokens += output.token_ids
         return tokens
 
@@ -176,7 +178,7 @@ async def lost_with_its_replica(twins: Twins) -> ApiError:
     """The error of a request that does not wait for a replica to come back."""
     engine = HandleEngine(serve.get_deployment_handle("engine", twins.name), resume_timeout_s=0.0)
     with pytest.raises(ApiError, match=r"\((RayActorError|ActorDiedError|ActorUnavailableError)\)") as raised:
-        async for _ in engine.generate(Job("late/0", twins.expected.prompt_ids, twins.params))[0]:
+        async for _ in engine.generate(GenerationJob("late/0", twins.expected.prompt_ids, twins.params))[0]:
             pass
     return raised.value
 
