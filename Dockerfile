@@ -108,7 +108,7 @@ COPY . /opt/outrider/src
 RUN pip install --no-deps --no-index --no-build-isolation --no-cache-dir -e /opt/outrider/src \
     && python -m compileall -q /opt/outrider/src \
     && pip check \
-    && python -m cluster.cli.launch.compile_ahead --image
+    && python -m outrider.cluster.cli.launch.compile_ahead --image
 USER 1000:1000
 
 FROM runtime AS cuda
@@ -121,5 +121,5 @@ COPY . /opt/outrider/src
 RUN pip install --no-deps --no-index --no-build-isolation --no-cache-dir -e /opt/outrider/src \
     && python -m compileall -q /opt/outrider/src \
     && pip check \
-    && python -m cluster.cli.launch.compile_ahead --image
+    && python -m outrider.cluster.cli.launch.compile_ahead --image
 USER 1000:1000

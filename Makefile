@@ -37,7 +37,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) -c constraints.txt pip setuptools
 	@$(PIP) -c constraints.txt --no-build-isolation -e .
 	@echo "install: compiling, half a minute"
-	@$(BIN)/python -m cluster.cli.launch.compile_ahead
+	@$(BIN)/python -m outrider.cluster.cli.launch.compile_ahead
 	@touch $@
 	@echo "install: $$(du -sm $(VENV) | cut -f1) MiB in $(VENV)"
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cache_service.namespace import Identity
-from engine.loading.model_info import ModelInfo
-from engine.measures.metrics import EngineCounts
+from outrider.cache_service.namespace import Identity
+from outrider.engine.loading.model_info import ModelInfo
+from outrider.engine.measures.metrics import EngineCounts
 
 if TYPE_CHECKING:
-    from cache_service.mirror.mirror import CacheClientCounts
-    from engine.measures.energy_ledger import EnergyCounts
-    from engine.measures.metrics import MetricsCounts
-    from engine.measures.strategy_counts import StrategyCounts
+    from outrider.cache_service.client.cache_client import CacheClientCounts
+    from outrider.engine.measures.energy_ledger import EnergyCounts
+    from outrider.engine.measures.metrics import MetricsCounts
+    from outrider.engine.measures.strategy_counts import StrategyCounts
 
 
 class ReplicaError(RuntimeError):

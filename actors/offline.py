@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.request import Request, SamplingParams, StepOutput
-from engine.engine import Engine
-from engine.errors import RequestError
-from engine.text.chat import render_chat
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.request import Request, SamplingParams, StepOutput
+from outrider.engine.engine import Engine
+from outrider.engine.errors import RequestError
+from outrider.engine.text.chat import render_chat
 
 if TYPE_CHECKING:
-    from actors.ranks import Ranks
+    from outrider.actors.ranks import Ranks
 
 TENANT = "local"  # all records of a file may draft from each other
 

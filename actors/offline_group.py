@@ -16,18 +16,18 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import placement_group
 
-from actors.heap import spare_collector
-from actors.lookahead.group import Group
-from actors.offline import GroupCounts, OfflineEngine, OfflinePrompt
-from actors.placement.bundles import BundleActor
-from actors.placement.own_ray import start_ray
-from actors.placement.ray_folder import RayFolder
-from actors.ranks import GroupError
-from configs.schema import MAX_WORLD_SIZE
-from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
-from decoding.request import SamplingParams, StepOutput
-from engine.errors import ModelLoadError, one_line
-from engine.loading.model_info import ModelInfo
+from outrider.actors.heap import spare_collector
+from outrider.actors.lookahead.group import Group
+from outrider.actors.offline import GroupCounts, OfflineEngine, OfflinePrompt
+from outrider.actors.placement.bundles import BundleActor
+from outrider.actors.placement.own_ray import start_ray
+from outrider.actors.placement.ray_folder import RayFolder
+from outrider.actors.ranks import GroupError
+from outrider.configs.schema import MAX_WORLD_SIZE
+from outrider.configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
+from outrider.decoding.request import SamplingParams, StepOutput
+from outrider.engine.errors import ModelLoadError, one_line
+from outrider.engine.loading.model_info import ModelInfo
 
 logger = logging.getLogger(__name__)
 

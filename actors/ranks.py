@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 from transformers import PreTrainedModel
 
-from actors.description import GroupState
-from actors.lookahead.executor import StepTimes
-from configs.slices import EngineOptions
-from engine.errors import DeviceError
-from engine.executor import Executor
-from engine.forward.runner import ModelRunner
-from engine.forward.runners import make_runner
+from outrider.actors.description import GroupState
+from outrider.actors.lookahead.executor import StepTimes
+from outrider.configs.slices import EngineOptions
+from outrider.engine.errors import DeviceError
+from outrider.engine.executor import Executor
+from outrider.engine.forward.runner import ModelRunner
+from outrider.engine.forward.runners import make_runner
 
 
 class GroupError(RuntimeError):

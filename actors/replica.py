@@ -16,16 +16,16 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from weakref import WeakValueDictionary
 
-from actors.description import Description, DeviceLostError, ReplicaError, identity_of
-from actors.live import AbortRequest, Command, RunningRequest, UpdatesReady
-from actors.ranks import Ranks
-from cache_service.access import CacheAccess
-from cache_service.mirror.mirror import CacheClient
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.request import FinishReason, Request, RequestState, StepOutput
-from engine.engine import Engine
-from engine.errors import DeviceError, QueueFullError, RequestError, StreamTakenError, one_line
-from engine.measures.energy import EnergyMeter, measure_idle, open_meter
+from outrider.actors.description import Description, DeviceLostError, ReplicaError, identity_of
+from outrider.actors.ranks import Ranks
+from outrider.actors.running_request import AbortRequest, Command, RunningRequest, UpdatesReady
+from outrider.cache_service.access import CacheAccess
+from outrider.cache_service.client.cache_client import CacheClient
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.request import FinishReason, Request, RequestState, StepOutput
+from outrider.engine.engine import Engine
+from outrider.engine.errors import DeviceError, QueueFullError, RequestError, StreamTakenError, one_line
+from outrider.engine.measures.energy import EnergyMeter, measure_idle, open_meter
 
 logger = logging.getLogger(__name__)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cache_service.namespace import Identity, namespace
-from cache_service.store.redis_store import RedisStore
-from configs.slices import CacheOptions
-from decoding.request import PUBLIC, cache_namespace_of
+from outrider.cache_service.namespace import Identity, namespace
+from outrider.cache_service.store.redis_store import RedisStore
+from outrider.configs.slices import CacheOptions
+from outrider.decoding.request import PUBLIC, cache_namespace_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class CacheAccess:
         """Return the namespaces of a tenant by memory name, the base model's first. Raises ``ValueError`` for an empty secret."""
         revision, tokenizer = identity.model_revision, identity.tokenizer_revision
         found = {tenant: namespace(self.secret, tenant, revision, tokenizer)}
-        # Each adapter has a separate memory (``decoding.request.cache_namespace_of``), bound to its weights.
+        # Each adapter has a namespace of its own (``decoding.request.cache_namespace_of``), bound to its weights.
         for name, digest in identity.adapters if tenant != PUBLIC else ():
             memory = cache_namespace_of(tenant, name)
             assert memory is not None, tenant

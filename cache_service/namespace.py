@@ -6,7 +6,7 @@ import hashlib
 import hmac
 from dataclasses import dataclass
 
-from cache_service.records import SCHEMA
+from outrider.cache_service.records import SCHEMA
 
 
 @dataclass(frozen=True, slots=True)

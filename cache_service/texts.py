@@ -8,11 +8,11 @@ from types import MappingProxyType
 
 import numpy as np
 
-from cache_service.keeper.eviction import worths
-from cache_service.keeper.snapshot import Snapshot, SnapshotText, TextTable
-from cache_service.records import CacheDelta, TextBatch
-from decoding.sources.text_keys import is_passage
-from decoding.tree import Int32Array
+from outrider.cache_service.records import CacheDelta, TextBatch
+from outrider.cache_service.server.eviction import worths
+from outrider.cache_service.server.snapshot import Snapshot, SnapshotText, TextTable
+from outrider.decoding.sources.text_keys import is_passage
+from outrider.decoding.tree import Int32Array
 
 MAX_EVICTED = 1 << 14  # text keys whose late pieces are still refused; the oldest are forgotten
 _PASSAGE_WORTH = 0.1  # worth of a passage relative to an output: prompts usually contain it again
@@ -104,7 +104,7 @@ class Ledger:
 
 
 def _is_of(passage: int, tokens: Int32Array, documents: Container[int]) -> bool:
-    from decoding.sources.passages import names_of  # loads the compiler: import only when needed
+    from outrider.decoding.sources.passages import names_of  # loads the compiler: import only when needed
 
     return any(name in documents for name in names_of(passage, tokens))
 

@@ -20,9 +20,9 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
-from actors.heap import trim_heap
-from cluster.admission.controller import admission_options, capacity
-from cluster.cli.launch.preflight import (
+from outrider.actors.heap import trim_heap
+from outrider.cluster.admission.controller import admission_options, capacity
+from outrider.cluster.cli.launch.preflight import (
     LaunchError,
     baseline_parallelism,
     check_address,
@@ -32,31 +32,31 @@ from cluster.cli.launch.preflight import (
     options_of_a_rank,
     redis_address,
 )
-from cluster.http.admin.port import AdminPort
-from cluster.http.answers.stream_guard import StreamGuard
-from cluster.http.api import Service, create_api
-from cluster.http.compare import Baseline
-from cluster.observe.audit import Auditor
-from cluster.observe.device_failures import DeviceFailures
-from cluster.observe.shadow import Shadow
-from cluster.observe.tracing import open_tracing
-from cluster.serving import autoscaling
-from cluster.serving.cache_actor import CacheActor, CacheSettings, HandleCacheAdmin
-from cluster.serving.engine_replica import EngineReplica
-from cluster.serving.generation import EnginePort
-from cluster.serving.handle_engine import ACCEPT_TIMEOUT_S, DESCRIBE_TIMEOUT_S, HandleEngine
-from cluster.serving.handles import ApiReplicas
-from cluster.serving.membership import MembershipActor, MembershipOptions
-from cluster.serving.prefix_router import PrefixRouter
-from cluster.serving.secrets import stream_key
-from cluster.serving.serve_limits import use_bounded_receive
-from configs.keys_file import with_tenants_of_file
-from configs.schema import MAX_WORLD_SIZE, Config, ConfigError, check_values, tenant_names
-from configs.server_checks import admin_address, admin_names
-from configs.slices import ParallelismOptions, ServerOptions, SpeculationOptions
-from configs.tenancy_checks import is_loopback
-from decoding.request import PLAIN
-from engine.text.tokenizer import load_tokenizer_alone
+from outrider.cluster.http.admin.port import AdminPort
+from outrider.cluster.http.answers.stream_guard import StreamGuard
+from outrider.cluster.http.api import Service, create_api
+from outrider.cluster.http.compare import Baseline
+from outrider.cluster.observe.audit import Auditor
+from outrider.cluster.observe.device_failures import DeviceFailures
+from outrider.cluster.observe.shadow import Shadow
+from outrider.cluster.observe.tracing import open_tracing
+from outrider.cluster.serving import autoscaling
+from outrider.cluster.serving.cache_actor import CacheActor, CacheSettings, HandleCacheAdmin
+from outrider.cluster.serving.engine_replica import EngineReplica
+from outrider.cluster.serving.generation import EnginePort
+from outrider.cluster.serving.handle_engine import ACCEPT_TIMEOUT_S, DESCRIBE_TIMEOUT_S, HandleEngine
+from outrider.cluster.serving.handles import ApiReplicas
+from outrider.cluster.serving.membership import MembershipActor, MembershipOptions
+from outrider.cluster.serving.prefix_router import PrefixRouter
+from outrider.cluster.serving.secrets import stream_key
+from outrider.cluster.serving.serve_limits import use_bounded_receive
+from outrider.configs.keys_file import with_tenants_of_file
+from outrider.configs.schema import MAX_WORLD_SIZE, Config, ConfigError, check_values, tenant_names
+from outrider.configs.server_checks import admin_address, admin_names
+from outrider.configs.slices import ParallelismOptions, ServerOptions, SpeculationOptions
+from outrider.configs.tenancy_checks import is_loopback
+from outrider.decoding.request import PLAIN
+from outrider.engine.text.tokenizer import load_tokenizer_alone
 
 INGRESS_ONGOING = 100_000  # the ingress holds all queued requests and must still answer /health
 GRAIN = 0.001  # amount of `server.api_resource` that one actor reserves
@@ -173,9 +173,9 @@ def application(config: Config) -> serve.Application:
         changes = {"speculation": SpeculationOptions(PLAIN, max_draft_tokens=0), "engine": options, "parallelism": parallelism}
         replicas = config.baseline.replicas
         baseline = _engines("baseline", replicas, replicas, config.model_copy(update=changes))
-    keeper = None
+    cache_server = None
     if place is not None:
-        keeper = serve.deployment(
+        cache_server = serve.deployment(
             name="cache",
             num_replicas=cache.services,
             ray_actor_options=_without_model(server),
@@ -188,7 +188,7 @@ def application(config: Config) -> serve.Application:
         **_api_replicas(server),
         graceful_shutdown_timeout_s=server.stop_timeout_s,
     )(Ingress)
-    return ingress.bind(engine, keeper, config, baseline)
+    return ingress.bind(engine, cache_server, config, baseline)
 
 
 def version_of(config: Config) -> str:

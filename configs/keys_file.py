@@ -10,9 +10,9 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from configs.schema import ConfigError
-from configs.slices import TenancyOptions, TenantOptions
-from configs.tenancy_checks import KEY_ADVICE, entry_faults
+from outrider.configs.schema import ConfigError
+from outrider.configs.slices import TenancyOptions, TenantOptions
+from outrider.configs.tenancy_checks import KEY_ADVICE, entry_faults
 
 
 @dataclass(frozen=True, config={"extra": "forbid"})

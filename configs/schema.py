@@ -13,8 +13,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from configs.server_checks import server_faults, upload_faults
-from configs.slices import (
+from outrider.configs.server_checks import server_faults, upload_faults
+from outrider.configs.slices import (
     AuditOptions,
     BaselineOptions,
     CacheOptions,
@@ -27,7 +27,7 @@ from configs.slices import (
     TenancyOptions,
     TenantOptions,
 )
-from configs.tenancy_checks import KEY_ADVICE, LIMIT_BOUNDS, TENANT_NAME, tenancy_faults
+from outrider.configs.tenancy_checks import KEY_ADVICE, LIMIT_BOUNDS, TENANT_NAME, tenancy_faults
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from configs.slices import LimitsOptions, ServerOptions
-from configs.tenancy_checks import is_loopback
+from outrider.configs.slices import LimitsOptions, ServerOptions
+from outrider.configs.tenancy_checks import is_loopback
 
 _LAST_PORT = 65535
 _ANY = "*"

@@ -6,7 +6,7 @@ import ipaddress
 import re
 from collections.abc import Iterator
 
-from configs.slices import TenancyOptions, TenantOptions
+from outrider.configs.slices import TenancyOptions, TenantOptions
 
 KEY_ADVICE = "sha256: and the 64 hex digits of an API key's hash; outrider new-key makes a key and its hash"
 TENANT_NAME = re.compile(r"(?!\.\.?$)[A-Za-z0-9_.-]{1,64}")  # . and .. have another meaning in URLs

@@ -16,7 +16,7 @@ from typing import Any
 
 import numba.core.caching
 
-from decoding.private_files import read_sealed, save_sealed
+from outrider.decoding.private_files import read_sealed, save_sealed
 
 logger = logging.getLogger(__name__)
 

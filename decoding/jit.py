@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from decoding.private_files import make_folder, private_folder
+from outrider.decoding.private_files import make_folder, private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def _with_cache(made: Any, function: Callable[..., object]) -> Any:
     folder = cache_folder() / f"native-{_version(_sources(Path(function.__code__.co_filename)))}"
     _take_over(folder)
     if _writable(folder):
-        from decoding.compiled_files import FunctionCache
+        from outrider.decoding.compiled_files import FunctionCache
 
         made._cache = FunctionCache(function, folder)
     return made

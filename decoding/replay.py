@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from decoding.drafters.base import Drafter, TargetRows, count_step
-from decoding.request import Acceptance, Request, SamplingParams
-from decoding.tree import DraftTree, Int32Array
-from decoding.verify.exact import verify_exact
+from outrider.decoding.drafters.base import Drafter, TargetRows, count_step
+from outrider.decoding.request import Acceptance, Request, SamplingParams
+from outrider.decoding.tree import DraftTree, Int32Array
+from outrider.decoding.verify.exact import verify_exact
 
 UNKNOWN = -1  # value in ``TargetRows.ids`` of rows whose target token a replay cannot know
 

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from decoding.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_CHARS, SamplingParams
-from decoding.sources.text_keys import request_hash, request_of, text_key
-from decoding.step_output import Acceptance, FinishReason, SpecStats, StepOutput, StepReport, TokenLogprob
-from decoding.tree import Int32Array
-from decoding.verify.grammar import Grammar
+from outrider.decoding.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_CHARS, SamplingParams
+from outrider.decoding.sources.text_keys import request_hash, request_of, text_key
+from outrider.decoding.step_output import Acceptance, FinishReason, SpecStats, StepOutput, StepReport, TokenLogprob
+from outrider.decoding.tree import Int32Array
+from outrider.decoding.verify.grammar import Grammar
 
 __all__ = [
     "MAX_LOGIT_BIAS",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from decoding.drafters.base import Drafter
+    from outrider.decoding.drafters.base import Drafter
 
 _NEXT_OPTION = re.compile(r",(?=\s*[A-Za-z_]\w*\s*=)")  # a comma before the next name: values may contain commas
 
@@ -23,7 +23,7 @@ class StrategyChoice:
 
     def build(self) -> Drafter:
         """Build a new drafter. Raise ``ValueError`` for an unknown strategy or option, or a value outside its range."""
-        from decoding.drafters import build_drafter
+        from outrider.decoding.drafters import build_drafter
 
         return build_drafter(self.name, self.options)
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from decoding.verify.rules import Rule
+    from outrider.decoding.verify.rules import Rule
 
 Int32Array = npt.NDArray[np.int32]
 Int8Array = npt.NDArray[np.int8]
@@ -65,7 +65,7 @@ class DraftTree:
         """Return [n] int32, the number of edges from the root."""
         depths = np.zeros(len(self.parents), np.int32)
         if len(depths) > 1:
-            from decoding.verify.tree_rows import fill_depths  # imported here because it loads numba
+            from outrider.decoding.verify.tree_rows import fill_depths  # imported here because it loads numba
 
             fill_depths(_own(self.parents), depths)
         return depths
@@ -92,7 +92,7 @@ class DraftTree:
         n = len(self.tokens)
         if n == 1:
             return self
-        from decoding.verify.tree_rows import keep_rows
+        from outrider.decoding.verify.tree_rows import keep_rows
 
         kept = np.empty(n, np.bool_)
         window = max_depth if max_window_depth is None else max_window_depth
@@ -129,7 +129,7 @@ class DraftTree:
         """
         if ranks == 1 or len(self.tokens) == 1:
             return [TreePart(np.arange(len(self.tokens), dtype=np.int32), self)] * ranks
-        from decoding.budget.partition import partition  # imported here because it loads numba
+        from outrider.decoding.budget.partition import partition  # imported here because it loads numba
 
         own = _own(self.tokens), _own(self.parents), self.sources.astype(np.int8)
         bounds, counts, rows, tokens, parents, sources = partition(*own, int(self.num_candidates), ranks)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.errors import DeviceError, first_line
+from outrider.engine.errors import DeviceError, first_line
 
 _NO_DEVICES = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES; Ray gives the first to actors that reserve no GPU
 
@@ -67,7 +67,7 @@ class Accelerator(Protocol):
         ...
 
     def has_kernels(self, dtype: torch.dtype) -> bool:
-        """Return whether the attention kernels of ``engine.forward.cuda`` support a type here."""
+        """Return whether the attention kernels of ``engine.cuda`` support a type here."""
         ...
 
     def memory(self, device: torch.device) -> tuple[int, int]:
@@ -153,7 +153,7 @@ class Cuda:
 
     def has_kernels(self, dtype: torch.dtype) -> bool:
         """See ``Accelerator``."""
-        from engine.forward.cuda.slot_kernels import TRITON
+        from outrider.engine.cuda.slot_kernels import TRITON
 
         return TRITON and dtype in (torch.bfloat16, torch.float16, torch.float32)
 

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-CODE = str(Path(__file__).resolve().parents[1])  # the folder of engine, cluster, ...
+CODE = str(Path(os.path.abspath(__file__)).parents[2])  # folder of the package ``outrider``
 
 # Variables by name or prefix, without Ray's token, addresses with passwords, and secrets of the cache.
 _VARIABLES = (

@@ -10,36 +10,36 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.budget.attribution import step_report
-from decoding.drafters import LOSSLESS, build_drafters, check_drafters
-from decoding.drafters.base import Drafter, count_step
-from decoding.request import FinishReason, Request, StepOutput
-from decoding.sources.history import Histories
-from decoding.strategy_choice import parse_strategy
-from decoding.tree import DraftTree
-from engine.accelerator import accelerator, device_error, is_out_of_memory
-from engine.errors import ContextLengthError, RequestError, fault_of, first_line
-from engine.executor import Executor, LocalExecutor, VerifyResult
-from engine.forward.batch import ScheduledRequest
-from engine.forward.runner import ModelRunner
-from engine.forward.runners import RunnerMaker, make_runner
-from engine.loading.draft_model import load_draft_model
-from engine.loading.memory import release_heap
-from engine.loading.model import LoadedModel, load_model
-from engine.loading.model_info import ModelInfo, strategies_apart
-from engine.loading.slot_memory import fitted
-from engine.measures.energy import EnergyMeter, NoMeter
-from engine.measures.energy_ledger import EnergyCounts, EnergyLedger
-from engine.measures.metrics import EngineCounts, EngineMetrics, MetricsCounts
-from engine.measures.progress import report_progress
-from engine.measures.strategy_counts import CountsByStrategy, StrategyCounts
-from engine.planner import StepPlanner
-from engine.scheduling.placement import SlotPlacement
-from engine.scheduling.scheduler import Scheduler, check_options
-from engine.target import LocalTarget
-from engine.text.grammar import Grammars
-from engine.text.outputs import Outputs
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.budget.attribution import step_report
+from outrider.decoding.drafters import LOSSLESS, build_drafters, check_drafters
+from outrider.decoding.drafters.base import Drafter, count_step
+from outrider.decoding.request import FinishReason, Request, StepOutput
+from outrider.decoding.sources.history import Histories
+from outrider.decoding.strategy_choice import parse_strategy
+from outrider.decoding.tree import DraftTree
+from outrider.engine.accelerator import accelerator, device_error, is_out_of_memory
+from outrider.engine.errors import ContextLengthError, RequestError, fault_of, first_line
+from outrider.engine.executor import Executor, LocalExecutor, VerifyResult
+from outrider.engine.forward.batch import ScheduledRequest
+from outrider.engine.forward.runner import ModelRunner
+from outrider.engine.forward.runners import RunnerMaker, make_runner
+from outrider.engine.loading.draft_model import load_draft_model
+from outrider.engine.loading.memory import release_heap
+from outrider.engine.loading.model import LoadedModel, load_model
+from outrider.engine.loading.model_info import ModelInfo, strategies_apart
+from outrider.engine.loading.slot_memory import fitted
+from outrider.engine.measures.energy import EnergyMeter, NoMeter
+from outrider.engine.measures.energy_ledger import EnergyCounts, EnergyLedger
+from outrider.engine.measures.metrics import EngineCounts, EngineMetrics, MetricsCounts
+from outrider.engine.measures.progress import report_progress
+from outrider.engine.measures.strategy_counts import CountsByStrategy, StrategyCounts
+from outrider.engine.planner import StepPlanner
+from outrider.engine.scheduling.placement import SlotPlacement
+from outrider.engine.scheduling.scheduler import Scheduler, check_options
+from outrider.engine.target import LocalTarget
+from outrider.engine.text.grammar import Grammars
+from outrider.engine.text.outputs import Outputs
 
 logger = logging.getLogger(__name__)
 
@@ -315,7 +315,7 @@ class Engine:
     def _step(self) -> list[StepOutput]:
         self.in_step = ()
         self._ledger.begin()
-        width = self._executor.width
+        width = self._executor.begin_step()
         works: list[ScheduledRequest] = []
         try:
             works = self._planner.plan(width)

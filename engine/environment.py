@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from engine.accelerator import accelerator
+from outrider.engine.accelerator import accelerator
 
 _DEVICES, _DRIVER = Path("/dev"), Path("/proc/driver/nvidia")  # present if an NVIDIA driver is loaded
 

@@ -10,26 +10,26 @@ from typing import Protocol
 
 import torch
 
-from decoding.drafters.base import TargetRows
-from decoding.request import Acceptance, Request, TokenLogprob
-from decoding.sampling.logit_rows import HostRows, LogitRows
-from decoding.sampling.nucleus import compile_nucleus
-from decoding.sampling.penalties import LogitRules
-from decoding.sampling.ranking import argmax_rows, blocks_of, compile_ranking
-from decoding.sampling.row_draw import compile_draws
-from decoding.sampling.sampler import choose, token_logprobs
-from decoding.tree import DraftTree
-from decoding.verify.exact import verify_exact
-from decoding.verify.rules import Rule
-from decoding.verify.target_probabilities import TargetDistributions
-from decoding.verify.tree_rows import compile_rows
-from engine.accelerator import accelerator, device_error, is_out_of_memory
-from engine.errors import RequestError, fault_of
-from engine.forward import prompt_scores
-from engine.forward.batch import ScheduledRequest, pack
-from engine.forward.rope import LengthRope
-from engine.forward.runner import ModelRunner
-from engine.text.grammar import Grammars
+from outrider.decoding.drafters.base import TargetRows
+from outrider.decoding.request import Acceptance, Request, TokenLogprob
+from outrider.decoding.sampling.logit_rows import HostRows, LogitRows
+from outrider.decoding.sampling.nucleus import compile_nucleus
+from outrider.decoding.sampling.penalties import LogitRules
+from outrider.decoding.sampling.ranking import argmax_rows, blocks_of, compile_ranking
+from outrider.decoding.sampling.row_draw import compile_draws
+from outrider.decoding.sampling.sampler import choose, token_logprobs
+from outrider.decoding.tree import DraftTree
+from outrider.decoding.verify.exact import verify_exact
+from outrider.decoding.verify.rules import Rule
+from outrider.decoding.verify.target_probabilities import TargetDistributions
+from outrider.decoding.verify.tree_rows import compile_rows
+from outrider.engine.accelerator import accelerator, device_error, is_out_of_memory
+from outrider.engine.errors import RequestError, fault_of
+from outrider.engine.forward import prompt_scores
+from outrider.engine.forward.batch import ScheduledRequest, pack
+from outrider.engine.forward.rope import LengthRope
+from outrider.engine.forward.runner import ModelRunner
+from outrider.engine.text.grammar import Grammars
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +49,8 @@ class VerifyResult:
 class Executor(Protocol):
     """Port that computes and verifies draft trees: one replica, or a lookahead-parallel or tensor-parallel group of ranks."""
 
-    @property
-    def width(self) -> int:
-        """Return the number of ranks that share the trees of the next step; 1 for a single replica."""
+    def begin_step(self) -> int:
+        """Begin a step, before it is planned. Return the number of ranks that share its trees; 1 for a single replica."""
         ...
 
     @property
@@ -183,7 +182,9 @@ class LocalExecutor:
         compile_ranking(runner.model.dtype)
         compile_draws(runner.model.dtype)
 
-    width = 1
+    def begin_step(self) -> int:
+        """See ``Executor``."""
+        return 1
 
     @property
     def rope(self) -> LengthRope | None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from decoding.budget.latency import StepLoad
-from decoding.drafters.base import Drafter
-from decoding.request import Request
-from decoding.tree import DraftTree
-from decoding.verify.grammar import permitted
-from engine.forward.batch import ScheduledRequest
-from engine.forward.rope import LengthRope
-from engine.loading.model_info import ModelInfo
-from engine.scheduling.scheduler import RowAllotment, Scheduler
-from engine.text.outputs import Outputs
+from outrider.decoding.budget.latency import StepLoad
+from outrider.decoding.drafters.base import Drafter
+from outrider.decoding.request import Request
+from outrider.decoding.tree import DraftTree
+from outrider.decoding.verify.grammar import permitted
+from outrider.engine.forward.batch import ScheduledRequest
+from outrider.engine.forward.rope import LengthRope
+from outrider.engine.loading.model_info import ModelInfo
+from outrider.engine.scheduling.scheduler import RowAllotment, Scheduler
+from outrider.engine.text.outputs import Outputs
 
 MASK_RESTS = 20.0  # pause after slow masks, relative to their duration
 LONG_S = 0.05  # duration of one request's masks in a step that puts its account on probation

@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
-from decoding.budget.latency import LatencyCurve
-from decoding.jit import cache_folder
-from decoding.tree import Int32Array
-from engine.forward.batch import ScheduledRequest
-from engine.forward.runner import ModelRunner
-from engine.loading.model_info import ModelInfo
-from engine.loading.model_tables import bigram_rows, bigram_table, cached_table, load_table, save_table, unigram_ranking
-from engine.measures.calibration import CalibrationFile
-from engine.measures.latency import quick_curve
-from engine.measures.live_curve import LiveCurve
+from outrider.decoding.budget.latency import LatencyCurve
+from outrider.decoding.jit import cache_folder
+from outrider.decoding.tree import Int32Array
+from outrider.engine.forward.batch import ScheduledRequest
+from outrider.engine.forward.runner import ModelRunner
+from outrider.engine.loading.model_info import ModelInfo
+from outrider.engine.loading.model_tables import bigram_rows, bigram_table, cached_table, load_table, save_table, unigram_ranking
+from outrider.engine.measures.calibration import CalibrationFile
+from outrider.engine.measures.latency import quick_curve
+from outrider.engine.measures.live_curve import LiveCurve
 
 _CHORE_ROWS = 64  # rows of a deferred forward, small because a request may arrive and wait for it
 _BETWEEN_TEXTS = "<|endoftext|>"  # in GPT-2's tokenizer and its descendants

@@ -16,7 +16,7 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
-from decoding.jit import cache_folder
+from outrider.decoding.jit import cache_folder
 
 # Before anything imports Ray; without it, Ray writes a token into the home folder.
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -96,7 +96,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Write the record of the long proofs."""
     folder = session.config.getoption("--proof")
     if folder is not None and session.config.stash[PROVED]:
-        from experiments.bench.record import write_record
+        from outrider.experiments.bench.record import write_record
 
         chosen = {"chosen": session.config.option.keyword}
         write_record("long-proofs", chosen, session.config.stash[PROVED], None, session.config.stash[STARTED], folder=folder)

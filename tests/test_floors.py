@@ -55,18 +55,22 @@ def violations(file: str, source: str) -> list[str]:
     allowed = LIBRARIES[room] | BELOW[room] | {room} if file not in STANDARD_LIBRARY_ONLY else set()
     found = []
     for line, name in imported(ast.parse(source), file):
-        bad = name.split(".")[0] not in allowed | sys.stdlib_module_names
-        # Other modules of configs need pydantic.
-        bad |= room in WITHOUT_PYDANTIC and name.startswith("configs") and not name.startswith("configs.slices")
+        top, _, own = name.partition(".")
+        if top == "outrider":
+            bad = own.split(".")[0] not in allowed & BELOW.keys()
+            # Other modules of configs need pydantic.
+            bad |= room in WITHOUT_PYDANTIC and own.startswith("configs") and not own.startswith("configs.slices")
+        else:
+            bad = top not in (allowed - BELOW.keys()) | sys.stdlib_module_names
         if bad:
             found.append(f"{file}:{line} imports {name}")
     return found
 
 
 def imported(tree: ast.AST, file: str) -> list[tuple[int, str]]:
-    """Return line and full name of every import: ``from configs import schema`` is ``configs.schema``."""
+    """Return line and full name of every import: ``from outrider.configs import schema`` is ``outrider.configs.schema``."""
     names = []
-    package = file.split("/")[:-1]
+    package = ["outrider", *file.split("/")[:-1]]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names += [(node.lineno, alias.name) for alias in node.names]
@@ -170,7 +174,7 @@ def test_files_that_documents_name_are_there() -> None:
         for name in re.findall(rf"`((?:{rooms})/[\w./-]*\.\w+)`", page.read_text(encoding="utf-8")):
             if not (REPOSITORY / name).exists() and name != "decoding/drafters/repeat.py":
                 missing.append(f"{page.name}: {name}")
-        for module in re.findall(rf"python -m ((?:{rooms})\.[\w.]+\w)", page.read_text(encoding="utf-8")):
+        for module in re.findall(rf"python -m ((?:outrider|{rooms})\.[\w.]+\w)", page.read_text(encoding="utf-8")):
             if importlib.util.find_spec(module) is None:
                 missing.append(f"{page.name}: {module}")
     assert missing == []
@@ -192,8 +196,8 @@ def test_rooms_have_no_cycle() -> None:
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("decoding/a.py", "import engine.forward.batch"),
-        ("decoding/a.py", "from configs.schema import Config"),
+        ("decoding/a.py", "import outrider.engine.forward.batch"),
+        ("decoding/a.py", "from outrider.configs.schema import Config"),
         ("decoding/a.py", "import redis"),
         ("decoding/a.py", "import transformers"),
         ("decoding/a.py", "def f():\n    import ray"),
@@ -201,23 +205,24 @@ def test_rooms_have_no_cycle() -> None:
         ("decoding/a.py", "import importlib\nimportlib.import_module('ray')"),
         ("engine/a.py", "import ray"),
         ("engine/a.py", "from pydantic import BaseModel"),
-        ("engine/a.py", "from configs.schema import load_config"),
-        ("engine/a.py", "from configs import schema"),
-        ("engine/a.py", "from cache_service.store.embedded import EmbeddedRedis"),
-        ("engine/a.py", "if True:\n    from actors import replica"),
-        ("cache_service/a.py", "import engine"),
+        ("engine/a.py", "from outrider.configs.schema import load_config"),
+        ("engine/a.py", "from outrider.configs import schema"),
+        ("engine/a.py", "from decoding import tree"),
+        ("engine/a.py", "from outrider.cache_service.store.embedded import EmbeddedRedis"),
+        ("engine/a.py", "if True:\n    from outrider.actors import replica"),
+        ("cache_service/a.py", "import outrider.engine"),
         ("cache_service/a.py", "import ray"),
         ("cache_service/a.py", "import torch"),
-        ("actors/a.py", "from cluster.app import build_app"),
+        ("actors/a.py", "from outrider.cluster.app import build_app"),
         ("actors/a.py", "import fastapi"),
-        ("cluster/a.py", "import experiments.bench.record"),
+        ("cluster/a.py", "import outrider.experiments.bench.record"),
         ("cluster/a.py", "import requests"),
         ("experiments/a.py", "from ray import serve"),
         ("configs/slices.py", "import pydantic"),
         ("configs/slices.py", "import yaml"),
-        ("configs/slices.py", "from configs.schema import Config"),
+        ("configs/slices.py", "from outrider.configs.schema import Config"),
         ("configs/schema.py", "import torch"),
-        ("configs/schema.py", "import decoding.tree"),
+        ("configs/schema.py", "import outrider.decoding.tree"),
     ],
 )
 def test_checker_sees_a_bad_import(file: str, source: str) -> None:
@@ -228,11 +233,14 @@ def test_checker_sees_a_bad_import(file: str, source: str) -> None:
     ("file", "source"),
     [
         ("decoding/drafters/a.py", "from ..tree import DraftTree\nimport numpy as np\nimport torch"),
-        ("engine/a.py", "from configs.slices import EngineOptions\nimport transformers\nimport decoding.tree"),
+        ("engine/a.py", "from outrider.configs.slices import EngineOptions\nimport transformers\nimport outrider.decoding.tree"),
         ("cache_service/a.py", "import redis, socket\nimport numpy"),
-        ("actors/a.py", "import ray\nfrom engine.engine import Engine\nimport cache_service.store.embedded"),
-        ("cluster/a.py", "import ray, fastapi, httpx\nfrom configs.schema import Config\nimport actors.replica"),
-        ("configs/schema.py", "import yaml\nfrom pydantic import BaseModel\nfrom configs.slices import ModelOptions"),
+        ("actors/a.py", "import ray\nfrom outrider.engine.engine import Engine\nimport outrider.cache_service.store.embedded"),
+        (
+            "cluster/a.py",
+            "import ray, fastapi, httpx\nfrom outrider.configs.schema import Config\nimport outrider.actors.replica",
+        ),
+        ("configs/schema.py", "import yaml\nfrom pydantic import BaseModel\nfrom outrider.configs.slices import ModelOptions"),
         ("configs/slices.py", "from __future__ import annotations\nfrom dataclasses import dataclass"),
     ],
 )

@@ -9,18 +9,18 @@ import time
 
 import torch
 
-from actors.description import GroupState
-from actors.lookahead.executor import LookaheadParallelExecutor
-from actors.lookahead.link import LINK_ERRORS, Address
-from actors.lookahead.peer import Member, Peer
-from actors.lookahead.rank import RankServer
-from actors.placement.blocks import share_ranks
-from actors.placement.pinning import allowed_cores, own_cores, pin_thread
-from actors.ranks import GroupError, Ranks
-from configs.slices import ParallelismOptions
-from engine.errors import DeviceError
-from engine.executor import Executor, LocalExecutor
-from engine.forward.runner import ModelRunner
+from outrider.actors.description import GroupState
+from outrider.actors.lookahead.executor import LookaheadParallelExecutor
+from outrider.actors.lookahead.link import LINK_ERRORS, Address
+from outrider.actors.lookahead.peer import Member, Peer
+from outrider.actors.lookahead.rank import RankServer
+from outrider.actors.placement.blocks import share_ranks
+from outrider.actors.placement.pinning import allowed_cores, own_cores, pin_thread
+from outrider.actors.ranks import GroupError, Ranks
+from outrider.configs.slices import ParallelismOptions
+from outrider.engine.errors import DeviceError
+from outrider.engine.executor import Executor, LocalExecutor
+from outrider.engine.forward.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 

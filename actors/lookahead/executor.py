@@ -10,22 +10,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actors.description import GroupState
-from actors.lookahead.link import LINK_ERRORS, Link
-from actors.lookahead.membership import LostRank, RankMembership
-from actors.lookahead.messages import OutcomeMessage, Reply
-from actors.lookahead.rank import outcome_message
-from actors.lookahead.rank_state import RankKVState, RankKVStates, RankState, SentStep
-from actors.lookahead.shares import RankResult, merge_results
-from actors.lookahead.width import WidthChoice, WidthChoices
-from configs.slices import ParallelismOptions
-from decoding.budget.partition import compile_partition
-from decoding.request import Request
-from decoding.tree import DraftTree, TreePart
-from engine.errors import one_line
-from engine.executor import LocalExecutor, VerifyResult
-from engine.forward.batch import ScheduledRequest
-from engine.forward.rope import LengthRope
+from outrider.actors.description import GroupState
+from outrider.actors.lookahead.link import LINK_ERRORS, Link
+from outrider.actors.lookahead.membership import LostRank, RankMembership
+from outrider.actors.lookahead.messages import OutcomeMessage, Reply
+from outrider.actors.lookahead.rank import outcome_message
+from outrider.actors.lookahead.rank_state import RankKVState, RankKVStates, RankState, SentStep
+from outrider.actors.lookahead.results import RankResult, merge_results
+from outrider.actors.lookahead.width import WidthChoice, WidthChoices
+from outrider.configs.slices import ParallelismOptions
+from outrider.decoding.budget.partition import compile_partition
+from outrider.decoding.request import Request
+from outrider.decoding.tree import DraftTree, TreePart
+from outrider.engine.errors import one_line
+from outrider.engine.executor import LocalExecutor, VerifyResult
+from outrider.engine.forward.batch import ScheduledRequest
+from outrider.engine.forward.rope import LengthRope
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +86,8 @@ class LookaheadParallelExecutor:
         self.times: deque[StepTimes] = deque(maxlen=4096)  # latest steps that emitted tokens
         compile_partition()
 
-    @property
-    def width(self) -> int:
-        """See ``Executor``. Reading it applies membership changes and chooses the width of the next step."""
+    def begin_step(self) -> int:
+        """See ``Executor``. Apply membership changes and choose how many ranks share the step."""
         if self._membership.changes:
             with self._lock:
                 self._membership.change()

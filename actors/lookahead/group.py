@@ -16,16 +16,16 @@ import torch
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
-from actors.description import GroupState
-from actors.lookahead.executor import LookaheadParallelExecutor, StepTimes
-from actors.lookahead.link import LINK_ERRORS, Link, connect
-from actors.lookahead.rank_actor import RankActor, RankAddress
-from actors.placement.bundles import BundleActor, bundles_for, reason
-from actors.placement.pinning import allowed_cores, own_cores, pin_thread
-from actors.ranks import GroupError, Ranks
-from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, ServerOptions, SpeculationOptions
-from engine.executor import Executor, LocalExecutor
-from engine.forward.runner import ModelRunner
+from outrider.actors.description import GroupState
+from outrider.actors.lookahead.executor import LookaheadParallelExecutor, StepTimes
+from outrider.actors.lookahead.link import LINK_ERRORS, Link, connect
+from outrider.actors.lookahead.rank_actor import RankActor, RankAddress
+from outrider.actors.placement.bundles import BundleActor, bundles_for, reason
+from outrider.actors.placement.pinning import allowed_cores, own_cores, pin_thread
+from outrider.actors.ranks import GroupError, Ranks
+from outrider.configs.slices import EngineOptions, ModelOptions, ParallelismOptions, ServerOptions, SpeculationOptions
+from outrider.engine.executor import Executor, LocalExecutor
+from outrider.engine.forward.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
-from actors.wire import MAX_MESSAGE_BYTES, Message, WireError, decode, encode
+from outrider.actors.wire import MAX_MESSAGE_BYTES, Message, WireError, decode, encode
 
 Address = tuple[str, int]
 

@@ -9,12 +9,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actors.lookahead.link import LINK_ERRORS, Link, readable
-from actors.lookahead.messages import Detached, Failure, Heartbeat, Reply
-from actors.lookahead.rank_state import READY_LAG, RankState
-from configs.slices import ParallelismOptions
-from engine.errors import one_line
-from engine.forward.batch import ScheduledRequest
+from outrider.actors.lookahead.link import LINK_ERRORS, Link, readable
+from outrider.actors.lookahead.messages import Detached, Failure, Heartbeat, Reply
+from outrider.actors.lookahead.rank_state import READY_LAG, RankState
+from outrider.configs.slices import ParallelismOptions
+from outrider.engine.errors import one_line
+from outrider.engine.forward.batch import ScheduledRequest
 
 logger = logging.getLogger(__name__)
 

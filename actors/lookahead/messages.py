@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from actors.wire import Message
-from decoding.request import Acceptance, SamplingParams, TokenLogprob
-from decoding.tree import Int32Array
+from outrider.actors.wire import Message
+from outrider.decoding.request import Acceptance, SamplingParams, TokenLogprob
+from outrider.decoding.tree import Int32Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class OpenMessage:
 
 @dataclass(frozen=True, slots=True)
 class WorkMessage:
-    """Rank's part of a step for one request: see ``engine.forward.batch.ScheduledRequest``. ``start`` 0 assigns the slot to the request."""
+    """Rank's part of a step for one request, see ``ScheduledRequest``. ``start`` 0 assigns the slot to the request."""
 
     number: int
     slot: int

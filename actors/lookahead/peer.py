@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from actors.lookahead.link import LINK_ERRORS, Address, Link, connect
-from actors.lookahead.messages import Heartbeat
+from outrider.actors.lookahead.link import LINK_ERRORS, Address, Link, connect
+from outrider.actors.lookahead.messages import Heartbeat
 
 logger = logging.getLogger(__name__)
 

@@ -11,15 +11,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from actors.lookahead.link import LINK_ERRORS, Address, Link, accept, shutdown
-from actors.lookahead.messages import Detached, Failure, Heartbeat, OutcomeMessage, Reply, StepMessage, WorkMessage
-from configs.slices import ParallelismOptions
-from decoding.request import Request, RequestState
-from decoding.tree import DraftTree, Int32Array
-from engine.accelerator import device_error
-from engine.errors import DeviceError, one_line
-from engine.executor import LocalExecutor, VerifyResult
-from engine.forward.batch import ScheduledRequest
+from outrider.actors.lookahead.link import LINK_ERRORS, Address, Link, accept, shutdown
+from outrider.actors.lookahead.messages import Detached, Failure, Heartbeat, OutcomeMessage, Reply, StepMessage, WorkMessage
+from outrider.configs.slices import ParallelismOptions
+from outrider.decoding.request import Request, RequestState
+from outrider.decoding.tree import DraftTree, Int32Array
+from outrider.engine.accelerator import device_error
+from outrider.engine.errors import DeviceError, one_line
+from outrider.engine.executor import LocalExecutor, VerifyResult
+from outrider.engine.forward.batch import ScheduledRequest
 
 logger = logging.getLogger(__name__)
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import ray
 
-from actors.heap import spare_collector
-from actors.lookahead.link import Address
-from actors.lookahead.rank import RankServer
-from actors.placement.pinning import allowed_cores, own_cores, pin_thread
-from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
-from engine.engine import load_runner
-from engine.executor import LocalExecutor
-from engine.measures.energy import meter_name
+from outrider.actors.heap import spare_collector
+from outrider.actors.lookahead.link import Address
+from outrider.actors.lookahead.rank import RankServer
+from outrider.actors.placement.pinning import allowed_cores, own_cores, pin_thread
+from outrider.configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
+from outrider.engine.engine import load_runner
+from outrider.engine.executor import LocalExecutor
+from outrider.engine.measures.energy import meter_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actors.lookahead.link import Link
-from actors.lookahead.messages import OpenMessage, StepMessage, WorkMessage
-from actors.lookahead.rank import text_digest
-from decoding.request import Request, RequestState
-from decoding.tree import DraftTree, Int32Array, TreePart
-from engine.forward.batch import ScheduledRequest
+from outrider.actors.lookahead.link import Link
+from outrider.actors.lookahead.messages import OpenMessage, StepMessage, WorkMessage
+from outrider.actors.lookahead.rank import text_digest
+from outrider.decoding.request import Request, RequestState
+from outrider.decoding.tree import DraftTree, Int32Array, TreePart
+from outrider.engine.forward.batch import ScheduledRequest
 
 READY_LAG = 32  # a rank that lacks at most this many tokens of every request shares steps
 _LAZY_LAG = 16  # a rank without a part of a tree computes new tokens in groups of this size

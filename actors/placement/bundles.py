@@ -11,7 +11,7 @@ from ray.exceptions import RayTaskError
 from ray.util.placement_group import PlacementGroup, get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.ranks import GroupError
+from outrider.actors.ranks import GroupError
 
 
 def bundles_for(world_size: int, placement_group: PlacementGroup | None = None) -> PlacementGroup:

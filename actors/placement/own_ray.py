@@ -19,8 +19,8 @@ from ray._private import node, parameter, ray_constants
 from ray._private import utils as ray_utils
 from ray.job_config import JobConfig
 
-from actors.placement.ray_folder import MARK, SESSION, RayFolder
-from engine.child_process import CODE
+from outrider.actors.placement.ray_folder import MARK, SESSION, RayFolder
+from outrider.engine.child_process import CODE
 
 _CoreWorker: Callable[..., Any] = vars(ray._raylet)["CoreWorker"]
 OBJECT_STORE_BYTES = 128 * 2**20  # requests and outputs travel inside calls: only unusually long prompts use the store

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from actors.ranks import GroupError
+from outrider.actors.ranks import GroupError
 
 
 def allowed_cores() -> tuple[int, ...]:

@@ -12,14 +12,14 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup
 
-from actors.heap import spare_collector
-from actors.lookahead.link import Address
-from actors.placement.bundles import BundleActor, bundles_for, reason
-from actors.ranks import GroupError
-from actors.sharded.group import ShardedGroup, device_of, whole_model
-from actors.sharded.rank import ShardServer, load_whole
-from actors.sharded.shard import GroupSettings, ShardMode, ShardSpec
-from configs.slices import ModelOptions, ParallelismOptions
+from outrider.actors.heap import spare_collector
+from outrider.actors.lookahead.link import Address
+from outrider.actors.placement.bundles import BundleActor, bundles_for, reason
+from outrider.actors.ranks import GroupError
+from outrider.actors.sharded.group import ShardedGroup, device_of, whole_model
+from outrider.actors.sharded.rank import ShardServer, load_whole
+from outrider.actors.sharded.shard import GroupSettings, ShardMode, ShardSpec
+from outrider.configs.slices import ModelOptions, ParallelismOptions
 
 
 class ShardActor:

@@ -20,24 +20,24 @@ import torch
 from torch import distributed
 from transformers import PreTrainedModel
 
-from actors.description import GroupState
-from actors.lookahead.link import LINK_ERRORS, Address, Link, connect
-from actors.lookahead.messages import Failure
-from actors.ranks import GroupError, Ranks
-from actors.sharded.messages import JoinMessage, ReadyMessage, ShardedStep
-from actors.sharded.parts import take_checked
-from actors.sharded.rank import WATCH_S, end_process
-from actors.sharded.shard import GroupSettings, ShardSpec, rendezvous
-from actors.sharded.shared_sums import sweep
-from actors.wire import encode
-from configs.slices import EngineOptions, ModelOptions
-from engine.errors import DeviceError, ModelLoadError, one_line
-from engine.executor import Executor, LocalExecutor
-from engine.forward.batch import Batch
-from engine.forward.runner import ModelRunner
-from engine.forward.sharded import LeadingRunner, Move
-from engine.loading.hybrids import refuse_role
-from engine.loading.model import load_config
+from outrider.actors.description import GroupState
+from outrider.actors.lookahead.link import LINK_ERRORS, Address, Link, connect
+from outrider.actors.lookahead.messages import Failure
+from outrider.actors.ranks import GroupError, Ranks
+from outrider.actors.sharded.messages import JoinMessage, ReadyMessage, ShardedStep
+from outrider.actors.sharded.parts import take_checked
+from outrider.actors.sharded.rank import WATCH_S, end_process
+from outrider.actors.sharded.shard import GroupSettings, ShardSpec, rendezvous
+from outrider.actors.sharded.shared_sums import sweep
+from outrider.actors.wire import encode
+from outrider.configs.slices import EngineOptions, ModelOptions
+from outrider.engine.errors import DeviceError, ModelLoadError, one_line
+from outrider.engine.executor import Executor, LocalExecutor
+from outrider.engine.forward.batch import Batch
+from outrider.engine.forward.runner import ModelRunner
+from outrider.engine.forward.sharded import LeadingRunner, Move
+from outrider.engine.loading.hybrids import refuse_role
+from outrider.engine.loading.model import load_config
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from actors.wire import Message
-from engine.forward.batch import Batch
-from engine.forward.sharded import Move
+from outrider.actors.wire import Message
+from outrider.engine.forward.batch import Batch
+from outrider.engine.forward.sharded import Move
 
 
 @dataclass(frozen=True, slots=True)

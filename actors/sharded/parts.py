@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from actors.ranks import GroupError
-from actors.sharded.pipeline_parallel import take_part as take_layers
-from actors.sharded.shard import ModelPart, ShardSpec
-from actors.sharded.tensor_parallel import take_part as take_slices
-from engine.errors import one_line
-from engine.forward.runner import kv_shape
-from engine.forward.sharded import probe_logits
+from outrider.actors.ranks import GroupError
+from outrider.actors.sharded.pipeline_parallel import take_part as take_layers
+from outrider.actors.sharded.shard import ModelPart, ShardSpec
+from outrider.actors.sharded.tensor_parallel import take_part as take_slices
+from outrider.engine.errors import one_line
+from outrider.engine.forward.runner import kv_shape
+from outrider.engine.forward.sharded import probe_logits
 
 MOST_DIFFERENT = 0.1  # relative error of the logits: half precision gives about 0.01, a wrong split about 1
 

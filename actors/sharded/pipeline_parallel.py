@@ -17,9 +17,9 @@ import torch
 from torch import distributed
 from transformers import PreTrainedModel
 
-from actors.ranks import GroupError
-from actors.sharded.shard import ModelPart, ShardSpec
-from engine.forward.runner import kv_shape
+from outrider.actors.ranks import GroupError
+from outrider.actors.sharded.shard import ModelPart, ShardSpec
+from outrider.engine.forward.runner import kv_shape
 
 
 def bounds(layers: int, world_size: int) -> list[range]:

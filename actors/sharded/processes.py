@@ -14,14 +14,14 @@ from multiprocessing.context import SpawnProcess
 
 import torch
 
-from actors.heap import spare_collector
-from actors.lookahead.link import Address
-from actors.ranks import GroupError
-from actors.sharded.group import ShardedGroup, device_of, whole_model
-from actors.sharded.rank import LoadWhole, ShardServer, load_whole
-from actors.sharded.shard import GroupSettings, ShardMode, ShardSpec
-from configs.slices import ModelOptions, ParallelismOptions, ServerOptions
-from engine.errors import one_line
+from outrider.actors.heap import spare_collector
+from outrider.actors.lookahead.link import Address
+from outrider.actors.ranks import GroupError
+from outrider.actors.sharded.group import ShardedGroup, device_of, whole_model
+from outrider.actors.sharded.rank import LoadWhole, ShardServer, load_whole
+from outrider.actors.sharded.shard import GroupSettings, ShardMode, ShardSpec
+from outrider.configs.slices import ModelOptions, ParallelismOptions, ServerOptions
+from outrider.engine.errors import one_line
 
 logger = logging.getLogger(__name__)
 

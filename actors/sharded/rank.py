@@ -18,21 +18,21 @@ from typing import NoReturn
 import numpy as np
 from transformers import PreTrainedModel
 
-from actors.lookahead.link import LINK_ERRORS, Address, Link, accept, readable
-from actors.lookahead.messages import Failure
-from actors.ranks import GroupError
-from actors.sharded.messages import JoinMessage, ReadyMessage, ShardedStep
-from actors.sharded.parts import take_checked
-from actors.sharded.shard import GroupSettings, ModelPart, ShardSpec, rendezvous
-from actors.sharded.shared_sums import sweep
-from actors.wire import Message, WireError
-from configs.slices import ModelOptions
-from engine.errors import one_line
-from engine.forward.batch import Batch
-from engine.forward.runner import ModelRunner
-from engine.forward.sharded import apply_moves, following_runner
-from engine.loading.model import load_model
-from engine.measures.energy import meter_name
+from outrider.actors.lookahead.link import LINK_ERRORS, Address, Link, accept, readable
+from outrider.actors.lookahead.messages import Failure
+from outrider.actors.ranks import GroupError
+from outrider.actors.sharded.messages import JoinMessage, ReadyMessage, ShardedStep
+from outrider.actors.sharded.parts import take_checked
+from outrider.actors.sharded.shard import GroupSettings, ModelPart, ShardSpec, rendezvous
+from outrider.actors.sharded.shared_sums import sweep
+from outrider.actors.wire import Message, WireError
+from outrider.configs.slices import ModelOptions
+from outrider.engine.errors import one_line
+from outrider.engine.forward.batch import Batch
+from outrider.engine.forward.runner import ModelRunner
+from outrider.engine.forward.sharded import apply_moves, following_runner
+from outrider.engine.loading.model import load_model
+from outrider.engine.measures.energy import meter_name
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 from torch import distributed
 
-from actors.ranks import GroupError
-from engine.kv.kv_cache import KVShape
+from outrider.actors.ranks import GroupError
+from outrider.engine.kv.kv_cache import KVShape
 
 ShardMode = Literal["tensor", "pipeline"]
 

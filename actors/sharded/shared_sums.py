@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import distributed
 
-from decoding.jit import cache_folder
-from decoding.private_files import open_private, read_sealed, save_sealed
-from engine.environment import environment
-from engine.errors import one_line
-from engine.loading.kept_files import alone
+from outrider.decoding.jit import cache_folder
+from outrider.decoding.private_files import open_private, read_sealed, save_sealed
+from outrider.engine.environment import environment
+from outrider.engine.errors import one_line
+from outrider.engine.loading.cache_files import alone
 
 logger = logging.getLogger(__name__)
 

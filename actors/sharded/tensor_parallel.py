@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from actors.ranks import GroupError
-from actors.sharded.shard import ModelPart, ShardSpec
-from actors.sharded.shared_sums import choose_transport
-from engine.errors import one_line
-from engine.forward.cpu.products.row_linear import has_kernels
-from engine.forward.runner import kv_shape
+from outrider.actors.ranks import GroupError
+from outrider.actors.sharded.shard import ModelPart, ShardSpec
+from outrider.actors.sharded.shared_sums import choose_transport
+from outrider.engine.cpu.linear import has_kernels
+from outrider.engine.errors import one_line
+from outrider.engine.forward.runner import kv_shape
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import redis
 
-from cache_service.store.redis_binary import RedisBinary, find_redis_server
+from outrider.cache_service.store.redis_binary import RedisBinary, find_redis_server
 
 # Supervisor of the server: restarts it when it dies, with backoff. `read` returns when the pipe's other end closes, which the
 # kernel does however the parent dies; a death signal would be bound to the thread that started the server, and exists on Linux

@@ -28,9 +28,9 @@ from redis.cluster import RedisCluster
 from redis.exceptions import RedisClusterException
 from redis.sentinel import MasterNotFoundError
 
-from cache_service.store import scripts
-from cache_service.store.addresses import Client, connect
-from cache_service.store.stream_ids import id_of, text_of
+from outrider.cache_service.store import scripts
+from outrider.cache_service.store.addresses import Client, connect
+from outrider.cache_service.store.stream_ids import id_of, text_of
 
 MAX_ENTRIES = 100_000  # per stream, if no service trims it
 MAX_BLOCK_S = 0.5  # longest blocking read; a server silent for this plus the timeout counts as down

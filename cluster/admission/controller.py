@@ -15,17 +15,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from cluster.admission.rate_limits import BUSY_S, Account, LedgerEntry, Rates, rates_of, too_many
-from cluster.admission.tenancy import Caller, Tenancy
-from cluster.http.errors import ApiError
-from cluster.http.types.openai import CompletionFields
-from cluster.serving.generation import Deadline, GenerationJob, Listener
-from configs.schema import Config
-from configs.server_checks import allowed_names
-from configs.slices import LimitsOptions
-from configs.tenancy_checks import key_is_required
-from decoding.request import StepOutput
-from engine.errors import RequestError
+from outrider.cluster.admission.rate_limits import BUSY_S, Account, LedgerEntry, Rates, rates_of, too_many
+from outrider.cluster.admission.tenancy import Caller, Tenancy
+from outrider.cluster.http.errors import ApiError
+from outrider.cluster.http.types.openai import CompletionFields
+from outrider.cluster.serving.generation import Deadline, GenerationJob, Listener
+from outrider.configs.schema import Config
+from outrider.configs.server_checks import allowed_names
+from outrider.configs.slices import LimitsOptions
+from outrider.configs.tenancy_checks import key_is_required
+from outrider.decoding.request import StepOutput
+from outrider.engine.errors import RequestError
 
 REFUSALS = (
     "invalid_api_key", "request_too_large", "rate_limit_exceeded", "too_many_concurrent", "queue_full", "deadline_exceeded",

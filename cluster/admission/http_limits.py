@@ -17,7 +17,7 @@ import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from cluster.http.errors import ApiError
+from outrider.cluster.http.errors import ApiError
 
 HEADER_TIMEOUT_S = 20.0
 MAX_HEAD_BYTES = 64 * 1024  # request line with headers; also trailers and chunk lines

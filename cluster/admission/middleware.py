@@ -13,9 +13,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.admission.controller import CURRENT, AdmissionController, Ticket
-from cluster.http.errors import ApiError
-from cluster.http.turns import SENDER, Sender
+from outrider.cluster.admission.controller import CURRENT, AdmissionController, Ticket
+from outrider.cluster.http.errors import ApiError
+from outrider.cluster.http.turns import SENDER, Sender
 
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/compare"})
 _KEYED = ("/v1/", "/tokenize", "/detokenize")

@@ -10,8 +10,8 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from cluster.http.errors import ApiError
-from configs.slices import LimitsOptions, TenantOptions
+from outrider.cluster.http.errors import ApiError
+from outrider.configs.slices import LimitsOptions, TenantOptions
 
 MINUTE_S = 60.0
 # Refusals of a key within the delay that are sent at once, and the delay of further ones in seconds.

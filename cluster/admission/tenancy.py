@@ -7,12 +7,12 @@ import logging
 import os
 from dataclasses import dataclass
 
-from cache_service.namespace import hash_key
-from cluster.http.errors import ApiError
-from cluster.http.types.openai import CacheChoice
-from configs.keys_file import with_keys_file
-from configs.schema import ConfigError
-from configs.slices import TenancyOptions, TenantOptions
+from outrider.cache_service.namespace import hash_key
+from outrider.cluster.http.errors import ApiError
+from outrider.cluster.http.types.openai import CacheChoice
+from outrider.configs.keys_file import with_keys_file
+from outrider.configs.schema import ConfigError
+from outrider.configs.slices import TenancyOptions, TenantOptions
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.cli.client import ADMIN_KEY, API_KEY, RefusedError, checked, connected
-from cluster.cli.generate.prompt_file import PromptFileError, PromptRecord, read_prompts
-from cluster.cli.terminal import fail, fail_input, print_rows, progress
-from cluster.observe.difference import first_difference
+from outrider.cluster.cli.client import ADMIN_KEY, API_KEY, RefusedError, checked, connected
+from outrider.cluster.cli.generate.prompt_file import PromptFileError, PromptRecord, read_prompts
+from outrider.cluster.cli.terminal import fail, fail_input, print_rows, progress
+from outrider.cluster.observe.difference import first_difference
 
 if TYPE_CHECKING:
     import httpx

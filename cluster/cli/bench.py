@@ -9,8 +9,8 @@ from importlib.util import find_spec
 
 import typer
 
-from cluster.cli.terminal import fail
-from engine.child_process import python_module
+from outrider.cluster.cli.terminal import fail
+from outrider.engine.child_process import python_module
 
 bench = typer.Typer(help="Run a benchmark or an experiment, and write a record of it.", no_args_is_help=True)
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}  # the experiment parses them
@@ -49,7 +49,7 @@ def simulate(context: typer.Context) -> None:
 
 def become_experiment(module: str, arguments: Sequence[str]) -> None:
     """Replace this process by a module of ``experiments``; exit with code 1 if that package is not installed."""
-    if find_spec("experiments") is None:
+    if find_spec("outrider.experiments") is None:
         fail("the package `experiments` is not installed: run this in the repository, or install outrider from it")
     sys.stdout.flush()
     os.execv(sys.executable, python_module(f"experiments.{module}", *arguments))

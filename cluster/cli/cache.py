@@ -10,8 +10,8 @@ from urllib.parse import quote
 
 import typer
 
-from cluster.cli.client import ADMIN_KEY, checked, connected
-from cluster.cli.terminal import fail, fail_input, print_rows, progress
+from outrider.cluster.cli.client import ADMIN_KEY, checked, connected
+from outrider.cluster.cli.terminal import fail, fail_input, print_rows, progress
 
 if TYPE_CHECKING:
     import httpx

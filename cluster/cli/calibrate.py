@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from cluster.cli.launch.preflight import LaunchError, check_model, with_threads
-from cluster.cli.terminal import fail, fail_input, progress
-from engine.child_process import child_environment, python_module
+from outrider.cluster.cli.launch.preflight import LaunchError, check_model, with_threads
+from outrider.cluster.cli.terminal import fail, fail_input, progress
+from outrider.engine.child_process import child_environment, python_module
 
 if TYPE_CHECKING:
-    from configs.schema import Config
-    from engine.measures.calibration import Calibration, CalibrationFile
-    from engine.measures.latency import Case
+    from outrider.configs.schema import Config
+    from outrider.engine.measures.calibration import Calibration, CalibrationFile
+    from outrider.engine.measures.latency import Case
 
 _SLACK = 1.2  # the critical decoding length is the most rows whose step takes at most this many times as long as one row
 
@@ -33,7 +33,7 @@ def calibrate(config: Path | None, overrides: list[str], out: Path, as_json: boo
         out: folder of the figure.
         as_json: print one JSON object on stdout instead of a table.
     """
-    from configs.schema import REPOSITORY, ConfigError, load_config
+    from outrider.configs.schema import REPOSITORY, ConfigError, load_config
 
     try:
         settings = load_config(config or REPOSITORY / "configs" / "local.yaml", overrides)
@@ -95,7 +95,7 @@ def summary(name: str, found: Calibration) -> dict[str, Any]:
 def _expected(found: Calibration, case: Case) -> float:
     import numpy as np
 
-    from decoding.budget.latency import StepLoad
+    from outrider.decoding.budget.latency import StepLoad
 
     load = StepLoad(case.sequences, case.sequences, case.sequences * case.context)
     return float(found.curve.seconds(np.array([float(case.sequences * case.rows)]), load)[0])
@@ -103,10 +103,10 @@ def _expected(found: Calibration, case: Case) -> float:
 
 def _load(config: Config) -> tuple[str, CalibrationFile]:
     """Load the model as a server of this configuration would; return its name and the file of its latency curve."""
-    from decoding.jit import cache_folder
-    from engine.engine import load_runner
-    from engine.errors import ModelLoadError
-    from engine.measures.calibration import CalibrationFile
+    from outrider.decoding.jit import cache_folder
+    from outrider.engine.engine import load_runner
+    from outrider.engine.errors import ModelLoadError
+    from outrider.engine.measures.calibration import CalibrationFile
 
     model = dataclasses.replace(config.model, threads=server_threads(config))
     try:
@@ -119,10 +119,10 @@ def _load(config: Config) -> tuple[str, CalibrationFile]:
 
 def _draw(told: dict[str, Any], out: Path) -> Path | None:
     """Draw the figure in a separate process (``report.latency_figure``); print a line and return None if that fails."""
-    if find_spec("matplotlib") is None or find_spec("experiments") is None:
+    if find_spec("matplotlib") is None or find_spec("outrider.experiments") is None:
         typer.echo("no figure: it needs the repository and matplotlib, pip install -e '.[dev]'", err=True)
         return None
-    command = python_module("experiments.report.latency_figure", "-", "--out", str(out))
+    command = python_module("outrider.experiments.report.latency_figure", "-", "--out", str(out))
     done = subprocess.run(command, input=json.dumps(told), capture_output=True, text=True, env=child_environment())
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from cluster.cli.client import RefusedError, checked, served_model
-from cluster.cli.terminal import MarkdownStream, fail, fail_input
+from outrider.cluster.cli.client import RefusedError, checked, served_model
+from outrider.cluster.cli.terminal import MarkdownStream, fail, fail_input
 
 if TYPE_CHECKING:
     import httpx
 
-    from actors.offline import OfflineEngine
+    from outrider.actors.offline import OfflineEngine
 
 Message = dict[str, str]
 _URL = "http://127.0.0.1:8000"
@@ -122,7 +122,7 @@ def _converse(partner: ChatBackend, messages: list[Message], show_drafts: bool) 
 
 def _document(name: str) -> list[str]:
     """Return the text of a file for the next question; print a line and return nothing if it cannot be read."""
-    from engine.text.file_text import UnreadableFileError, text_of_file
+    from outrider.engine.text.file_text import UnreadableFileError, text_of_file
 
     try:
         text = text_of_file(Path(name).expanduser().read_bytes())
@@ -214,8 +214,8 @@ class LocalBackend:
 
     def answer(self, messages: list[Message]) -> Generator[Piece, None, None]:
         """See ``ChatBackend``."""
-        from actors.offline import OfflinePrompt
-        from decoding.request import SamplingParams
+        from outrider.actors.offline import OfflinePrompt
+        from outrider.decoding.request import SamplingParams
 
         params = SamplingParams(self.max_tokens, temperature=self.temperature)
         (taken,) = self.engine.submit([OfflinePrompt("chat", "", messages=tuple(messages))], params, chat=True)
@@ -233,7 +233,7 @@ class LocalBackend:
 
 def _load(model: str | None, strategy: str | None) -> OfflineEngine:
     """Load the given model, or that of ``configs/local.yaml``; end the command if it cannot be loaded."""
-    from configs.schema import REPOSITORY, ConfigError, load_config
+    from outrider.configs.schema import REPOSITORY, ConfigError, load_config
 
     settings = [*([f"model.path={model}"] if model else []), *([f"speculation.strategy={strategy}"] if strategy else [])]
     try:
@@ -243,8 +243,8 @@ def _load(model: str | None, strategy: str | None) -> OfflineEngine:
     typer.echo(f"no server at {_URL}: loading {config.model.path} into this process", err=True)
     from transformers.utils.logging import disable_progress_bar
 
-    from actors.offline import OfflineEngine
-    from engine.errors import ModelLoadError
+    from outrider.actors.offline import OfflineEngine
+    from outrider.engine.errors import ModelLoadError
 
     disable_progress_bar()
     try:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from cluster.cli.terminal import fail, fail_input
+from outrider.cluster.cli.terminal import fail, fail_input
 
 if TYPE_CHECKING:
     import httpx

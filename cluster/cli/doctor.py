@@ -19,21 +19,21 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from actors.placement.ray_folder import RayFolderError, base_folder
-from cluster.cli.launch.preflight import most_ranks, options_of_a_rank
-from cluster.cli.terminal import fail, fail_input
-from decoding import jit
-from engine.loading.model_files import PACKAGED_MODELS, cached_models, is_whole
+from outrider.actors.placement.ray_folder import RayFolderError, base_folder
+from outrider.cluster.cli.launch.preflight import most_ranks, options_of_a_rank
+from outrider.cluster.cli.terminal import fail, fail_input
+from outrider.decoding import jit
+from outrider.engine.loading.model_files import PACKAGED_MODELS, cached_models, is_whole
 
 if TYPE_CHECKING:
-    from engine.loading.plan import Plan
+    from outrider.engine.loading.plan import Plan
 
 GIB = 2**30
 MIN_MEMORY_GIB = 4
 MIN_DISK_GIB = 4
 
 BASELINES = "pip install -e '.[baselines]'"
-_COMPILE = "python -m cluster.cli.launch.compile_ahead"
+_COMPILE = "python -m outrider.cluster.cli.launch.compile_ahead"
 
 Status = Literal["ok", "optional", "missing"]
 
@@ -88,7 +88,7 @@ def doctor(
     settings = {"model.path": model, "model.dtype": dtype, "model.device": device, "model.threads": threads}
     overrides = [f"{key}={value}" for key, value in settings.items() if value is not None]
     if calibrate:
-        from cluster.cli.calibrate import calibrate as measure  # slow to import
+        from outrider.cluster.cli.calibrate import calibrate as measure  # slow to import
 
         measure(config, overrides, out or Path(), as_json)
         return
@@ -113,7 +113,7 @@ def doctor(
 
 def _examine_model(config: Path | None, overrides: list[str], as_json: bool, gpu: str | None = None) -> int:
     """Check whether a model runs here, or on a named GPU, and what it needs; return the exit code."""
-    from configs.schema import REPOSITORY, ConfigError, load_config
+    from outrider.configs.schema import REPOSITORY, ConfigError, load_config
 
     try:
         settings = load_config(config or REPOSITORY / "configs" / "local.yaml", overrides)
@@ -121,10 +121,10 @@ def _examine_model(config: Path | None, overrides: list[str], as_json: bool, gpu
         fail_input(str(error))
     from transformers.utils import logging  # slow to import, as are the next modules
 
-    from engine.errors import ModelLoadError
-    from engine.loading.cards import find_card
-    from engine.loading.footprint import footprint, shown_bytes
-    from engine.loading.plan import plan
+    from outrider.engine.errors import ModelLoadError
+    from outrider.engine.loading.cards import find_card
+    from outrider.engine.loading.footprint import footprint, shown_bytes
+    from outrider.engine.loading.plan import plan
 
     logging.set_verbosity_error()  # hide warnings of the model's own code
     try:
@@ -178,8 +178,8 @@ def _examine_model(config: Path | None, overrides: list[str], as_json: bool, gpu
 
 
 def _planned(made: Plan) -> list[Finding]:
-    from engine.loading.footprint import shown_bytes
-    from engine.loading.plan import ALLOWED
+    from outrider.engine.loading.footprint import shown_bytes
+    from outrider.engine.loading.plan import ALLOWED
 
     found, card = made.footprint, made.card
     of_context = f" of the model's {found.context_len:,}" if found.max_model_len < found.context_len else ""
@@ -277,7 +277,7 @@ def list_gpus() -> list[str]:
 def _has_driver() -> bool:
     if _version("torch") is None:
         return False
-    from engine.environment import nvidia_device_present
+    from outrider.engine.environment import nvidia_device_present
 
     return nvidia_device_present()
 
@@ -316,7 +316,7 @@ def _torch(has_gpu: bool) -> Finding:
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
     if not has_gpu:
         return Finding("torch", "ok", f"{torch.__version__} ({build}), {torch.get_num_threads()} threads")
-    from engine.accelerator import accelerator
+    from outrider.engine.accelerator import accelerator
 
     why = accelerator().unavailable()
     if why is not None:
@@ -326,7 +326,7 @@ def _torch(has_gpu: bool) -> Finding:
 
 
 def _redis() -> Finding:
-    from cache_service.store.redis_binary import find_redis_server
+    from outrider.cache_service.store.redis_binary import find_redis_server
 
     binary, remedy = find_redis_server(), "apt-get install redis-server (or set redis_url)"
     if binary is None:
@@ -362,8 +362,8 @@ def _graphs() -> Finding:
     """Capture a small graph on each GPU."""
     import torch
 
-    from engine.accelerator import accelerator
-    from engine.forward.cuda.probe import graph_fault
+    from outrider.engine.accelerator import accelerator
+    from outrider.engine.cuda.probe import graph_fault
 
     name, count = "cuda graphs", 0 if accelerator().unavailable() else accelerator().device_count()
     for index in range(count):

@@ -9,15 +9,15 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli.audit import audit
-from cluster.cli.bench import PASS_ON, bench, simulate
-from cluster.cli.cache import cache
-from cluster.cli.chat import chat
-from cluster.cli.doctor import doctor
-from cluster.cli.generate.command import generate
-from cluster.cli.launch.serve_config import serve_config
-from cluster.cli.replay import replay
-from cluster.cli.terminal import fail, fail_input
+from outrider.cluster.cli.audit import audit
+from outrider.cluster.cli.bench import PASS_ON, bench, simulate
+from outrider.cluster.cli.cache import cache
+from outrider.cluster.cli.chat import chat
+from outrider.cluster.cli.doctor import doctor
+from outrider.cluster.cli.generate.command import generate
+from outrider.cluster.cli.launch.serve_config import serve_config
+from outrider.cluster.cli.replay import replay
+from outrider.cluster.cli.terminal import fail, fail_input
 
 app = typer.Typer(
     help="Serve Hugging Face causal LMs with draft-free speculative decoding: faster, and not one output token changed.",
@@ -55,7 +55,7 @@ def serve(
     """
     from difflib import get_close_matches
 
-    from configs.schema import REPOSITORY, ConfigError, keys, load_config
+    from outrider.configs.schema import REPOSITORY, ConfigError, keys, load_config
 
     given = arguments or []
     named = [*(each for each in given if "=" not in each), *([model] if model else [])]
@@ -69,13 +69,13 @@ def serve(
         loaded = load_config(config or REPOSITORY / "configs" / "local.yaml", settings)
     except ConfigError as error:
         fail_input(str(error))
-    from cluster.cli.launch.preflight import LaunchError, check, with_threads
+    from outrider.cluster.cli.launch.preflight import LaunchError, check, with_threads
 
     try:
         check(loaded)
         if not as_json:
             typer.echo("outrider: starting", err=True)
-        from cluster.cli.launch.serve import serve_until_stopped  # imports Ray, which is slow
+        from outrider.cluster.cli.launch.serve import serve_until_stopped  # imports Ray, which is slow
 
         own_choice = config is not None or any(setting.startswith("model.path=") for setting in settings)
         serve_until_stopped(with_threads(loaded), None if own_choice else "demo_model", as_json)
@@ -86,7 +86,7 @@ def serve(
 @app.command()
 def new_key() -> None:
     """Make a random API key and print it with its hash. Only the hash goes into the configuration; the key is not shown again."""
-    from cache_service.namespace import hash_key
+    from outrider.cache_service.namespace import hash_key
 
     key = f"outrider-{secrets.token_urlsafe(32)}"
     typer.echo(f"{key}\n\nits hash, for the configuration:\n")

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
-from cluster.cli.generate.strategy_option import StrategyChoice, chosen_strategies
-from cluster.cli.terminal import fail_input, print_table, progress
+from outrider.cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
+from outrider.cluster.cli.generate.strategy_option import StrategyChoice, chosen_strategies
+from outrider.cluster.cli.terminal import fail_input, print_table, progress
 
 if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.table import Table
 
-    from decoding.replay import KnownText, ReplayCounts
+    from outrider.decoding.replay import KnownText, ReplayCounts
 
 
 def replay(
@@ -125,7 +125,7 @@ def _replay(
     keep_history: bool,
     bars: Progress,
 ) -> ReplayCounts:
-    from decoding.replay import replay_workload
+    from outrider.decoding.replay import replay_workload
 
     task = bars.add_task(f"{path.stem} {choice.label}", total=len(texts))
     counts = replay_workload(

@@ -12,40 +12,40 @@ from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse, Response
 from pydantic import BaseModel
 
-from cluster.admission.controller import AdmissionController, AdmissionOptions, AdmittedRequest
-from cluster.admission.middleware import AdmissionMiddleware, HostMiddleware
-from cluster.admission.tenancy import Tenancy
-from cluster.http import documents, errors
-from cluster.http.admin.api import AdminService, add_admin_routes
-from cluster.http.admin.audit import AuditService
-from cluster.http.admin.baseline import BaselineService
-from cluster.http.answers.logprobs import TokenBytes
-from cluster.http.answers.openai_shapes import AnswerBuilder
-from cluster.http.answers.predicted import Predicted
-from cluster.http.answers.respond import ResponseForm, respond
-from cluster.http.answers.responses import ResponseBuilder, respond_items
-from cluster.http.answers.resume import StreamHeaders, no_resuming
-from cluster.http.answers.stream_guard import StreamGuard
-from cluster.http.checked_bodies import checking_route
-from cluster.http.compare import Baseline, CompareService, Comparison
-from cluster.http.documents import Accept, Authorization, LastEventId, NoEventId, SessionId
-from cluster.http.errors import ApiError, renamed_errors
-from cluster.http.job_planner import PlannerServices, RequestPlanner
-from cluster.http.playground import add_playground
-from cluster.http.tenant_cache import TenantCacheService, add_tenant_cache_routes
-from cluster.http.text_api import Detokenized, FileText, TextService, Tokens
-from cluster.http.text_threads import TextThreads
-from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
-from cluster.http.types.responses import ResponsesRequest
-from cluster.observe.audit import Auditor, Forget, keeps_nothing
-from cluster.observe.metrics import MetricsService
-from cluster.observe.shadow import Shadow
-from cluster.serving.cache_port import CacheAdminPort
-from cluster.serving.draining import Draining
-from cluster.serving.generation import EnginePort, Generation, Listener
-from cluster.serving.health import HealthService
-from configs.slices import CacheOptions, ServerOptions, TenancyOptions
-from engine.loading.model_info import ModelInfo
+from outrider.cluster.admission.controller import AdmissionController, AdmissionOptions, AdmittedRequest
+from outrider.cluster.admission.middleware import AdmissionMiddleware, HostMiddleware
+from outrider.cluster.admission.tenancy import Tenancy
+from outrider.cluster.http import documents, errors
+from outrider.cluster.http.admin.api import AdminService, add_admin_routes
+from outrider.cluster.http.admin.audit import AuditService
+from outrider.cluster.http.admin.baseline import BaselineService
+from outrider.cluster.http.answers.logprobs import TokenBytes
+from outrider.cluster.http.answers.openai_shapes import AnswerBuilder
+from outrider.cluster.http.answers.predicted import Predicted
+from outrider.cluster.http.answers.respond import ResponseForm, respond
+from outrider.cluster.http.answers.responses import ResponseBuilder, respond_items
+from outrider.cluster.http.answers.resume import StreamHeaders, no_resuming
+from outrider.cluster.http.answers.stream_guard import StreamGuard
+from outrider.cluster.http.checked_bodies import checking_route
+from outrider.cluster.http.compare import Baseline, CompareService, Comparison
+from outrider.cluster.http.documents import Accept, Authorization, LastEventId, NoEventId, SessionId
+from outrider.cluster.http.errors import ApiError, renamed_errors
+from outrider.cluster.http.playground import add_playground
+from outrider.cluster.http.request_planner import PlannerServices, RequestPlanner
+from outrider.cluster.http.tenant_cache import TenantCacheService, add_tenant_cache_routes
+from outrider.cluster.http.text_api import Detokenized, FileText, TextService, Tokens
+from outrider.cluster.http.text_threads import TextThreads
+from outrider.cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
+from outrider.cluster.http.types.responses import ResponsesRequest
+from outrider.cluster.observe.audit import Auditor, Forget, keeps_nothing
+from outrider.cluster.observe.metrics import MetricsService
+from outrider.cluster.observe.shadow import Shadow
+from outrider.cluster.serving.cache_port import CacheAdminPort
+from outrider.cluster.serving.draining import Draining
+from outrider.cluster.serving.generation import EnginePort, Generation, Listener
+from outrider.cluster.serving.health import HealthService
+from outrider.configs.slices import CacheOptions, ServerOptions, TenancyOptions
+from outrider.engine.loading.model_info import ModelInfo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -15,8 +15,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 
-from cluster.http.errors import ApiError
-from cluster.http.text_threads import SHORT, TextThreads
+from outrider.cluster.http.errors import ApiError
+from outrider.cluster.http.text_threads import SHORT, TextThreads
 
 # Strings (names and values), and objects plus lists. No body within all other bounds has as many.
 MAX_STRINGS, MAX_NESTED = 1 << 17, 1 << 15

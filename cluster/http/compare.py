@@ -13,20 +13,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Tag, model_validator
 
-from cluster.admission.controller import AdmittedRequest
-from cluster.http import errors
-from cluster.http.answers.logprobs import TokenBytes
-from cluster.http.answers.openai_shapes import Usage, usage_of
-from cluster.http.documents import Authorization, ErrorDetails, SessionId
-from cluster.http.errors import ApiError
-from cluster.http.job_planner import PlannerServices
-from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
-from cluster.http.types.strict import Strict, unsupported
-from cluster.observe.difference import first_difference
-from cluster.observe.timed_run import TimedRun
-from cluster.serving.generation import EnginePort
-from decoding.request import PLAIN, FinishReason
-from engine.errors import RequestError
+from outrider.cluster.admission.controller import AdmittedRequest
+from outrider.cluster.http import errors
+from outrider.cluster.http.answers.logprobs import TokenBytes
+from outrider.cluster.http.answers.openai_shapes import Usage, usage_of
+from outrider.cluster.http.documents import Authorization, ErrorDetails, SessionId
+from outrider.cluster.http.errors import ApiError
+from outrider.cluster.http.request_planner import PlannerServices
+from outrider.cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
+from outrider.cluster.http.types.strict import Strict, unsupported
+from outrider.cluster.observe.difference import first_difference
+from outrider.cluster.observe.timed_run import TimedRun
+from outrider.cluster.serving.generation import EnginePort
+from outrider.decoding.request import PLAIN, FinishReason
+from outrider.engine.errors import RequestError
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from fastapi import FastAPI, Header
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
-from cluster.http.answers.openai_shapes import Answer
-from cluster.http.answers.responses import ResponseObject
-from cluster.http.answers.resume import HEADER, MAX_EVENT_ID
-from cluster.http.types.strict import MAX_NAME
+from outrider.cluster.http.answers.openai_shapes import Answer
+from outrider.cluster.http.answers.responses import ResponseObject
+from outrider.cluster.http.answers.resume import HEADER, MAX_EVENT_ID
+from outrider.cluster.http.types.strict import MAX_NAME
 
 Authorization = Annotated[str | None, Header(include_in_schema=False)]  # documented as a security scheme
 SessionId = Annotated[str | None, Header(alias="X-Session-ID", max_length=MAX_NAME)]  # same effect as prompt_cache_key

@@ -15,9 +15,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from cluster.http.types.bodies import known_names
-from cluster.http.types.responses import own_name
-from engine.errors import ContextLengthError, QueueFullError, RequestError, StreamTakenError
+from outrider.cluster.http.types.bodies import known_names
+from outrider.cluster.http.types.responses import own_name
+from outrider.engine.errors import ContextLengthError, QueueFullError, RequestError, StreamTakenError
 
 logger = logging.getLogger(__name__)
 

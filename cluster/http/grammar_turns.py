@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from cluster.http.turns import Turns
-from engine.loading.model_info import ModelInfo
-from engine.text.grammar import vocabulary_of
-from engine.text.grammar_check import NO_VOCABULARY, GrammarChecker
+from outrider.cluster.http.turns import Turns
+from outrider.engine.loading.model_info import ModelInfo
+from outrider.engine.text.grammar import vocabulary_of
+from outrider.engine.text.grammar_check import NO_VOCABULARY, GrammarChecker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

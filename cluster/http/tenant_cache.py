@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from cache_service.records import token_width
-from cluster.admission.tenancy import Tenancy
-from cluster.http.documents import ERRORS, Authorization
-from cluster.http.errors import ApiError
-from cluster.observe.audit import Forget, keeps_nothing
-from cluster.serving.cache_port import CacheAdminPort, TenantStats, answered
-from cluster.serving.shared_answer import SharedAnswer
-from configs.slices import CacheOptions
-from engine.loading.model_info import ModelInfo
+from outrider.cache_service.records import token_width
+from outrider.cluster.admission.tenancy import Tenancy
+from outrider.cluster.http.documents import ERRORS, Authorization
+from outrider.cluster.http.errors import ApiError
+from outrider.cluster.observe.audit import Forget, keeps_nothing
+from outrider.cluster.serving.cache_port import CacheAdminPort, TenantStats, answered
+from outrider.cluster.serving.shared_answer import SharedAnswer
+from outrider.configs.slices import CacheOptions
+from outrider.engine.loading.model_info import ModelInfo
 
 logger = logging.getLogger(__name__)
 

@@ -11,16 +11,16 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 from pydantic_core import to_json
 
-from cluster.admission.tenancy import Tenancy
-from cluster.http.documents import Authorization
-from cluster.http.text_threads import TextThreads
-from cluster.http.types.openai import DetokenizeRequest, TokenizeRequest
-from cluster.http.types.strict import MAX_TEXT, MAX_TOKEN_IDS
-from engine.errors import RequestError
-from engine.loading.model_info import ModelInfo
-from engine.text.chat import render_chat
-from engine.text.file_text import FileReader, UnreadableFileError, needs_process
-from engine.text.tokenizer import token_ids
+from outrider.cluster.admission.tenancy import Tenancy
+from outrider.cluster.http.documents import Authorization
+from outrider.cluster.http.text_threads import TextThreads
+from outrider.cluster.http.types.openai import DetokenizeRequest, TokenizeRequest
+from outrider.cluster.http.types.strict import MAX_TEXT, MAX_TOKEN_IDS
+from outrider.engine.errors import RequestError
+from outrider.engine.loading.model_info import ModelInfo
+from outrider.engine.text.chat import render_chat
+from outrider.engine.text.file_text import FileReader, UnreadableFileError, needs_process
+from outrider.engine.text.tokenizer import token_ids
 
 _PIECE = 1 << 14  # tokens that are converted to JSON at once
 _MAX_TEXT_BYTES = 4 * MAX_TEXT  # bytes of detokenized text as the vocabulary spells it; any text for /tokenize fits

@@ -10,9 +10,9 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from cluster.http.errors import ApiError
-from cluster.http.turns import SENDER, Turns
-from engine.text.tokenizer import token_ids
+from outrider.cluster.http.errors import ApiError
+from outrider.cluster.http.turns import SENDER, Turns
+from outrider.engine.text.tokenizer import token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

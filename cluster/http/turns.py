@@ -15,8 +15,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
-from cluster.admission.rate_limits import BUSY_S, too_many
-from cluster.http.errors import ApiError
+from outrider.cluster.admission.rate_limits import BUSY_S, too_many
+from outrider.cluster.http.errors import ApiError
 
 PLACES = 3  # threads per pool
 LEAST_BYTES = 1 << 16  # minimum size that a waiting request counts for

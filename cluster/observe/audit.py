@@ -1,7 +1,7 @@
 """The audit: served choices are computed again without drafts and compared token by token.
 
-A choice is a function of prompt, parameters and seed, all of which are in its ``GenerationJob``. The same job without drafts must therefore
-emit the same tokens and end for the same reason, greedy or sampled, with a grammar, stop strings or penalties.
+A choice is a function of prompt, parameters and seed, all of which are in its ``GenerationJob``. The same job without drafts must
+therefore emit the same tokens and end for the same reason, greedy or sampled, with a grammar, stop strings or penalties.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from cluster.http.errors import ApiError
-from cluster.observe.difference import first_difference
-from cluster.serving.generation import EnginePort, GenerationJob
-from configs.slices import AuditOptions, EngineOptions, SpeculationOptions
-from decoding.request import MAX_LOGIT_BIAS, PLAIN, FinishReason, SamplingParams, StepOutput, TokenLogprob
-from engine.errors import QueueFullError, RequestError
-from engine.loading.model_info import strategies_apart
+from outrider.cluster.http.errors import ApiError
+from outrider.cluster.observe.difference import first_difference
+from outrider.cluster.serving.generation import EnginePort, GenerationJob
+from outrider.configs.slices import AuditOptions, EngineOptions, SpeculationOptions
+from outrider.decoding.request import MAX_LOGIT_BIAS, PLAIN, FinishReason, SamplingParams, StepOutput, TokenLogprob
+from outrider.engine.errors import QueueFullError, RequestError
+from outrider.engine.loading.model_info import strategies_apart
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 
-from actors.description import DeviceLostError
-from engine.errors import DEVICE_FAULTS
+from outrider.actors.description import DeviceLostError
+from outrider.engine.errors import DEVICE_FAULTS
 
 logger = logging.getLogger(__name__)
 

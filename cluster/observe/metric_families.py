@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from actors.description import Description, GroupState
-from cache_service.mirror.mirror import CacheClientCounts
-from decoding.step_output import BudgetCounts
-from engine.measures.metrics import MetricsCounts
-from engine.measures.strategy_counts import StrategyCounts
+from outrider.actors.description import Description, GroupState
+from outrider.cache_service.client.cache_client import CacheClientCounts
+from outrider.decoding.step_output import BudgetCounts
+from outrider.engine.measures.metrics import MetricsCounts
+from outrider.engine.measures.strategy_counts import StrategyCounts
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,14 +15,14 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from actors.description import Description
-from cluster.admission.controller import AdmissionCounts
-from cluster.admission.tenancy import Tenancy
-from cluster.observe.audit import Auditor
-from cluster.observe.metric_families import FAMILIES, Family, ReplicaMetrics
-from cluster.observe.shadow import Shadow, ShadowSummary
-from cluster.serving.shared_answer import SharedAnswer
-from engine.measures.metrics import Histogram, HistogramCounts, resident_bytes
+from outrider.actors.description import Description
+from outrider.cluster.admission.controller import AdmissionCounts
+from outrider.cluster.admission.tenancy import Tenancy
+from outrider.cluster.observe.audit import Auditor
+from outrider.cluster.observe.metric_families import FAMILIES, Family, ReplicaMetrics
+from outrider.cluster.observe.shadow import Shadow, ShadowSummary
+from outrider.cluster.serving.shared_answer import SharedAnswer
+from outrider.engine.measures.metrics import Histogram, HistogramCounts, resident_bytes
 
 _LABELS = ("model_name", "engine")
 _ADMISSION = "door"  # value of the label `engine` for counts of the API itself

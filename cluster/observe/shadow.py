@@ -21,13 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from cluster.http.errors import ApiError
-from cluster.observe.audit import ReplayError, logprob_of
-from cluster.observe.difference import first_difference
-from cluster.observe.timed_run import TimedRun
-from cluster.serving.generation import EnginePort, GenerationJob
-from decoding.request import PLAIN, FinishReason, StepOutput
-from engine.errors import QueueFullError, RequestError
+from outrider.cluster.http.errors import ApiError
+from outrider.cluster.observe.audit import ReplayError, logprob_of
+from outrider.cluster.observe.difference import first_difference
+from outrider.cluster.observe.timed_run import TimedRun
+from outrider.cluster.serving.generation import EnginePort, GenerationJob
+from outrider.decoding.request import PLAIN, FinishReason, StepOutput
+from outrider.engine.errors import QueueFullError, RequestError
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from decoding.request import FinishReason, StepOutput
+from outrider.decoding.request import FinishReason, StepOutput
 
 
 @dataclass(slots=True)

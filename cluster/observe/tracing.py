@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.serving.generation import GenerationJob
-from configs.schema import Config, ConfigError
-from decoding.request import FinishReason, SpecStats, StepOutput
-from decoding.tree import Int32Array
+from outrider.cluster.serving.generation import GenerationJob
+from outrider.configs.schema import Config, ConfigError
+from outrider.decoding.request import FinishReason, SpecStats, StepOutput
+from outrider.decoding.tree import Int32Array
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

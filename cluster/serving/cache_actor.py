@@ -1,4 +1,4 @@
-"""The cache keeper (shared cache service) as a Serve deployment, and its client for the admin routes."""
+"""The cache server as a Serve deployment, and its client for the admin routes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from actors.cache_keeper import CacheNotReadyError, CacheServerActor
-from actors.description import Description, identity_of
-from cache_service.access import CacheAccess
-from cache_service.keeper.admin import UnknownTenantError
-from cache_service.namespace import Identity
-from cluster.cli.launch.preflight import SECRET_ADVICE, SECRET_VARIABLE, redis_address
-from cluster.http.errors import ApiError
-from cluster.serving.cache_port import CacheAdminPort
-from cluster.serving.handles import for_threads
-from configs.schema import ConfigError
-from configs.slices import CacheOptions
+from outrider.actors.cache_server import CacheNotReadyError, CacheServerActor
+from outrider.actors.description import Description, identity_of
+from outrider.cache_service.access import CacheAccess
+from outrider.cache_service.namespace import Identity
+from outrider.cache_service.server.admin import UnknownTenantError
+from outrider.cluster.cli.launch.preflight import SECRET_ADVICE, SECRET_VARIABLE, redis_address
+from outrider.cluster.http.errors import ApiError
+from outrider.cluster.serving.cache_port import CacheAdminPort
+from outrider.cluster.serving.handles import for_threads
+from outrider.configs.schema import ConfigError
+from outrider.configs.slices import CacheOptions
 
 logger = logging.getLogger(__name__)
 
@@ -52,22 +52,22 @@ class CacheActor:
 
     def __init__(self, engine: DeploymentHandle[Any], place: CacheSettings, quotas: dict[str, int]) -> None:
         asked = for_threads(engine)
-        self._keeper = CacheServerActor(place.access(), quotas, lambda: _identity(asked, place.version))
+        self._cache_server = CacheServerActor(place.access(), quotas, lambda: _identity(asked, place.version))
 
     async def call(self, verb: str, *arguments: object) -> object:
         """Return the result of a method of ``CacheAdmin``, or the exception that it raises."""
         try:
-            return await asyncio.to_thread(getattr(self._keeper.admin, verb), *arguments)
+            return await asyncio.to_thread(getattr(self._cache_server.admin, verb), *arguments)
         except (CacheNotReadyError, UnknownTenantError, ValueError, redis.RedisError, OSError) as refusal:
             return refusal
 
     def check_health(self) -> None:
         """Raise ``CacheNotReadyError`` if Serve has to replace this actor."""
-        self._keeper.check_health()
+        self._cache_server.check_health()
 
     def __del__(self) -> None:
-        if hasattr(self, "_keeper"):
-            self._keeper.stop()
+        if hasattr(self, "_cache_server"):
+            self._cache_server.stop()
 
 
 def _identity(engine: DeploymentHandle[Any], version: str) -> Identity | None:

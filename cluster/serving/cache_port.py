@@ -10,9 +10,9 @@ from typing import Any
 
 import redis
 
-from cache_service.keeper.admin import Problem, TenantStats, UnknownTenantError
-from cluster.http.errors import ApiError
-from engine.errors import one_line
+from outrider.cache_service.server.admin import Problem, TenantStats, UnknownTenantError
+from outrider.cluster.http.errors import ApiError
+from outrider.engine.errors import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -20,13 +20,13 @@ logger = logging.getLogger(__name__)
 class CacheAdminPort(ABC):
     """Shared cache as the operator sees it. ``tenant`` is a name, or ``*`` for the public corpus.
 
-    Each method may raise ``cache_service.keeper.admin.UnknownTenantError``, ``ApiError``, or, if Redis fails,
+    Each method may raise ``cache_service.server.admin.UnknownTenantError``, ``ApiError``, or, if Redis fails,
     ``redis.RedisError`` or ``OSError``.
     """
 
     @abstractmethod
     async def call(self, verb: str, *arguments: object) -> Any:
-        """Call a method of ``cache_service.keeper.admin.CacheAdmin``; return its result or raise its exception."""
+        """Call a method of ``cache_service.server.admin.CacheAdmin``; return its result or raise its exception."""
 
     async def stats(self, tenant: str | None = None, vouched: bool = False) -> Sequence[TenantStats]:
         """Return the statistics of all tenants or of one; ``vouched``: the tenant exists, though it did not at the start."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.http.errors import ApiError
+from outrider.cluster.http.errors import ApiError
 
 RETRY_S = 5  # seconds until another server, or this one restarted, may answer
 _CLOSE_S = 2.0  # seconds for ended requests to free their slots

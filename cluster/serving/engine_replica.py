@@ -12,20 +12,20 @@ from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from actors.description import Description
-from cluster.cli.launch.preflight import group_size
-from cluster.serving.autoscaling import REQUESTS, TOKENS, Pace
-from cluster.serving.cache_actor import CacheSettings
-from cluster.serving.generation import GenerationJob, OtherVersionError
-from cluster.serving.handle_engine import BEAT_S, Item, is_last
-from cluster.serving.membership import MembershipClient, MembershipOptions
-from cluster.serving.secrets import node_secret
-from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
-from decoding.tree import Int32Array
-from engine.measures.progress import report_progress
+from outrider.actors.description import Description
+from outrider.cluster.cli.launch.preflight import group_size
+from outrider.cluster.serving.autoscaling import REQUESTS, TOKENS, Pace
+from outrider.cluster.serving.cache_actor import CacheSettings
+from outrider.cluster.serving.generation import GenerationJob, OtherVersionError
+from outrider.cluster.serving.handle_engine import BEAT_S, Item, is_last
+from outrider.cluster.serving.membership import MembershipClient, MembershipOptions
+from outrider.cluster.serving.secrets import node_secret
+from outrider.configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
+from outrider.decoding.tree import Int32Array
+from outrider.engine.measures.progress import report_progress
 
 if TYPE_CHECKING:
-    from actors.ranks import Ranks
+    from outrider.actors.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -54,12 +54,12 @@ class EngineReplica:
         self._version = version
         report_progress("importing torch and transformers")
         # Imported here, because only this process needs torch and the model library.
-        from actors.heap import spare_collector
-        from actors.lookahead.elastic import ElasticGroup
-        from actors.replica import Replica
-        from actors.sharded.group import ShardedGroup, whole_model
-        from cluster.cli.doctor import missing_optional_deps
-        from engine.measures.energy import open_meter
+        from outrider.actors.heap import spare_collector
+        from outrider.actors.lookahead.elastic import ElasticGroup
+        from outrider.actors.replica import Replica
+        from outrider.actors.sharded.group import ShardedGroup, whole_model
+        from outrider.cluster.cli.doctor import missing_optional_deps
+        from outrider.engine.measures.energy import open_meter
 
         elastic = None if membership is None else ElasticGroup(parallelism, node_secret(), membership.world_size)
         ranks = elastic or _ranks(model, engine, speculation, parallelism, start_timeout_s)
@@ -178,8 +178,8 @@ def _ranks(
     start_timeout_s: float,
 ) -> Ranks | None:
     """Return the ranks that share this replica's steps; None if it computes alone."""
-    from actors.lookahead.group import Group
-    from actors.sharded.actors import actor_group
+    from outrider.actors.lookahead.group import Group
+    from outrider.actors.sharded.actors import actor_group
 
     if parallelism.mode == "tensor" or parallelism.mode == "pipeline":
         return actor_group(parallelism.mode, model, parallelism, start_timeout_s)

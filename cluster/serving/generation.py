@@ -10,11 +10,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from actors.description import Description
-from cluster.http.errors import ApiError
-from decoding.request import FinishReason, Request, SamplingParams, StepOutput, cache_namespace_of
-from decoding.tree import Int32Array
-from engine.errors import RequestError
+from outrider.actors.description import Description
+from outrider.cluster.http.errors import ApiError
+from outrider.decoding.request import FinishReason, Request, SamplingParams, StepOutput, cache_namespace_of
+from outrider.decoding.tree import Int32Array
+from outrider.engine.errors import RequestError
 
 _FOR_ROUTING = ("announced", "session", "avoid_s", "resumed", "version")  # fields of a job that the engine does not need
 

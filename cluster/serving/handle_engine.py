@@ -16,13 +16,13 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from actors.description import Description, DeviceLostError
-from cluster.http.errors import ApiError
-from cluster.observe.device_failures import DeviceFailures
-from cluster.serving.generation import GenerationJob, OtherVersionError
-from cluster.serving.handles import all_results, for_this_loop, for_threads
-from decoding.request import QUARANTINE_TOKENS, FinishReason, StepOutput
-from engine.errors import ContextLengthError, QueueFullError, RequestError
+from outrider.actors.description import Description, DeviceLostError
+from outrider.cluster.http.errors import ApiError
+from outrider.cluster.observe.device_failures import DeviceFailures
+from outrider.cluster.serving.generation import GenerationJob, OtherVersionError
+from outrider.cluster.serving.handles import all_results, for_this_loop, for_threads
+from outrider.decoding.request import QUARANTINE_TOKENS, FinishReason, StepOutput
+from outrider.engine.errors import ContextLengthError, QueueFullError, RequestError
 
 logger = logging.getLogger(__name__)
 

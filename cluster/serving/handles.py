@@ -20,7 +20,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from cluster.http.errors import ApiError
+from outrider.cluster.http.errors import ApiError
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ import redis
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from actors.description import Description, GroupState
-from cluster.http.errors import ApiError
-from cluster.serving.cache_port import CacheAdminPort
-from cluster.serving.shared_answer import SharedAnswer
-from engine.loading.model_info import ModelInfo
+from outrider.actors.description import Description, GroupState
+from outrider.cluster.http.errors import ApiError
+from outrider.cluster.serving.cache_port import CacheAdminPort
+from outrider.cluster.serving.shared_answer import SharedAnswer
+from outrider.engine.loading.model_info import ModelInfo
 
 logger = logging.getLogger(__name__)
 

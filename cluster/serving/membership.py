@@ -17,8 +17,8 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from actors.lookahead.link import Address
-from cluster.serving.handles import for_threads
+from outrider.actors.lookahead.link import Address
+from outrider.cluster.serving.handles import for_threads
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from cluster.serving.generation import GenerationJob
-from cluster.serving.replica_chooser import ReplicaChooser
+from outrider.cluster.serving.generation import GenerationJob
+from outrider.cluster.serving.replica_chooser import ReplicaChooser
 
 
 class PrefixRouter(RequestRouter):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]  # compiled, and not in its stub
 
-from cluster.cli.launch.preflight import SECRET_VARIABLE
+from outrider.cluster.cli.launch.preflight import SECRET_VARIABLE
 
 
 def node_secret() -> bytes:

@@ -16,7 +16,7 @@ from starlette.middleware import Middleware
 from starlette.types import Message, Scope
 from uvicorn.config import HTTP_PROTOCOLS
 
-from cluster.admission.http_limits import HELD, LimitedProtocol
+from outrider.cluster.admission.http_limits import HELD, LimitedProtocol
 
 AHEAD_BYTES = 256 * 1024  # unread bytes of a body at which uvicorn's flow control stops the client
 _MESSAGE_BYTES = 512  # memory of a message in addition to its piece of the body

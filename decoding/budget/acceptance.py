@@ -7,8 +7,8 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from decoding.budget.candidates import Float64Array
-from decoding.budget.features import (
+from outrider.decoding.budget.candidates import Float64Array
+from outrider.decoding.budget.features import (
     ALONE,
     BIGRAM,
     COPY,
@@ -28,8 +28,8 @@ from decoding.budget.features import (
     UNIGRAM,
     UNRANKED,
 )
-from decoding.jit import compiled
-from decoding.tree import Int32Array
+from outrider.decoding.jit import compiled
+from outrider.decoding.tree import Int32Array
 
 Float32Array = npt.NDArray[np.float32]
 

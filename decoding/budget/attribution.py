@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decoding.request import Request, StepReport
-from decoding.sources.history import Histories, History
-from decoding.sources.log.chains import BLOCK, MAX_MATCH, Int64Array
-from decoding.tree import SOURCES, DraftTree, Int32Array
+from outrider.decoding.request import Request, StepReport
+from outrider.decoding.sources.history import Histories, History
+from outrider.decoding.sources.log.chains import BLOCK, MAX_MATCH, Int64Array
+from outrider.decoding.tree import SOURCES, DraftTree, Int32Array
 
 MODEL = "model"  # the target's own token, not drafted
 DOCUMENT, PROMPT, OUTPUT, TRIE, PUBLIC = "document", "prompt", "output", "trie", "public"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from decoding.jit import compiled
-from decoding.tree import Int32Array
+from outrider.decoding.jit import compiled
+from outrider.decoding.tree import Int32Array
 
 Float64Array = npt.NDArray[np.float64]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decoding.jit import compiled
+from outrider.decoding.jit import compiled
 
 # Kinds of features. The first six are occurrences in the request's own texts, in those of similar requests or in the shared
 # logs: of the whole path up to the root and beyond, or (_FRESH) of an end of the path only.

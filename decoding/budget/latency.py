@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:  # imports numba, which a curve does not need
-    from decoding.budget.candidates import Float64Array
-    from decoding.request import Request
+    from outrider.decoding.budget.candidates import Float64Array
+    from outrider.decoding.request import Request
 
     # [n] rows, [n] seconds with at least that many rows, seconds per row beyond the last; seconds that the load adds per step and
     # per row; minimum seconds of a step.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from decoding.jit import compiled
-from decoding.tree import DraftTree, Int8Array, Int32Array
+from outrider.decoding.jit import compiled
+from outrider.decoding.tree import DraftTree, Int8Array, Int32Array
 
 Partition = tuple[Int32Array, Int32Array, Int32Array, Int32Array, Int32Array, Int8Array]
 

@@ -1,4 +1,4 @@
-"""Cost of a step and rows that pay off in it, as compiled loops: see ``decoding.budget.row_budget``."""
+"""Cost of a step and rows that pay off in it, as compiled loops: see ``decoding.budget.row_pricing``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from decoding.budget.candidates import Float64Array
-from decoding.jit import compiled
-from decoding.tree import Int32Array
+from outrider.decoding.budget.candidates import Float64Array
+from outrider.decoding.jit import compiled
+from outrider.decoding.tree import Int32Array
 
 if TYPE_CHECKING:
-    from decoding.budget.latency import CurveParts
+    from outrider.decoding.budget.latency import CurveParts
 
 Int64Array = npt.NDArray[np.int64]
 

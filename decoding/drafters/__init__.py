@@ -8,11 +8,11 @@ import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from decoding.request import PLAIN
-from decoding.strategy_choice import parse_strategy
+from outrider.decoding.request import PLAIN
+from outrider.decoding.strategy_choice import parse_strategy
 
 if TYPE_CHECKING:
-    from decoding.drafters.base import Drafter
+    from outrider.decoding.drafters.base import Drafter
 
 __all__ = [
     "LOSSLESS",
@@ -27,26 +27,26 @@ __all__ = [
 Maker = str | Callable[..., "Drafter"]
 # Strategies without a draft model: they work with any target.
 STRATEGIES: dict[str, Maker] = {
-    PLAIN: "decoding.drafters.autoregressive:AutoregressiveDrafter",
-    "prompt_lookup": "decoding.drafters.prompt_lookup:PromptLookupDrafter",
-    "adapld": "decoding.drafters.prompt_lookup:AdaPldDrafter",
-    "llma": "decoding.drafters.llma:LlmaDrafter",
-    "jacobi": "decoding.drafters.jacobi:JacobiDrafter",
-    "ngrammys": "decoding.drafters.ngrammys:NgrammysDrafter",
-    "recycling": "decoding.drafters.recycling:RecyclingDrafter",
-    "racer": "decoding.drafters.recycling:RacerDrafter",
-    "suffix": "decoding.drafters.suffix:SuffixDrafter",
-    "suffix_decoding": "decoding.drafters.suffix:SuffixDecodingDrafter",
-    "sam": "decoding.drafters.suffix:SamDrafter",
-    "trie": "decoding.drafters.trie:TrieDrafter",
-    "auto": "decoding.drafters.auto:AutoDrafter",
+    PLAIN: "outrider.decoding.drafters.autoregressive:AutoregressiveDrafter",
+    "prompt_lookup": "outrider.decoding.drafters.prompt_lookup:PromptLookupDrafter",
+    "adapld": "outrider.decoding.drafters.prompt_lookup:AdaPldDrafter",
+    "llma": "outrider.decoding.drafters.llma:LlmaDrafter",
+    "jacobi": "outrider.decoding.drafters.jacobi:JacobiDrafter",
+    "ngrammys": "outrider.decoding.drafters.ngrammys:NgrammysDrafter",
+    "recycling": "outrider.decoding.drafters.recycling:RecyclingDrafter",
+    "racer": "outrider.decoding.drafters.recycling:RacerDrafter",
+    "suffix": "outrider.decoding.drafters.suffix:SuffixDrafter",
+    "suffix_decoding": "outrider.decoding.drafters.suffix:SuffixDecodingDrafter",
+    "sam": "outrider.decoding.drafters.suffix:SamDrafter",
+    "trie": "outrider.decoding.drafters.trie:TrieDrafter",
+    "auto": "outrider.decoding.drafters.auto:AutoDrafter",
 }
 # Strategies with a second, smaller model (``Drafter.draft_model``).
 WITH_DRAFT_MODEL: dict[str, Maker] = {
-    "speculative": "decoding.drafters.with_model.speculative:SpeculativeDrafter",
-    "spectr": "decoding.drafters.with_model.spectr:SpectrDrafter",
-    "bild": "decoding.drafters.with_model.bild:BildDrafter",
-    "mjsd": "decoding.drafters.with_model.mjsd:MjsdDrafter",
+    "speculative": "outrider.decoding.drafters.with_model.speculative:SpeculativeDrafter",
+    "spectr": "outrider.decoding.drafters.with_model.spectr:SpectrDrafter",
+    "bild": "outrider.decoding.drafters.with_model.bild:BildDrafter",
+    "mjsd": "outrider.decoding.drafters.with_model.mjsd:MjsdDrafter",
 }
 _OWN_BUDGET = (PLAIN, "auto", *WITH_DRAFT_MODEL)  # strategies that decide their number of rows themselves
 # Strategies that preserve the target's distribution. Only spectr, and speculative with sampling=rejection, do not use
@@ -104,8 +104,8 @@ def build_drafters(strategy: str, options: Mapping[str, Any], others: Sequence[s
         drafter = choice.build()
         if choice.name not in (strategy, PLAIN):
             drafters[choice.name] = drafter
-    from decoding.budget.paying import RowBudget
-    from decoding.drafters.by_request import ByRequest
+    from outrider.decoding.budget.row_budget import RowBudget
+    from outrider.decoding.drafters.by_request import ByRequest
 
     paying = {}
     if most_rows is not None:

@@ -6,11 +6,11 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from decoding.budget.acceptance import AcceptanceTable, AcceptanceTables
-from decoding.budget.backoff import Backoff
-from decoding.budget.candidates import Float64Array
-from decoding.budget.expansion import TreeRows, Workspace, build_tree
-from decoding.budget.features import (
+from outrider.decoding.budget.acceptance import AcceptanceTable, AcceptanceTables
+from outrider.decoding.budget.backoff import Backoff
+from outrider.decoding.budget.candidates import Float64Array
+from outrider.decoding.budget.draft_budget import ANY_CHANCE, DraftBudget
+from outrider.decoding.budget.features import (
     BIGRAM,
     COPY,
     COPY_FRESH,
@@ -22,17 +22,17 @@ from decoding.budget.features import (
     SIMILAR_FRESH,
     UNIGRAM,
 )
-from decoding.budget.latency import StepLoad
-from decoding.budget.selection import ANY_CHANCE, DraftBudget
-from decoding.drafters.base import Drafter, Target, TargetRows, check_least
-from decoding.request import Acceptance, Request, SamplingParams
-from decoding.sources.history import Histories, History, compile_recall
-from decoding.sources.log.chains import BLOCK, MAX_MATCH
-from decoding.sources.log.token_log import TokenLog, compile_log
-from decoding.sources.ranked.contexts import NO_CONTEXTS, NO_SIGNS
-from decoding.sources.ranked.successors import LearningSteps, SuccessorTables
-from decoding.step_output import BudgetCounts
-from decoding.tree import SOURCES, DraftTree, Int32Array
+from outrider.decoding.budget.latency import StepLoad
+from outrider.decoding.budget.tree_builder import TreeRows, Workspace, build_tree
+from outrider.decoding.drafters.base import Drafter, Target, TargetRows, check_least
+from outrider.decoding.request import Acceptance, Request, SamplingParams
+from outrider.decoding.sources.history import Histories, History, compile_recall
+from outrider.decoding.sources.log.chains import BLOCK, MAX_MATCH
+from outrider.decoding.sources.log.token_log import TokenLog, compile_log
+from outrider.decoding.sources.ranked.contexts import NO_CONTEXTS, NO_SIGNS
+from outrider.decoding.sources.ranked.successors import LearningSteps, SuccessorTables
+from outrider.decoding.step_output import BudgetCounts
+from outrider.decoding.tree import SOURCES, DraftTree, Int32Array
 
 _SOURCE_OF_KIND = np.zeros(NUM_KINDS + 1, np.int8)  # the last entry is the root's
 _SOURCE_OF_KIND[[COPY, COPY_FRESH]] = SOURCES.index("copy")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from decoding.budget.latency import StepLoad
-from decoding.drafters.base import Drafter
-from decoding.request import Request
-from decoding.tree import DraftTree
+from outrider.decoding.budget.latency import StepLoad
+from outrider.decoding.drafters.base import Drafter
+from outrider.decoding.request import Request
+from outrider.decoding.tree import DraftTree
 
 
 class AutoregressiveDrafter(Drafter):

@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from decoding.budget.features import TOKEN_MASK
-from decoding.budget.latency import LatencyCurve, StepLoad
-from decoding.request import Acceptance, Request
-from decoding.sources.branches import tree_of
-from decoding.sources.embeddings import Int64Array
-from decoding.sources.history import Histories
-from decoding.sources.ranked.contexts import WORDS, signs_of
-from decoding.step_output import BudgetCounts
-from decoding.tree import SOURCES, DraftTree, Int32Array
+from outrider.decoding.budget.features import TOKEN_MASK
+from outrider.decoding.budget.latency import LatencyCurve, StepLoad
+from outrider.decoding.request import Acceptance, Request
+from outrider.decoding.sources.branches import tree_of
+from outrider.decoding.sources.embeddings import Int64Array
+from outrider.decoding.sources.history import Histories
+from outrider.decoding.sources.ranked.contexts import WORDS, signs_of
+from outrider.decoding.step_output import BudgetCounts
+from outrider.decoding.tree import SOURCES, DraftTree, Int32Array
 
 if TYPE_CHECKING:
     import torch  # needed only for logits: a strategy's options are checked without torch
 
-    from decoding.drafters.with_model.draft_model import DraftModel
-    from decoding.sampling.ranking import SignedArray
+    from outrider.decoding.drafters.with_model.draft_model import DraftModel
+    from outrider.decoding.sampling.ranking import SignedArray
 
 State = TypeVar("State")
 
@@ -113,7 +113,7 @@ class TargetRows:
             assert self._ranked is not None, "no ranked tokens: check has_logits first, or declare needs_logits"
             assert k <= self._ranked.shape[1], f"{k} tokens per row requested, but the drafter's top_k is {self._ranked.shape[1]}"
             return self._ranked[list(rows), :k]
-        from decoding.sampling.ranking import ranked_rows  # imports torch, which is installed if there are logits
+        from outrider.decoding.sampling.ranking import ranked_rows  # imports torch, which is installed if there are logits
 
         return ranked_rows(self._logits, [self._first + row for row in rows], k, self._highest)
 

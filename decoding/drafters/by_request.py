@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from decoding.budget.latency import LatencyCurve, StepLoad
-from decoding.budget.paying import RowBudget
-from decoding.drafters.base import Drafter, Target, TargetRows
-from decoding.request import Acceptance, Request
-from decoding.step_output import BudgetCounts
-from decoding.tree import DraftTree
+from outrider.decoding.budget.latency import LatencyCurve, StepLoad
+from outrider.decoding.budget.row_budget import RowBudget
+from outrider.decoding.drafters.base import Drafter, Target, TargetRows
+from outrider.decoding.request import Acceptance, Request
+from outrider.decoding.step_output import BudgetCounts
+from outrider.decoding.tree import DraftTree
 
 
 class ByRequest(Drafter):

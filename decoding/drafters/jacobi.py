@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decoding.drafters.base import RequestDrafter, Target, TargetRows, check_least
-from decoding.request import Acceptance, Request
-from decoding.sources.branches import tree_of
-from decoding.sources.jacobi_window import JacobiBlock, JacobiWindow, Ngram, NgramPool, PromptTokens, WindowRows
-from decoding.tree import SOURCES, DraftTree, Int32Array
+from outrider.decoding.drafters.base import RequestDrafter, Target, TargetRows, check_least
+from outrider.decoding.request import Acceptance, Request
+from outrider.decoding.sources.branches import tree_of
+from outrider.decoding.sources.jacobi_window import JacobiBlock, JacobiWindow, Ngram, NgramPool, PromptTokens, WindowRows
+from outrider.decoding.tree import SOURCES, DraftTree, Int32Array
 
 _SOURCE = SOURCES.index("jacobi")
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from decoding.drafters.base import CopyDrafter, Target, check_choice, check_least
-from decoding.request import Request
-from decoding.sources.history import Histories, History, compile_recall
-from decoding.tree import SOURCES, Int32Array
+from outrider.decoding.drafters.base import CopyDrafter, Target, check_choice, check_least
+from outrider.decoding.request import Request
+from outrider.decoding.sources.history import Histories, History, compile_recall
+from outrider.decoding.tree import SOURCES, Int32Array
 
 Positions = npt.NDArray[np.int64]
 

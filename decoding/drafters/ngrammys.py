@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from decoding.drafters.base import RequestDrafter, Target, check_choice, check_least
-from decoding.request import Request
-from decoding.sources.branches import tree_of
-from decoding.sources.ngrams import ContextNgrams
-from decoding.tree import SOURCES, DraftTree, Int32Array
+from outrider.decoding.drafters.base import RequestDrafter, Target, check_choice, check_least
+from outrider.decoding.request import Request
+from outrider.decoding.sources.branches import tree_of
+from outrider.decoding.sources.ngrams import ContextNgrams
+from outrider.decoding.tree import SOURCES, DraftTree, Int32Array
 
 _CONTEXT, _BIGRAM, _UNIGRAM = (SOURCES.index(name) for name in ("context_ngram", "bigram", "unigram"))
 _ALLOCATIONS = ("mixed", "context", "bigram", "unigram")

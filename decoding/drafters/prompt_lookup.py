@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from decoding.drafters.base import CopyDrafter, RequestDrafter, Target, TargetRows, check_least
-from decoding.request import Acceptance, Request
-from decoding.sources.branches import tree_of
-from decoding.sources.ngrams import NgramIndex
-from decoding.tree import SOURCES, DraftTree, Int32Array
+from outrider.decoding.drafters.base import CopyDrafter, RequestDrafter, Target, TargetRows, check_least
+from outrider.decoding.request import Acceptance, Request
+from outrider.decoding.sources.branches import tree_of
+from outrider.decoding.sources.ngrams import NgramIndex
+from outrider.decoding.tree import SOURCES, DraftTree, Int32Array
 
 _COPIED, _RANKED = SOURCES.index("prompt_lookup"), SOURCES.index("recycling")
 _MOST_CONTEXT = 64  # maximum tokens before an occurrence that are compared

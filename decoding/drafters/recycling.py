@@ -7,13 +7,13 @@ from collections.abc import Collection, Sequence
 from functools import cache
 from weakref import WeakKeyDictionary
 
-from decoding.budget.latency import StepLoad
-from decoding.drafters.base import Drafter, Target, TargetRows, check_choice, check_least
-from decoding.request import Acceptance, Request
-from decoding.sources.history import Histories, History
-from decoding.sources.ranked.successors import PRIOR_RATES, WIDTH, SuccessorTable, SuccessorTables
-from decoding.sources.window_trie import WindowTrie
-from decoding.tree import SOURCES, DraftTree
+from outrider.decoding.budget.latency import StepLoad
+from outrider.decoding.drafters.base import Drafter, Target, TargetRows, check_choice, check_least
+from outrider.decoding.request import Acceptance, Request
+from outrider.decoding.sources.history import Histories, History
+from outrider.decoding.sources.ranked.successors import PRIOR_RATES, WIDTH, SuccessorTable, SuccessorTables
+from outrider.decoding.sources.window_trie import WindowTrie
+from outrider.decoding.tree import SOURCES, DraftTree
 
 _SOURCE, _RETRIEVED = SOURCES.index("recycling"), SOURCES.index("trie")
 _LEAST_END = 2  # shortest suffix of the text that RACER looks up

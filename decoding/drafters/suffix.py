@@ -7,14 +7,14 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from itertools import takewhile
 
-from decoding.budget.latency import StepLoad
-from decoding.drafters.base import CopyDrafter, RequestDrafter, check_choice, check_least
-from decoding.drafters.recycling import RecyclingDrafter
-from decoding.request import Request
-from decoding.sources.history import Histories
-from decoding.sources.ranked.successors import MAX_TENANTS
-from decoding.sources.suffix_automaton import CountedAutomaton, SuffixAutomaton
-from decoding.tree import SOURCES, DraftTree
+from outrider.decoding.budget.latency import StepLoad
+from outrider.decoding.drafters.base import CopyDrafter, RequestDrafter, check_choice, check_least
+from outrider.decoding.drafters.recycling import RecyclingDrafter
+from outrider.decoding.request import Request
+from outrider.decoding.sources.history import Histories
+from outrider.decoding.sources.ranked.successors import MAX_TENANTS
+from outrider.decoding.sources.suffix_automaton import CountedAutomaton, SuffixAutomaton
+from outrider.decoding.tree import SOURCES, DraftTree
 
 _SOURCE = SOURCES.index("suffix")
 OCCURRENCES = ("mixed", "latest", "earliest")

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from decoding.drafters.base import RequestDrafter, Target, check_choice
-from decoding.request import Request, SamplingParams
-from decoding.sources.branches import tree_of
-from decoding.sources.history import Histories, History, compile_recall
-from decoding.sources.log.chains import BLOCK, MAX_MATCH
-from decoding.sources.log.token_log import TokenLog, compile_log
-from decoding.sources.log.trie_selection import INPUT, MIXED, OUTPUT, Nodes, hierarchical, single
-from decoding.tree import SOURCES, DraftTree, Int32Array
+from outrider.decoding.drafters.base import RequestDrafter, Target, check_choice
+from outrider.decoding.request import Request, SamplingParams
+from outrider.decoding.sources.branches import tree_of
+from outrider.decoding.sources.history import Histories, History, compile_recall
+from outrider.decoding.sources.log.chains import BLOCK, MAX_MATCH
+from outrider.decoding.sources.log.token_log import TokenLog, compile_log
+from outrider.decoding.sources.log.trie_selection import INPUT, MIXED, OUTPUT, Nodes, hierarchical, single
+from outrider.decoding.tree import SOURCES, DraftTree, Int32Array
 
 _MAX_ROWS, _MOST_OCCURRENCES = 4096, 1024
 _SOURCE = SOURCES.index("trie")

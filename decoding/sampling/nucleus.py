@@ -10,8 +10,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from decoding.jit import compiled
-from decoding.request import SamplingParams
+from outrider.decoding.jit import compiled
+from outrider.decoding.request import SamplingParams
 
 Float32Array = npt.NDArray[np.float32]
 Int64Array = npt.NDArray[np.int64]

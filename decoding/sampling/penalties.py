@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from decoding.request import SamplingParams
-from decoding.tree import BoolArray, Int32Array
-from decoding.verify.grammar import Grammar
+from outrider.decoding.request import SamplingParams
+from outrider.decoding.tree import BoolArray, Int32Array
+from outrider.decoding.verify.grammar import Grammar
 
 # Logit of tokens that a grammar forbids. No bias or penalty outweighs it, no temperature makes it overflow float32, and its
 # probability is 0. It is finite because ``decoding.sampling.row_draw`` draws from rows of finite numbers in one compiled call.

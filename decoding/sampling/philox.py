@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from decoding.jit import compiled
+from outrider.decoding.jit import compiled
 
 UInt64Array = npt.NDArray[np.uint64]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from decoding.sampling.philox import raw_stream
+from outrider.decoding.sampling.philox import raw_stream
 
 Float64Array = npt.NDArray[np.float64]
 

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from decoding.budget.features import TOKEN_BITS, likelihood_bucket
-from decoding.jit import NATIVE, compiled
-from decoding.tree import Int32Array
+from outrider.decoding.budget.features import TOKEN_BITS, likelihood_bucket
+from outrider.decoding.jit import NATIVE, compiled
+from outrider.decoding.tree import Int32Array
 
 SignedArray = npt.NDArray[np.signedinteger]
 

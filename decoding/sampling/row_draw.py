@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from decoding.jit import NATIVE, compiled
-from decoding.request import SamplingParams
-from decoding.sampling.nucleus import CLOSE, MOST, UNDECIDED, Float32Array, Int64Array, collect, fill_left
-from decoding.sampling.philox import UInt64Array, fill_raw, fill_stream
-from decoding.sampling.ranking import pointer
-from decoding.tree import BoolArray
+from outrider.decoding.jit import NATIVE, compiled
+from outrider.decoding.request import SamplingParams
+from outrider.decoding.sampling.nucleus import CLOSE, MOST, UNDECIDED, Float32Array, Int64Array, collect, fill_left
+from outrider.decoding.sampling.philox import UInt64Array, fill_raw, fill_stream
+from outrider.decoding.sampling.ranking import pointer
+from outrider.decoding.tree import BoolArray
 
 if NATIVE:
     from numba import carray

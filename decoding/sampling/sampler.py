@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from decoding.request import SamplingParams, TokenLogprob
-from decoding.sampling.penalties import LogitRules
-from decoding.sampling.philox import UInt64Array, raw_stream
-from decoding.sampling.ranking import argmax_rows
-from decoding.sampling.row_draw import draw_row
+from outrider.decoding.request import SamplingParams, TokenLogprob
+from outrider.decoding.sampling.penalties import LogitRules
+from outrider.decoding.sampling.philox import UInt64Array, raw_stream
+from outrider.decoding.sampling.ranking import argmax_rows
+from outrider.decoding.sampling.row_draw import draw_row
 
 
 def gumbel(raw: UInt64Array) -> npt.NDArray[np.float64]:

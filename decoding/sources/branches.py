@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from decoding.tree import DraftTree
+from outrider.decoding.tree import DraftTree
 
 
 def tree_of(

@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from decoding.tree import Int32Array
+from outrider.decoding.tree import Int32Array
 
 MAX_EMBEDDING = 4096  # maximum length of an embedding
 _BITS, _VALUE_BITS, _WORD_BITS = 384, 24, 48

@@ -8,15 +8,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from decoding.budget.candidates import Float64Array
-from decoding.request import PUBLIC, Request, request_of
-from decoding.sources.log.chains import BLOCK
-from decoding.sources.log.held_pieces import HeldPieces
-from decoding.sources.log.token_log import TokenLog
-from decoding.sources.passages import Passages, compile_passages
-from decoding.sources.similar import SKETCH_TOKENS, SimilarRequests, as_tokens, compile_similar, of_tokens, sketch_of
-from decoding.sources.text_keys import MAX_PASSAGES, is_note, is_passage, output_key, passage_key, passages_of, sketch_key
-from decoding.tree import Int32Array
+from outrider.decoding.budget.candidates import Float64Array
+from outrider.decoding.request import PUBLIC, Request, request_of
+from outrider.decoding.sources.log.chains import BLOCK
+from outrider.decoding.sources.log.held_pieces import HeldPieces
+from outrider.decoding.sources.log.token_log import TokenLog
+from outrider.decoding.sources.passages import Passages, compile_passages
+from outrider.decoding.sources.similar import SKETCH_TOKENS, SimilarRequests, as_tokens, compile_similar, of_tokens, sketch_of
+from outrider.decoding.sources.text_keys import (
+    MAX_PASSAGES,
+    is_note,
+    is_passage,
+    output_key,
+    passage_key,
+    passages_of,
+    sketch_key,
+)
+from outrider.decoding.tree import Int32Array
 
 _MOST_UNCOUNTED = 1 << 16
 _REMOVED_REQUESTS = 1 << 16  # hashes to remember

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decoding.tree import DraftTree, Int32Array
+from outrider.decoding.tree import DraftTree, Int32Array
 
 Ngram = tuple[int, ...]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from decoding.tree import Int32Array
+from outrider.decoding.tree import Int32Array
 
 
 class NgramIndex:

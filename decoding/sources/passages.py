@@ -13,9 +13,9 @@ from collections.abc import Collection
 import numpy as np
 import numpy.typing as npt
 
-from decoding.jit import compiled
-from decoding.sources.text_keys import MAX_RECURRING, document_hash, is_recurring, passages_of, recurring_key, request_of
-from decoding.tree import Int32Array
+from outrider.decoding.jit import compiled
+from outrider.decoding.sources.text_keys import MAX_RECURRING, document_hash, is_recurring, passages_of, recurring_key, request_of
+from outrider.decoding.tree import Int32Array
 
 Int64Array = npt.NDArray[np.int64]
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from decoding.jit import NATIVE, compiled
-from decoding.sources.embeddings import EMBEDDING, WORDS, Int64Array, nearness, words_of
-from decoding.tree import BoolArray, Int32Array
+from outrider.decoding.jit import NATIVE, compiled
+from outrider.decoding.sources.embeddings import EMBEDDING, WORDS, Int64Array, nearness, words_of
+from outrider.decoding.tree import BoolArray, Int32Array
 
 UInt64Array = npt.NDArray[np.uint64]
 Float64Array = npt.NDArray[np.float64]

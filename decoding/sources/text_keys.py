@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 
-from decoding.tree import Int32Array
+from outrider.decoding.tree import Int32Array
 
 _CHOICE_BITS = 16  # choice bits of a text key
 MAX_CHOICES = 0xFF00  # choice numbers of outputs are below it; higher numbers mark notes

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from decoding.jit import compiled
-from decoding.tree import Int32Array
+from outrider.decoding.jit import compiled
+from outrider.decoding.tree import Int32Array
 
 Int64Array = npt.NDArray[np.int64]
 

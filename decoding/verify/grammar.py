@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from decoding.tree import BoolArray, DraftTree, Int32Array
+from outrider.decoding.tree import BoolArray, DraftTree, Int32Array
 
 
 class Grammar(Protocol):

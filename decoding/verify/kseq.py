@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decoding.sampling.probabilities import Float64Array, residual
+from outrider.decoding.sampling.probabilities import Float64Array, residual
 
 _HALVINGS = 60  # bisection steps: the remaining interval is below the rounding of a double
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
-from decoding.request import Acceptance
-from decoding.sampling.probabilities import Float64Array, residual
-from decoding.tree import DraftTree, Int32Array
-from decoding.verify.kseq import KSeq
+from outrider.decoding.request import Acceptance
+from outrider.decoding.sampling.probabilities import Float64Array, residual
+from outrider.decoding.tree import DraftTree, Int32Array
+from outrider.decoding.verify.kseq import KSeq
 
 if TYPE_CHECKING:
-    from decoding.verify.target_probabilities import TargetDistributions  # imports torch, which rules do not need
+    from outrider.decoding.verify.target_probabilities import TargetDistributions  # imports torch, which rules do not need
 
 
 class Rule(Protocol):

@@ -7,15 +7,15 @@ from collections.abc import Collection
 import numpy as np
 import torch
 
-from decoding.jit import NATIVE
-from decoding.request import Request, SamplingParams
-from decoding.sampling.logit_rows import LogitRows
-from decoding.sampling.nucleus import survivors
-from decoding.sampling.penalties import LogitRules
-from decoding.sampling.probabilities import ACCEPT, RESIDUAL, Float64Array, pick, uniform
-from decoding.sampling.ranking import argmax_rows
-from decoding.sampling.sampler import choose, warp
-from decoding.tree import DraftTree
+from outrider.decoding.jit import NATIVE
+from outrider.decoding.request import Request, SamplingParams
+from outrider.decoding.sampling.logit_rows import LogitRows
+from outrider.decoding.sampling.nucleus import survivors
+from outrider.decoding.sampling.penalties import LogitRules
+from outrider.decoding.sampling.probabilities import ACCEPT, RESIDUAL, Float64Array, pick, uniform
+from outrider.decoding.sampling.ranking import argmax_rows
+from outrider.decoding.sampling.sampler import choose, warp
+from outrider.decoding.tree import DraftTree
 
 
 class TargetDistributions:

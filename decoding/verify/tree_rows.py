@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from decoding.jit import compiled
-from decoding.tree import BoolArray, Int8Array, Int32Array
+from outrider.decoding.jit import compiled
+from outrider.decoding.tree import BoolArray, Int8Array, Int32Array
 
 Int64Array = npt.NDArray[np.int64]
 

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import torch
 from transformers import AttentionInterface
 
-from engine.errors import ModelLoadError
-from engine.forward.attention_parts import MOST_BLOCK_ROWS, attend_causal, attend_parts, fits
-from engine.forward.batch import AttentionCall, Batch, SequenceRows
-from engine.forward.cpu.row_attention import RowAttention, RowStep
-from engine.forward.cpu.states.state_step import StateStep
-from engine.kv.kv_cache import SlotCache
+from outrider.engine.cpu.attention import RowAttention, RowStep
+from outrider.engine.cpu.state_step import StateStep
+from outrider.engine.errors import ModelLoadError
+from outrider.engine.forward.attention_parts import MOST_BLOCK_ROWS, attend_causal, attend_parts, fits
+from outrider.engine.forward.batch import AttentionCall, Batch, SequenceRows
+from outrider.engine.kv.kv_cache import SlotCache
 
 TREE_ATTENTION = "outrider_tree"
 # Arguments for kinds of attention that are not supported here: learned biases, chosen keys.

@@ -18,8 +18,8 @@ from functools import cache
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
-from engine.accelerator import accelerator
-from engine.errors import one_line
+from outrider.engine.accelerator import accelerator
+from outrider.engine.errors import one_line
 
 logger = logging.getLogger(__name__)
 

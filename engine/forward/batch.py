@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from decoding.request import Request
-from decoding.tree import BoolArray, DraftTree, Int32Array
-from decoding.verify.rules import Rule
-from decoding.verify.tree_rows import lay_rows
+from outrider.decoding.request import Request
+from outrider.decoding.tree import BoolArray, DraftTree, Int32Array
+from outrider.decoding.verify.rules import Rule
+from outrider.decoding.verify.tree_rows import lay_rows
 
 
 @dataclass(slots=True)  # not frozen, for speed: one is created per request and step
@@ -216,11 +216,11 @@ def cut(batch: Batch, rows: int) -> Iterator[tuple[Batch, npt.NDArray[np.int64]]
 def _part(batch: Batch, segment: SequenceRows, first: int, last: int, offset: int) -> SequenceRows:
     """Return rows ``first:last`` of the batch, all of one segment, for a part that starts at ``offset``."""
     done, end = first - segment.offset, last - segment.offset
-    told: dict[str, Any] = {"adapter": segment.adapter, "reach": segment.rope_length}
+    shared: dict[str, Any] = {"adapter": segment.adapter, "rope_length": segment.rope_length}
     if segment.mask is None:  # plain causality: earlier rows count as committed
-        return SequenceRows(segment.slot, segment.start + done, first - offset, end - done, None, **told)
+        return SequenceRows(segment.slot, segment.start + done, first - offset, end - done, None, **shared)
     seen = segment.mask[done:end, :done].all(0)
     common = done if seen.all() else int(seen.argmin())  # leading earlier rows that all rows of this part see
     before = tuple(batch.positions[segment.offset + common : first].tolist())
     mask = np.ascontiguousarray(segment.mask[done:end, common:end])
-    return SequenceRows(segment.slot, segment.start + common, first - offset, end - done, mask, before, **told)
+    return SequenceRows(segment.slot, segment.start + common, first - offset, end - done, mask, before, **shared)

@@ -2,8 +2,8 @@
 
 A floating-point sum depends on its order. Library kernels for one row and for many rows, and attention over contexts of different
 lengths, add in different orders; if the two best tokens are nearly tied, that decides which one is emitted. So on a CPU, our own
-code computes products and attention in text order for any number of rows (``engine.forward.cpu.products.native_linear``,
-``engine.forward.cpu.native_attention``). On a GPU, and wherever that form fails, every forward pass has the same number of rows,
+code computes products and attention in text order for any number of rows (``engine.cpu.linear_kernel``,
+``engine.cpu.attention_kernel``). On a GPU, and wherever that form fails, every forward pass has the same number of rows,
 padded, and attention in text order.
 
 The rest of a model's code (norms, activations) may still depend on the number of rows, so ``check`` tests it. A captured CUDA
@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from decoding.tree import DraftTree, Int32Array
-from engine.forward.attention import TREE_ATTENTION
-from engine.forward.batch import DummySequence, ScheduledDummy, pack
-from engine.forward.cuda.slot_attention import SPLIT
-from engine.forward.cuda.static_runner import StaticRunner
-from engine.forward.runner import ModelRunner
+from outrider.decoding.tree import DraftTree, Int32Array
+from outrider.engine.cuda.slot_attention import SPLIT
+from outrider.engine.cuda.static_runner import StaticRunner
+from outrider.engine.forward.attention import TREE_ATTENTION
+from outrider.engine.forward.batch import DummySequence, ScheduledDummy, pack
+from outrider.engine.forward.runner import ModelRunner
 
 _TOKENS = 76  # computed one by one; deliberately not a round number
 _TOKENS_ON_GPU = 2 * SPLIT + 20  # the last of them merge three splits of the attention kernels

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from decoding.request import TokenLogprob
-from decoding.sampling.sampler import token_logprobs
-from engine.forward.batch import Batch, ScheduledRequest
+from outrider.decoding.request import TokenLogprob
+from outrider.decoding.sampling.sampler import token_logprobs
+from outrider.engine.forward.batch import Batch, ScheduledRequest
 
 _TOGETHER = 64  # rows whose log-softmax is in memory at once
 

@@ -18,9 +18,9 @@ import numpy.typing as npt
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from decoding.request import Request
-from engine.errors import ModelLoadError
-from engine.forward.batch import SequenceRows
+from outrider.decoding.request import Request
+from outrider.engine.errors import ModelLoadError
+from outrider.engine.forward.batch import SequenceRows
 
 _ORIGINAL = "original_max_position_embeddings"
 _NEVER = 2**31  # unlimited depth, in rows

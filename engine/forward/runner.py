@@ -11,26 +11,26 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from decoding.sampling.ranking import SignedArray
-from engine.accelerator import accelerator
-from engine.errors import ModelLoadError
-from engine.forward.attention import StepContext
-from engine.forward.batch import Batch, SequenceRows, adapters_of, cut
-from engine.forward.cpu.products.low_rank import Adapters
-from engine.forward.cpu.products.packed_weight import PackedWeight
-from engine.forward.cpu.products.row_linear import has_kernels, row_linears
-from engine.forward.cpu.row_attention import RowAttention, laid_out
-from engine.forward.cpu.row_model import FusedForward
-from engine.forward.cpu.states.mixers import bind_mixers, round_expert_rows_apart
-from engine.forward.cpu.states.state_step import States
-from engine.forward.rope import LengthRope, ropes_by_row
-from engine.forward.thin_modules import patch_modules
-from engine.kv.kv_cache import KVShape, SlotCache
-from engine.kv.state_cache import StateCache
-from engine.loading.memory import default_slots, free_bytes, left_bytes, release_memory
-from engine.loading.outline import outline
-from engine.loading.weights.adapters import Adapter
-from engine.text.grammar import Grammars
+from outrider.decoding.sampling.ranking import SignedArray
+from outrider.engine.accelerator import accelerator
+from outrider.engine.cpu.attention import RowAttention, laid_out
+from outrider.engine.cpu.fused_forward import FusedForward
+from outrider.engine.cpu.linear import has_kernels, row_linears
+from outrider.engine.cpu.lora import Adapters
+from outrider.engine.cpu.mixers import bind_mixers, round_expert_rows_apart
+from outrider.engine.cpu.packed_weight import PackedWeight
+from outrider.engine.cpu.state_step import States
+from outrider.engine.errors import ModelLoadError
+from outrider.engine.forward.attention import StepContext
+from outrider.engine.forward.batch import Batch, SequenceRows, adapters_of, cut
+from outrider.engine.forward.patches import patch_modules
+from outrider.engine.forward.rope import LengthRope, ropes_by_row
+from outrider.engine.kv.kv_cache import KVShape, SlotCache
+from outrider.engine.kv.state_cache import StateCache
+from outrider.engine.loading.memory import default_slots, free_bytes, left_bytes, release_memory
+from outrider.engine.loading.outline import outline
+from outrider.engine.loading.weights.adapters import Adapter
+from outrider.engine.text.grammar import Grammars
 
 _PROBE_ROWS = 5  # rows of the first forward pass with an adapter
 
@@ -77,7 +77,7 @@ class ModelRunner:
             capacity: entries of one slot: longest sequence plus draft rows.
             shape: of the local heads and layers; None: of the whole model.
             fixed_rows: rows of every forward pass, padded or split (see ``engine.forward.exactness``); None: any number.
-            kept: additional slots for the prefixes of ended sequences; None: see ``engine.loading.memory.kept_slots``.
+            kept: additional slots for the prefixes of ended sequences; None: see ``engine.loading.memory.default_slots``.
 
         Raises:
             ModelLoadError: the KV slots do not fit, or the model's layers do not use the attention function.

@@ -8,15 +8,15 @@ from collections.abc import Callable
 import torch
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from configs.slices import EngineOptions
-from engine.accelerator import accelerator
-from engine.errors import ModelLoadError, one_line
-from engine.forward import exactness
-from engine.forward.attention import TREE_ATTENTION, tree_attention
-from engine.forward.cpu.states.mixers import mixers
-from engine.forward.cuda.static_runner import TREE_ROWS, StaticRunner, has_graphs, lacks_exactness, lacks_graphs
-from engine.forward.runner import ModelRunner, kv_shape
-from engine.kv.kv_cache import KVShape
+from outrider.configs.slices import EngineOptions
+from outrider.engine.accelerator import accelerator
+from outrider.engine.cpu.mixers import mixers
+from outrider.engine.cuda.static_runner import TREE_ROWS, StaticRunner, has_graphs, lacks_exactness, lacks_graphs
+from outrider.engine.errors import ModelLoadError, one_line
+from outrider.engine.forward import exactness
+from outrider.engine.forward.attention import TREE_ATTENTION, tree_attention
+from outrider.engine.forward.runner import ModelRunner, kv_shape
+from outrider.engine.kv.kv_cache import KVShape
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from engine.forward.attention import StepContext
-from engine.forward.batch import Batch, SequenceRows
-from engine.forward.runner import ModelRunner
-from engine.kv.kv_cache import KVShape, SlotCache
+from outrider.engine.forward.attention import StepContext
+from outrider.engine.forward.batch import Batch, SequenceRows
+from outrider.engine.forward.runner import ModelRunner
+from outrider.engine.kv.kv_cache import KVShape, SlotCache
 
 
 @dataclass(frozen=True, slots=True)

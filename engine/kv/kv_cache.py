@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from decoding.tree import Int32Array
-from engine.kv.prefix_cache import PrefixCache
-from engine.kv.state_cache import StateCache
+from outrider.decoding.tree import Int32Array
+from outrider.engine.kv.prefix_cache import PrefixCache
+from outrider.engine.kv.state_cache import StateCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class SlotCache:
     """KV of ``slots`` sequences; entry i of a slot belongs to token i, and draft rows follow the committed ones.
 
     Memory is allocated once, ``capacity`` entries per slot, and not cleared: entries are written before they are read. Keys in
-    panels form a [room, entry_size] matrix per layer, slot and head, in the layout of ``cpu.products.row_linear`` weights.
+    panels form a [room, entry_size] matrix per layer, slot and head, in the layout of ``linear`` weights.
     """
 
     def __init__(self, shape: KVShape, slots: int, capacity: int) -> None:
@@ -141,7 +141,7 @@ class SlotCache:
             for entries in (self._keys, self._values):
                 entries[:, slot, :, start : start + len(rows)] = entries[:, slot].index_select(2, source)
             return
-        from engine.forward.cpu.native_attention import move_entries  # needs numba, like panels
+        from outrider.engine.cpu.attention_kernel import move_entries  # needs numba, like panels
 
         keys, values = (entries[:, slot].data_ptr() for entries in (self._keys, self._values))
         move_entries(keys, values, self.layout, start, np.array(rows, np.int64))

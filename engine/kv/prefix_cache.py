@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decoding.tree import Int32Array
-from engine.kv.state_cache import StateCache
+from outrider.decoding.tree import Int32Array
+from outrider.engine.kv.state_cache import StateCache
 
 WORTH_COPYING = 16  # tokens; computing fewer is about as fast as copying their entries
 

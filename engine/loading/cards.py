@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from engine.accelerator import Accelerator, use
+from outrider.engine.accelerator import Accelerator, use
 
 GIB = 2**30
 

@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from configs.slices import SELF, Dtype, ModelOptions
-from decoding.request import Request
-from decoding.tree import DraftTree, Int32Array
-from engine.errors import ModelLoadError
-from engine.forward.batch import DummySequence, ScheduledDummy, pack
-from engine.forward.rope import length_rope
-from engine.forward.runner import ModelRunner
-from engine.kv.prefix_cache import common_prefix
-from engine.loading.hybrids import refuse_role
-from engine.loading.model import LoadedModel, load_config, load_model
+from outrider.configs.slices import SELF, Dtype, ModelOptions
+from outrider.decoding.request import Request
+from outrider.decoding.tree import DraftTree, Int32Array
+from outrider.engine.errors import ModelLoadError
+from outrider.engine.forward.batch import DummySequence, ScheduledDummy, pack
+from outrider.engine.forward.rope import length_rope
+from outrider.engine.forward.runner import ModelRunner
+from outrider.engine.kv.prefix_cache import common_prefix
+from outrider.engine.loading.hybrids import refuse_role
+from outrider.engine.loading.model import LoadedModel, load_config, load_model
 
 
 class _Slot:

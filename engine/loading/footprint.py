@@ -9,20 +9,20 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedConfig
 
-from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
-from engine.errors import ModelLoadError
-from engine.forward.cpu.products.block_formats import FORMATS
-from engine.forward.cpu.products.row_linear import PANEL, has_kernels
-from engine.forward.cpu.row_attention import laid_out
-from engine.loading.hybrids import refuse_place
-from engine.loading.memory import default_slots, left_bytes, stored_type, weight_bytes
-from engine.loading.model import context_length, device_of, served_config, stays_packed
-from engine.loading.model_files import PACKAGED_MODELS, base_of, cached_models, find_files, is_adapter, is_gguf, is_whole
-from engine.loading.outline import Outline, outline
-from engine.loading.slot_memory import slot_memory
-from engine.loading.weights.adapters import find_merged
-from engine.loading.weights.packing import ROUNDED, refuse_unpackable
-from engine.loading.weights.quantized import quantization_of
+from outrider.configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
+from outrider.engine.cpu.attention import laid_out
+from outrider.engine.cpu.block_formats import FORMATS
+from outrider.engine.cpu.linear import PANEL, has_kernels
+from outrider.engine.errors import ModelLoadError
+from outrider.engine.loading.hybrids import refuse_place
+from outrider.engine.loading.memory import default_slots, left_bytes, stored_type, weight_bytes
+from outrider.engine.loading.model import context_length, device_of, served_config, stays_packed
+from outrider.engine.loading.model_files import PACKAGED_MODELS, base_of, cached_models, find_files, is_adapter, is_gguf, is_whole
+from outrider.engine.loading.outline import Outline, outline
+from outrider.engine.loading.slot_memory import slot_memory
+from outrider.engine.loading.weights.adapters import find_merged
+from outrider.engine.loading.weights.packing import ROUNDED, refuse_unpackable
+from outrider.engine.loading.weights.quantized import quantization_of
 
 _SLICED = ("tensor", "pipeline")  # modes that divide the weights among ranks
 

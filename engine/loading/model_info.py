@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from configs.slices import SpeculationOptions
-from decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
-from decoding.request import PLAIN
-from decoding.strategy_choice import parse_strategy
-from engine.errors import RequestError
+from outrider.configs.slices import SpeculationOptions
+from outrider.decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
+from outrider.decoding.request import PLAIN
+from outrider.decoding.strategy_choice import parse_strategy
+from outrider.engine.errors import RequestError
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,11 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from decoding.private_files import open_private, save_file
-from decoding.tree import Int32Array
-from engine.errors import ModelLoadError
-from engine.forward.batch import Batch, SequenceRows
-from engine.forward.runner import ModelRunner
+from outrider.decoding.private_files import open_private, save_file
+from outrider.decoding.tree import Int32Array
+from outrider.engine.errors import ModelLoadError
+from outrider.engine.forward.batch import Batch, SequenceRows
+from outrider.engine.forward.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 

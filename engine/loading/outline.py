@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from engine.errors import ModelLoadError, first_line
-from engine.forward.attention import TREE_ATTENTION
-from engine.forward.batch import AttentionCall
-from engine.forward.cpu.states.mixers import bind_mixers
-from engine.forward.cpu.states.state_step import StateShape, Survey
-from engine.forward.thin_modules import do_not_warn
-from engine.kv.kv_cache import KVShape
-from engine.kv.state_cache import StateCache, StateSite
+from outrider.engine.cpu.mixers import bind_mixers
+from outrider.engine.cpu.state_step import StateShape, Survey
+from outrider.engine.errors import ModelLoadError, first_line
+from outrider.engine.forward.attention import TREE_ATTENTION
+from outrider.engine.forward.batch import AttentionCall
+from outrider.engine.forward.patches import do_not_warn
+from outrider.engine.kv.kv_cache import KVShape
+from outrider.engine.kv.state_cache import StateCache, StateSite
 
 
 @dataclass(frozen=True, slots=True)

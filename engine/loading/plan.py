@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
-from engine.errors import ModelLoadError
-from engine.forward.cuda.static_runner import ROWS, lacks_exactness, lacks_graphs
-from engine.forward.runners import refuse_form
-from engine.loading.cards import Card, planned
-from engine.loading.footprint import Footprint, footprint
-from engine.loading.memory import refuse_more_than_free
-from engine.loading.model import served_config
-from engine.loading.outline import outline
-from engine.loading.roofline import Roofline
-from engine.loading.slot_memory import STRICT_ROWS, Reserved, SlotMemory, refuse_unfitting, reserved
+from outrider.configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
+from outrider.engine.cuda.static_runner import ROWS, lacks_exactness, lacks_graphs
+from outrider.engine.errors import ModelLoadError
+from outrider.engine.forward.runners import refuse_form
+from outrider.engine.loading.cards import Card, planned
+from outrider.engine.loading.footprint import Footprint, footprint
+from outrider.engine.loading.memory import refuse_more_than_free
+from outrider.engine.loading.model import served_config
+from outrider.engine.loading.outline import outline
+from outrider.engine.loading.roofline import Roofline
+from outrider.engine.loading.slot_memory import STRICT_ROWS, Reserved, SlotMemory, refuse_unfitting, reserved
 
 STEP_ROWS = (1, STRICT_ROWS)
 STEP_CONTEXT = 2048  # tokens before a step's rows, or less in a shorter context

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.loading.cards import Card
-from engine.loading.outline import Outline
+from outrider.engine.loading.cards import Card
+from outrider.engine.loading.outline import Outline
 
 # Shares of the peaks that engines with graphs and fused kernels reach: reading weights, and with matrices of some hundred rows.
 BANDWIDTH_SHARE, FLOPS_SHARE = 0.75, 0.6

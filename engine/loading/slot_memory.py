@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from configs.slices import SELF, EngineOptions, SpeculationOptions
-from engine.accelerator import accelerator
-from engine.errors import ModelLoadError
-from engine.forward.cuda.slot_attention import best_block_rows, rows_per_tile, states_size
-from engine.forward.cuda.static_runner import ROWS, TREE_ROWS, lacks_graphs, step_kinds, step_room
-from engine.forward.cuda.step_buffers import buffer_sizes
-from engine.loading.memory import default_slots, left_bytes
-from engine.loading.model import LoadedModel, load_config
-from engine.loading.outline import outline
+from outrider.configs.slices import SELF, EngineOptions, SpeculationOptions
+from outrider.engine.accelerator import accelerator
+from outrider.engine.cuda.slot_attention import best_block_rows, rows_per_tile, states_size
+from outrider.engine.cuda.static_runner import ROWS, TREE_ROWS, lacks_graphs, step_kinds, step_room
+from outrider.engine.cuda.step_buffers import buffer_sizes
+from outrider.engine.errors import ModelLoadError
+from outrider.engine.loading.memory import default_slots, left_bytes
+from outrider.engine.loading.model import LoadedModel, load_config
+from outrider.engine.loading.outline import outline
 
 logger = logging.getLogger(__name__)
 

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 import transformers
 
-from decoding.budget.latency import LatencyCurve
-from decoding.private_files import open_private, save_file
-from engine.environment import device_name
-from engine.forward.runner import ModelRunner
-from engine.loading.model_info import ModelInfo
-from engine.measures.latency import Case, Report, Timings, cases, fit, measure, timing
+from outrider.decoding.budget.latency import LatencyCurve
+from outrider.decoding.private_files import open_private, save_file
+from outrider.engine.environment import device_name
+from outrider.engine.forward.runner import ModelRunner
+from outrider.engine.loading.model_info import ModelInfo
+from outrider.engine.measures.latency import Case, Report, Timings, cases, fit, measure, timing
 
 logger = logging.getLogger(__name__)
 

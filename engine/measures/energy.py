@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from engine.accelerator import accelerator
+from outrider.engine.accelerator import accelerator
 
 logger = logging.getLogger(__name__)
 

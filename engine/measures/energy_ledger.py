@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from decoding.request import Request
+from outrider.decoding.request import Request
 
 if TYPE_CHECKING:
-    from engine.forward.batch import ScheduledRequest
-    from engine.measures.energy import EnergyMeter
+    from outrider.engine.forward.batch import ScheduledRequest
+    from outrider.engine.measures.energy import EnergyMeter
 
 READ_S = 0.1  # interval of readings while requests run
 FRESH_S = 0.02  # minimum time between readings: the counter would not have changed

@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from decoding.budget.latency import LatencyCurve, StepLoad
-from decoding.sampling.ranking import argmax_rows
-from decoding.tree import DraftTree
-from engine.forward.batch import Batch, DummySequence, ScheduledDummy, pack
-from engine.forward.runner import ModelRunner
-from engine.loading.model_tables import TableProgress
+from outrider.decoding.budget.latency import LatencyCurve, StepLoad
+from outrider.decoding.sampling.ranking import argmax_rows
+from outrider.decoding.tree import DraftTree
+from outrider.engine.forward.batch import Batch, DummySequence, ScheduledDummy, pack
+from outrider.engine.forward.runner import ModelRunner
+from outrider.engine.loading.model_tables import TableProgress
 
 # Rows of one sequence. Matrix products use blocks of 12 or 16 rows, so step times rise in stairs: one row more shows them.
 _ROWS = (1, 2, 4, 8, 12, 13, 16, 17, 24, 25, 32, 33, 48, 64, 96, 128, 256)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from decoding.budget.latency import LatencyCurve, StepLoad
-from decoding.budget.step_price import seconds_of
-from engine.forward.batch import ScheduledRequest
+from outrider.decoding.budget.latency import LatencyCurve, StepLoad
+from outrider.decoding.budget.step_price import seconds_of
+from outrider.engine.forward.batch import ScheduledRequest
 
 _KEPT = 0.99  # decay of older steps per step
 _TIMED = 0.5  # weight of the timed curve in each factor, in steps

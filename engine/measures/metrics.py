@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from decoding.request import FinishReason, Request
-from decoding.tree import SOURCES, DraftTree
+from outrider.decoding.request import FinishReason, Request
+from outrider.decoding.tree import SOURCES, DraftTree
 
 if TYPE_CHECKING:
-    from decoding.step_output import BudgetCounts
-    from engine.forward.batch import ScheduledRequest
+    from outrider.decoding.step_output import BudgetCounts
+    from outrider.engine.forward.batch import ScheduledRequest
 
 _STATM = Path("/proc/self/statm")
 

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from decoding.drafters import LOSSLESS
-from decoding.request import PLAIN, Request
+from outrider.decoding.drafters import LOSSLESS
+from outrider.decoding.request import PLAIN, Request
 
 
 @dataclass(slots=True)

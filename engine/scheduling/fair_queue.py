@@ -6,7 +6,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterator
 
-from decoding.request import Request
+from outrider.decoding.request import Request
 
 
 class FairQueue:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 
-from decoding.request import Request, request_of
-from decoding.sources.history import Histories
-from engine.executor import Executor
+from outrider.decoding.request import Request, request_of
+from outrider.decoding.sources.history import Histories
+from outrider.engine.executor import Executor
 
 
 class SlotPlacement:

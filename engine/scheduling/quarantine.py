@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from decoding.request import Request
+from outrider.decoding.request import Request
 
 
 class QuarantineTurns:

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from configs.slices import EngineOptions
-from decoding.request import Request, RequestState
-from engine.errors import QueueFullError, RequestError
-from engine.kv.prefix_cache import WORTH_COPYING, common_prefix
-from engine.scheduling.fair_queue import FairQueue
-from engine.scheduling.quarantine import QuarantineTurns
+from outrider.configs.slices import EngineOptions
+from outrider.decoding.request import Request, RequestState
+from outrider.engine.errors import QueueFullError, RequestError
+from outrider.engine.kv.prefix_cache import WORTH_COPYING, common_prefix
+from outrider.engine.scheduling.fair_queue import FairQueue
+from outrider.engine.scheduling.quarantine import QuarantineTurns
 
 
 @dataclass(slots=True)  # not frozen, because creation is faster: one per request and step

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, TemplateError, meta
 
-from engine.errors import RequestError
-from engine.text.chat_format import template_text
-from engine.text.tokenizer import token_ids
+from outrider.engine.errors import RequestError
+from outrider.engine.text.chat_format import template_text
+from outrider.engine.text.tokenizer import token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from decoding.tree import BoolArray, Int32Array
-from engine.errors import RequestError
-from engine.text.chat_format import Tags
-from engine.text.grammar_check import INSTALLED, NO_VOCABULARY, GrammarChecker, Vocabulary, deeply
+from outrider.decoding.tree import BoolArray, Int32Array
+from outrider.engine.errors import RequestError
+from outrider.engine.text.chat_format import Tags
+from outrider.engine.text.grammar_check import INSTALLED, NO_VOCABULARY, GrammarChecker, Vocabulary, deeply
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

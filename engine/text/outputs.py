@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 
 from transformers import PreTrainedTokenizerFast
 
-from decoding.request import FinishReason, Request
-from engine.text.detokenizer import Detokenizer
+from outrider.decoding.request import FinishReason, Request
+from outrider.engine.text.detokenizer import Detokenizer
 
 
 class Outputs:

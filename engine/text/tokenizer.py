@@ -7,8 +7,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from engine.errors import ModelLoadError, first_line
-from engine.loading.model_files import find_tokenizer, is_gguf, refuse_missing_folder
+from outrider.engine.errors import ModelLoadError, first_line
+from outrider.engine.loading.model_files import find_tokenizer, is_gguf, refuse_missing_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -24,7 +24,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
     files = find_tokenizer(path)
     try:
         if is_gguf(files):
-            from engine.loading.weights.gguf import load_gguf_tokenizer
+            from outrider.engine.loading.weights.gguf import load_gguf_tokenizer
 
             tokenizer = load_gguf_tokenizer(files)
         else:

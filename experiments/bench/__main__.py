@@ -6,22 +6,22 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from experiments.bench.run import HINT, run
+from outrider.experiments.bench.run import HINT, run
 
 COMMANDS = {  # name -> module with ``BENCH``, or with ``main(argv) -> int``
-    "strategies": "experiments.bench.strategies",
-    "load": "experiments.bench.load",
-    "scaling": "experiments.bench.scaling.command",
-    "paper": "experiments.papers.__main__",
-    "replay": "experiments.bench.memory.__main__",
-    "rag": "experiments.rag.bench",
-    "peers": "experiments.peers.__main__",
-    "service": "experiments.service.__main__",
-    "faults": "experiments.faults.__main__",
-    "gpu": "experiments.gpu_suite.__main__",
-    "outputs": "experiments.bench.outputs",
-    "profile": "experiments.bench.profile",
-    "report": "experiments.report.page",
+    "strategies": "outrider.experiments.bench.strategies",
+    "load": "outrider.experiments.bench.load",
+    "scaling": "outrider.experiments.bench.scaling.command",
+    "paper": "outrider.experiments.papers.__main__",
+    "replay": "outrider.experiments.bench.memory.__main__",
+    "rag": "outrider.experiments.rag.bench",
+    "peers": "outrider.experiments.peers.__main__",
+    "service": "outrider.experiments.service.__main__",
+    "faults": "outrider.experiments.faults.__main__",
+    "gpu": "outrider.experiments.gpu_suite.__main__",
+    "outputs": "outrider.experiments.bench.outputs",
+    "profile": "outrider.experiments.bench.profile",
+    "report": "outrider.experiments.report.page",
 }
 
 

@@ -8,21 +8,21 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, get_args
 
-from cluster.cli.generate.prompt_file import PromptFileError
-from cluster.cli.generate.strategy_option import chosen_strategies, parse_strategy
-from configs.slices import Dtype, EngineOptions
-from decoding.drafters import LOSSLESS
-from experiments.bench.engines.contestants import Prompt, make_request
-from experiments.bench.engines.measures import measured, rows_of_a_cell
-from experiments.bench.engines.models import MAX_TOKENS, Setting, calm, load_setting
-from experiments.bench.engines.shared_model import SharedModel
-from experiments.bench.engines.traffic import Arrivals, ClosedLoop, EngineServer, drive, poisson
-from experiments.bench.figure import panel
-from experiments.bench.options import check_distinct, check_prompts, numbers
-from experiments.bench.progress import Progress
-from experiments.bench.run import Bench, Results, Run
-from experiments.bench.strategies import EXACT_DTYPES, add_strategies
-from experiments.bench.workloads import interleaved
+from outrider.cluster.cli.generate.prompt_file import PromptFileError
+from outrider.cluster.cli.generate.strategy_option import chosen_strategies, parse_strategy
+from outrider.configs.slices import Dtype, EngineOptions
+from outrider.decoding.drafters import LOSSLESS
+from outrider.experiments.bench.engines.contestants import Prompt, make_request
+from outrider.experiments.bench.engines.measures import measured, rows_of_a_cell
+from outrider.experiments.bench.engines.models import MAX_TOKENS, Setting, calm, load_setting
+from outrider.experiments.bench.engines.shared_model import SharedModel
+from outrider.experiments.bench.engines.traffic import Arrivals, ClosedLoop, EngineServer, drive, poisson
+from outrider.experiments.bench.figure import panel
+from outrider.experiments.bench.options import check_distinct, check_prompts, numbers
+from outrider.experiments.bench.progress import Progress
+from outrider.experiments.bench.run import Bench, Results, Run
+from outrider.experiments.bench.strategies import EXACT_DTYPES, add_strategies
+from outrider.experiments.bench.workloads import interleaved
 
 TEXT = """Measure strategies under load: many requests at once, on one engine in this process.
 

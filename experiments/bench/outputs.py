@@ -23,23 +23,23 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from actors.offline_group import OfflineGroup, OfflinePrompt
-from actors.ranks import GroupError
-from cluster.cli.generate.prompt_file import PromptRecord
-from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
-from decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
-from decoding.request import PLAIN, Request, SamplingParams
-from engine.engine import Engine, load_runner
-from engine.text.chat import render_chat
-from engine.text.tokenizer import load_tokenizer
-from experiments.bench.engines.models import model_folder
-from experiments.bench.options import add_model
-from experiments.bench.record import ROOT, Kept, git_state
-from experiments.bench.run import Bench, Results, Run
-from experiments.bench.workloads import first_that_fit, read_workloads, run_engine
-from experiments.peers.contestants import Field, Setting, end_tokens
-from experiments.peers.environments import Environments, MissingPeerError
-from experiments.peers.revisions import compare
+from outrider.actors.offline_group import OfflineGroup, OfflinePrompt
+from outrider.actors.ranks import GroupError
+from outrider.cluster.cli.generate.prompt_file import PromptRecord
+from outrider.configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
+from outrider.decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
+from outrider.decoding.request import PLAIN, Request, SamplingParams
+from outrider.engine.engine import Engine, load_runner
+from outrider.engine.text.chat import render_chat
+from outrider.engine.text.tokenizer import load_tokenizer
+from outrider.experiments.bench.engines.models import model_folder
+from outrider.experiments.bench.options import add_model
+from outrider.experiments.bench.record import ROOT, Kept, git_state
+from outrider.experiments.bench.run import Bench, Results, Run
+from outrider.experiments.bench.workloads import first_that_fit, read_workloads, run_engine
+from outrider.experiments.peers.contestants import Field, Setting, end_tokens
+from outrider.experiments.peers.environments import Environments, MissingPeerError
+from outrider.experiments.peers.revisions import compare
 
 DRAWS: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.8, "top_p": 0.95, "seed": 7})
 DRAFTING = sorted(LOSSLESS - set(WITH_DRAFT_MODEL) - {PLAIN})
@@ -271,7 +271,7 @@ def peer_answers(asks: Sequence[Ask], args: argparse.Namespace, kept: Kept, say:
 
 def time_check(args: argparse.Namespace) -> list[float]:
     """Return the seconds of the check at start, five times."""
-    from engine.forward import exactness  # as ``load_weights`` above
+    from outrider.engine.forward import exactness  # as ``load_weights`` above
 
     model = ModelOptions(args.path, dtype=args.dtype, device="cpu", threads=args.threads, max_model_len=args.context)
     _, runner = load_runner(model, EngineOptions(2), SpeculationOptions(PLAIN), 1)

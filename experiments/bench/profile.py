@@ -21,19 +21,19 @@ from typing import Any, get_args
 
 import torch
 
-from configs.schema import find_model
-from configs.slices import Dtype, EngineOptions, ModelOptions
-from decoding.drafters import LOSSLESS, STRATEGIES, build_drafter
-from decoding.request import Request, SamplingParams
-from engine.engine import Engine
-from engine.executor import LocalExecutor
-from engine.forward.runner import ModelRunner
-from engine.loading.model import LoadedModel, load_model
-from engine.target import LocalTarget
-from experiments.bench.engines.phases import PHASES, PhaseClock
-from experiments.bench.options import add_model
-from experiments.bench.record import ROOT
-from experiments.bench.run import Bench, Results, Run
+from outrider.configs.schema import find_model
+from outrider.configs.slices import Dtype, EngineOptions, ModelOptions
+from outrider.decoding.drafters import LOSSLESS, STRATEGIES, build_drafter
+from outrider.decoding.request import Request, SamplingParams
+from outrider.engine.engine import Engine
+from outrider.engine.executor import LocalExecutor
+from outrider.engine.forward.runner import ModelRunner
+from outrider.engine.loading.model import LoadedModel, load_model
+from outrider.engine.target import LocalTarget
+from outrider.experiments.bench.engines.phases import PHASES, PhaseClock
+from outrider.experiments.bench.options import add_model
+from outrider.experiments.bench.record import ROOT
+from outrider.experiments.bench.run import Bench, Results, Run
 
 _SAMPLING: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": 1}  # of requests that are not greedy
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from engine.environment import cpu_name
-from engine.measures.energy import EnergySpan
+from outrider.engine.environment import cpu_name
+from outrider.engine.measures.energy import EnergySpan
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments" / "results"

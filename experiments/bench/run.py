@@ -14,10 +14,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ModelLoadError
-from engine.measures.energy import EnergyMeter, EnergySpan, measure_idle, open_meter
-from experiments.bench.progress import Progress
-from experiments.bench.record import RESULTS, write_record
+from outrider.engine.errors import ModelLoadError
+from outrider.engine.measures.energy import EnergyMeter, EnergySpan, measure_idle, open_meter
+from outrider.experiments.bench.progress import Progress
+from outrider.experiments.bench.record import RESULTS, write_record
 
 IDLE_S = 5.0  # duration of the idle power measurement, if there is a meter
 HINT = "Run NAME --help for the options of a command."
@@ -76,7 +76,7 @@ def keep(name: str, args: argparse.Namespace, results: Results, started: datetim
     if results.get("figures") and find_spec("matplotlib") is None:
         picture = ", no figure: it needs matplotlib, which the extra `dev` has"
     elif results.get("figures"):
-        from experiments.bench.figure import draw
+        from outrider.experiments.bench.figure import draw
 
         picture = f", figure: {draw(results['figures'], path.with_suffix('.svg')).name}"
     print(f"record: {path.name}{picture}", file=sys.stderr)
@@ -110,8 +110,8 @@ def arguments(bench: Bench, argv: Sequence[str] | None = None, prog: str | None 
 
 def show(name: str, results: Results) -> None:
     """Print the tables of a run: the headline tables of its report, or all results."""
-    from experiments.report.tables import headlines
-    from experiments.report.values import blocks_of, print_tables
+    from outrider.experiments.report.tables import headlines
+    from outrider.experiments.report.values import blocks_of, print_tables
 
     results = json.loads(json.dumps(results, default=str))  # as a record holds them
     rest = {key: value for key, value in results.items() if key != "figures"}

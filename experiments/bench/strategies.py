@@ -8,16 +8,30 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from cluster.cli.generate.strategy_option import chosen_strategies
-from configs.slices import Dtype, SpeculationOptions
-from decoding.drafters import LOSSLESS
-from experiments.bench.engines.competition import Tally, compete, decode_ratios, joules_per_token, summary, where_time_goes
-from experiments.bench.engines.models import Workload, calm, contestants, load_setting
-from experiments.bench.engines.random_models import differing, measure_models
-from experiments.bench.engines.stock_generate import StockPromptLookup
-from experiments.bench.figure import panel
-from experiments.bench.options import add_engine, add_model, add_prompts, add_random_model, check_prompts, check_random_model
-from experiments.bench.run import Bench, Results, Run
+from outrider.cluster.cli.generate.strategy_option import chosen_strategies
+from outrider.configs.slices import Dtype, SpeculationOptions
+from outrider.decoding.drafters import LOSSLESS
+from outrider.experiments.bench.engines.competition import (
+    Tally,
+    compete,
+    decode_ratios,
+    joules_per_token,
+    summary,
+    where_time_goes,
+)
+from outrider.experiments.bench.engines.models import Workload, calm, contestants, load_setting
+from outrider.experiments.bench.engines.random_models import differing, measure_models
+from outrider.experiments.bench.engines.stock_generate import StockPromptLookup
+from outrider.experiments.bench.figure import panel
+from outrider.experiments.bench.options import (
+    add_engine,
+    add_model,
+    add_prompts,
+    add_random_model,
+    check_prompts,
+    check_random_model,
+)
+from outrider.experiments.bench.run import Bench, Results, Run
 
 TEXT = """Compare strategies with transformers on the same prompts with a real model.
 

@@ -7,14 +7,14 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from cluster.cli.generate.prompt_file import PromptFileError, PromptRecord, read_prompts
-from decoding.request import Request
-from engine.text.chat import render_chat
+from outrider.cluster.cli.generate.prompt_file import PromptFileError, PromptRecord, read_prompts
+from outrider.decoding.request import Request
+from outrider.engine.text.chat import render_chat
 
 if TYPE_CHECKING:  # the simulation uses this module without loading transformers
     from transformers import PreTrainedTokenizerBase
 
-    from engine.engine import Engine
+    from outrider.engine.engine import Engine
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Attention of ``engine.forward.cuda.slot_attention`` written out for CPU tensors, row by row."""
+"""Attention of ``engine.cuda.slot_attention`` written out for CPU tensors, row by row."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from experiments.device_double.attention import attend_slots
-from experiments.device_double.guard import load_guard
+from outrider.experiments.device_double.attention import attend_slots
+from outrider.experiments.device_double.guard import load_guard
 
 GIB = 1 << 30
 # Operations whose result the host needs before it can go on.

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from decoding.jit import cache_folder
-from decoding.private_files import read_sealed, save_sealed
+from outrider.decoding.jit import cache_folder
+from outrider.decoding.private_files import read_sealed, save_sealed
 
 logger = logging.getLogger(__name__)
 

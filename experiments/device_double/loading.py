@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import transformers.modeling_utils as modeling
 
-from engine.environment import environment
+from outrider.engine.environment import environment
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from experiments.device_double.gpu import DoubleGpu, DoubleTensor
+from outrider.experiments.device_double.gpu import DoubleGpu, DoubleTensor
 
 _META = torch.device("meta")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from experiments.bench.run import run_named
+from outrider.experiments.bench.run import run_named
 
-FAULTS = {name: f"experiments.faults.{name}" for name in ("cache", "nodes", "ranks", "replicas")}
+FAULTS = {name: f"outrider.experiments.faults.{name}" for name in ("cache", "nodes", "ranks", "replicas")}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

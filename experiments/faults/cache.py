@@ -23,20 +23,20 @@ from typing import Any
 
 import numpy as np
 
-from actors.replica import Replica
-from cache_service.access import CacheAccess
-from configs.schema import find_model
-from configs.slices import CacheOptions, EngineOptions, ModelOptions, SpeculationOptions
-from decoding.request import Request, SamplingParams
-from engine.text.tokenizer import load_tokenizer
-from experiments.bench.engines.contestants import Prompt
-from experiments.bench.engines.models import chat_workload, fitting
-from experiments.bench.options import add_model
-from experiments.bench.progress import Progress
-from experiments.bench.record import spread
-from experiments.bench.run import Bench, Results, Run
-from experiments.bench.strategies import EXACT_DTYPES
-from experiments.faults.redis_process import RedisProcess
+from outrider.actors.replica import Replica
+from outrider.cache_service.access import CacheAccess
+from outrider.configs.schema import find_model
+from outrider.configs.slices import CacheOptions, EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.request import Request, SamplingParams
+from outrider.engine.text.tokenizer import load_tokenizer
+from outrider.experiments.bench.engines.contestants import Prompt
+from outrider.experiments.bench.engines.models import chat_workload, fitting
+from outrider.experiments.bench.options import add_model
+from outrider.experiments.bench.progress import Progress
+from outrider.experiments.bench.record import spread
+from outrider.experiments.bench.run import Bench, Results, Run
+from outrider.experiments.bench.strategies import EXACT_DTYPES
+from outrider.experiments.faults.redis_process import RedisProcess
 
 Act = Callable[[RedisProcess], None]
 FAULTS: dict[str, tuple[Act, Act]] = {  # fault and repair

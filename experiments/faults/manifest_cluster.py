@@ -23,11 +23,11 @@ from typing import Any
 import httpx
 import yaml
 
-from cache_service.namespace import hash_key
-from cluster.cli.launch.preflight import SECRET_VARIABLE
-from experiments.bench.record import ROOT
-from experiments.faults.machines import Machine, Machines, MachinesError
-from experiments.faults.redis_process import RedisProcess
+from outrider.cache_service.namespace import hash_key
+from outrider.cluster.cli.launch.preflight import SECRET_VARIABLE
+from outrider.experiments.bench.record import ROOT
+from outrider.experiments.faults.machines import Machine, Machines, MachinesError
+from outrider.experiments.faults.redis_process import RedisProcess
 
 RENDERED = ROOT / "k8s" / "rendered"
 TENANT = "acme"

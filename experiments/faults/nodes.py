@@ -19,14 +19,14 @@ from typing import Any
 
 import httpx
 
-from cache_service.store.embedded import EmbeddedRedisError
-from configs.schema import find_model
-from experiments.bench.options import add_model
-from experiments.bench.run import Bench, Results, Run
-from experiments.faults.machines import MachinesError
-from experiments.faults.manifest_cluster import ManifestCluster
-from experiments.service.asks import Answer, Ask, ask, make_asks
-from experiments.service.served import spread
+from outrider.cache_service.store.embedded import EmbeddedRedisError
+from outrider.configs.schema import find_model
+from outrider.experiments.bench.options import add_model
+from outrider.experiments.bench.run import Bench, Results, Run
+from outrider.experiments.faults.machines import MachinesError
+from outrider.experiments.faults.manifest_cluster import ManifestCluster
+from outrider.experiments.service.asks import Answer, Ask, ask, make_asks
+from outrider.experiments.service.served import spread
 
 OVERLAY, SPARE = "cpu-demo", "engine-2"
 _KINDS = ("greedy", "sampled", "whole", "json", "penalties")

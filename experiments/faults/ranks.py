@@ -22,15 +22,15 @@ from typing import Any
 import httpx
 import psutil
 
-from cluster.cli.generate.prompt_file import PromptFileError, read_prompts
-from configs.schema import find_model
-from engine.text.tokenizer import load_tokenizer
-from experiments.bench import run as bench
-from experiments.bench.options import add_model
-from experiments.bench.record import spread
-from experiments.bench.workloads import fitting_records
-from experiments.service.asks import Answer, Ask, play
-from experiments.service.served import Served, served
+from outrider.cluster.cli.generate.prompt_file import PromptFileError, read_prompts
+from outrider.configs.schema import find_model
+from outrider.engine.text.tokenizer import load_tokenizer
+from outrider.experiments.bench import run as bench
+from outrider.experiments.bench.options import add_model
+from outrider.experiments.bench.record import spread
+from outrider.experiments.bench.workloads import fitting_records
+from outrider.experiments.service.asks import Answer, Ask, play
+from outrider.experiments.service.served import Served, served
 
 TOGETHER = 4  # requests in flight
 LEADER, FOLLOWER = "ray::ServeReplica:outrider:engine", "ray::RankActor"  # titles of their processes

@@ -10,9 +10,9 @@ import time
 
 import redis
 
-from cache_service.store.embedded import EmbeddedRedisError
-from cache_service.store.redis_binary import find_redis_server
-from experiments.service.served import free_port
+from outrider.cache_service.store.embedded import EmbeddedRedisError
+from outrider.cache_service.store.redis_binary import find_redis_server
+from outrider.experiments.service.served import free_port
 
 _START_S = 20.0
 

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 import httpx
 import psutil
 
-from experiments.bench.options import add_model
-from experiments.bench.progress import Progress
-from experiments.bench.run import Bench, Results
-from experiments.service.asks import make_asks, play
-from experiments.service.served import Served, conducted, memory_mib, replica_settings, spread, until_whole
+from outrider.experiments.bench.options import add_model
+from outrider.experiments.bench.progress import Progress
+from outrider.experiments.bench.run import Bench, Results
+from outrider.experiments.service.asks import make_asks, play
+from outrider.experiments.service.served import Served, conducted, memory_mib, replica_settings, spread, until_whole
 
 ENGINE = "ray::ServeReplica:outrider:engine"  # title of the replicas' processes
 _CONCURRENCY, _POLL_S, _SEED = 12, 0.25, 0

@@ -2,7 +2,7 @@
 
 import sys
 
-from experiments.gpu_suite.suite import main
+from outrider.experiments.gpu_suite.suite import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from experiments.gpu_suite.device import is_cuda, wait
+from outrider.experiments.gpu_suite.device import is_cuda, wait
 
 K = TypeVar("K")
 

@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 
-from engine.forward.cuda.slot_attention import BLOCK_N, block_sizes, launch_sizes
-from engine.forward.cuda.slot_kernels import context_kernel, path_kernel
-from experiments.bench.record import RESULTS, write_record
+from outrider.engine.cuda.slot_attention import BLOCK_N, block_sizes, launch_sizes
+from outrider.engine.cuda.slot_kernels import context_kernel, path_kernel
+from outrider.experiments.bench.record import RESULTS, write_record
 
 KERNELS = {"context": context_kernel, "path": path_kernel}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -213,7 +213,7 @@ def _entry(cell: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.gpu_suite.compile_kernels", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m outrider.experiments.gpu_suite.compile_kernels", description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile at once")
     parser.add_argument("--record", type=Path, help="print the table of this record, and compile nothing")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from engine.accelerator import accelerator, use
+from outrider.engine.accelerator import accelerator, use
 
 NO_TIMES = {
     "cpu": "of a CPU: they say nothing of a GPU",
@@ -23,8 +23,8 @@ def measured_on(device: str, double: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if double:
             torch.set_num_threads(1)  # several gain nothing with models as small, and wait for each other on a busy machine
-            from experiments.device_double.gpu import DoubleGpu
-            from experiments.device_double.loading import loading
+            from outrider.experiments.device_double.gpu import DoubleGpu
+            from outrider.experiments.device_double.loading import loading
 
             stack.enter_context(use(DoubleGpu(gpus=1)))
             stack.enter_context(loading())

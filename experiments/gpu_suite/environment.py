@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from decoding.jit import NATIVE
-from experiments.bench.record import ROOT
+from outrider.decoding.jit import NATIVE
+from outrider.experiments.bench.record import ROOT
 
 WARMED = ("executor", "llma", "trie", "auto")  # see ``experiments.gpu_suite.parts.warm``; a process each
 _WARM_LIMIT_S = 150.0
@@ -42,7 +42,7 @@ class Warming:
         with log.open("wb") as file:
             self._processes = {
                 name: subprocess.Popen(
-                    [sys.executable, "-m", "experiments.gpu_suite.parts.warm", name],
+                    [sys.executable, "-m", "outrider.experiments.gpu_suite.parts.warm", name],
                     cwd=ROOT,
                     env=environment,
                     stdin=subprocess.DEVNULL,

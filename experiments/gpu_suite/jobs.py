@@ -16,8 +16,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from experiments.gpu_suite.device import measured_on
-from experiments.gpu_suite.report import Job, Report, Setting, UnavailableError, is_fatal, last_lines, one_line
+from outrider.experiments.gpu_suite.device import measured_on
+from outrider.experiments.gpu_suite.report import Job, Report, Setting, UnavailableError, is_fatal, last_lines, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class _Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """See ``logging.Handler``."""
-        if self.report is not None and record.name != "engine.loading.model_tables":  # whose progress it is
+        if self.report is not None and record.name != "outrider.engine.loading.model_tables":  # whose progress it is
             text = " ".join(record.getMessage().split())[:_WARNING_CHARS]
             self.report.found.setdefault("warnings", []).append(f"{record.name}: {text}")
             self.report.say(f"warning: {text}")

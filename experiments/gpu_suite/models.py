@@ -14,19 +14,19 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from configs.slices import EngineOptions
-from decoding.request import Request, SamplingParams
-from decoding.tree import DraftTree
-from engine.errors import ModelLoadError
-from engine.forward.attention import TREE_ATTENTION
-from engine.forward.batch import Batch, ScheduledRequest, pack
-from engine.forward.cuda.static_runner import has_graphs
-from engine.forward.runner import ModelRunner
-from engine.forward.runners import make_runner
-from engine.loading.model import LoadedModel
-from experiments.bench.engines.guided import stock_twin
-from experiments.gpu_suite.device import empty_cache
-from experiments.gpu_suite.report import Report, Setting, UnavailableError, one_line
+from outrider.configs.slices import EngineOptions
+from outrider.decoding.request import Request, SamplingParams
+from outrider.decoding.tree import DraftTree
+from outrider.engine.cuda.static_runner import has_graphs
+from outrider.engine.errors import ModelLoadError
+from outrider.engine.forward.attention import TREE_ATTENTION
+from outrider.engine.forward.batch import Batch, ScheduledRequest, pack
+from outrider.engine.forward.runner import ModelRunner
+from outrider.engine.forward.runners import make_runner
+from outrider.engine.loading.model import LoadedModel
+from outrider.experiments.bench.engines.guided import stock_twin
+from outrider.experiments.gpu_suite.device import empty_cache
+from outrider.experiments.gpu_suite.report import Report, Setting, UnavailableError, one_line
 
 DRAFT_ROWS = 256  # entries of a KV slot behind the context: of the widest tree
 _STD = 0.02  # of the weights

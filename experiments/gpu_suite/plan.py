@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from experiments.gpu_suite.report import Job
+from outrider.experiments.gpu_suite.report import Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,6 @@ def plan(parts: Sequence[str], sizes: Sequence[str]) -> list[Job]:
                 continue
             if size == "tiny" and name not in _WHOLE:
                 estimate_s = min(estimate_s, _TINY_S)
-            job = Job(name, size if part.models else None, f"experiments.gpu_suite.parts.{part.function}", estimate_s)
+            job = Job(name, size if part.models else None, f"outrider.experiments.gpu_suite.parts.{part.function}", estimate_s)
             (later if number else last if part.stage else first).append(job)
     return [*first, *later, *last]

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
-from engine.errors import ModelLoadError
-from engine.loading.cards import CARDS, Card
-from engine.loading.plan import plan
+from outrider.configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
+from outrider.engine.errors import ModelLoadError
+from outrider.engine.loading.cards import CARDS, Card
+from outrider.engine.loading.plan import plan
 
 CONFIGS = Path(__file__).with_name("model_configs")
 SERVED = (

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from experiments.bench.record import write_record
+from outrider.experiments.bench.record import write_record
 
 NAME = "gpu-suite"
 _WHAT, _VALUE, _SPREAD, _GOAL = 66, 22, 16, 24  # characters of the columns

@@ -50,17 +50,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from decoding.jit import compiles_first
-from engine.accelerator import accelerator
-from engine.loading.model_files import PACKAGED_MODELS, cached_models, is_whole
-from experiments.bench.record import RESULTS, versions
-from experiments.device_double.guard import unavailable
-from experiments.gpu_suite import environment
-from experiments.gpu_suite.device import NO_TIMES
-from experiments.gpu_suite.jobs import Worker
-from experiments.gpu_suite.plan import KINDS, PARTS, SIZES, USUAL_KINDS, plan
-from experiments.gpu_suite.record import NAME, RunningRecord, print_table
-from experiments.gpu_suite.report import Job, Setting
+from outrider.decoding.jit import compiles_first
+from outrider.engine.accelerator import accelerator
+from outrider.engine.loading.model_files import PACKAGED_MODELS, cached_models, is_whole
+from outrider.experiments.bench.record import RESULTS, versions
+from outrider.experiments.device_double.guard import unavailable
+from outrider.experiments.gpu_suite import environment
+from outrider.experiments.gpu_suite.device import NO_TIMES
+from outrider.experiments.gpu_suite.jobs import Worker
+from outrider.experiments.gpu_suite.plan import KINDS, PARTS, SIZES, USUAL_KINDS, plan
+from outrider.experiments.gpu_suite.record import NAME, RunningRecord, print_table
+from outrider.experiments.gpu_suite.report import Job, Setting
 
 # Packages beside Python's own, with what they bring. Of this repository the whole checkout is needed.
 NEEDS = {
@@ -206,7 +206,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     packages = "".join(f"\n    {name:<14} {why}" for name, why in NEEDS.items())
     helpful = "".join(f"\n    {name:<14} {why}" for name, why in HELPS.items())
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.gpu_suite", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="outrider bench gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"Needs this checkout and the packages{packages}\nand uses, where they are installed,{helpful}",
     )  # fmt: skip
     parser.add_argument("--parts", default=",".join(PARTS), help="with commas between; all when absent")

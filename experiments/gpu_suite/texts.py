@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
-from cluster.cli.generate.prompt_file import PromptFileError
-from experiments.bench.engines.contestants import Prompt
-from experiments.bench.workloads import interleaved
-from experiments.gpu_suite.report import Report, Setting
+from outrider.cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
+from outrider.cluster.cli.generate.prompt_file import PromptFileError
+from outrider.experiments.bench.engines.contestants import Prompt
+from outrider.experiments.bench.workloads import interleaved
+from outrider.experiments.gpu_suite.report import Report, Setting
 
 NAMES = ("specbench_rag.jsonl", "llma_rag.jsonl")  # in a folder of workloads: retrieval-augmented answers
 _MADE_UP = 4  # records, where no workloads are given

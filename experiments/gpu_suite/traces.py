@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from configs.slices import EngineOptions, SpeculationOptions
-from decoding.request import PLAIN
-from decoding.strategy_choice import parse_strategy
-from engine.forward.runner import ModelRunner
-from engine.loading.model import LoadedModel
-from experiments.bench.engines.contestants import EngineContestant
-from experiments.bench.engines.shared_model import SharedModel
+from outrider.configs.slices import EngineOptions, SpeculationOptions
+from outrider.decoding.request import PLAIN
+from outrider.decoding.strategy_choice import parse_strategy
+from outrider.engine.forward.runner import ModelRunner
+from outrider.engine.loading.model import LoadedModel
+from outrider.experiments.bench.engines.contestants import EngineContestant
+from outrider.experiments.bench.engines.shared_model import SharedModel
 
 STRATEGIES = (PLAIN, "llma", "trie", "auto")
 

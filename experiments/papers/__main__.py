@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from experiments.bench.run import run
-from experiments.papers.commands import chosen
+from outrider.experiments.bench.run import run
+from outrider.experiments.papers.commands import chosen
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from experiments.papers.numbers.published import ALL, Claim, Figure, Paper, Value
+from outrider.experiments.papers.numbers.published import ALL, Claim, Figure, Paper, Value
 
 Rows = dict[str, dict[str, Value]]  # row -> column -> number
 Sections = dict[str, Rows]  # name of a table or figure of the paper -> measurements

@@ -11,12 +11,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
 
-from configs.slices import Dtype
-from experiments.bench.options import add_engine, add_model
-from experiments.bench.record import ROOT, git_state, portable
-from experiments.bench.run import Bench, Results, Run
-from experiments.papers.numbers.mjsd import load_mjsd
-from experiments.papers.numbers.published import ALL, Paper, load
+from outrider.configs.slices import Dtype
+from outrider.experiments.bench.options import add_engine, add_model
+from outrider.experiments.bench.record import ROOT, git_state, portable
+from outrider.experiments.bench.run import Bench, Results, Run
+from outrider.experiments.papers.numbers.mjsd import load_mjsd
+from outrider.experiments.papers.numbers.published import ALL, Paper, load
 
 PAPERS: dict[str, Paper] = {key: load(key) for key in ("llma", "trie", "ngrammys", "jacobi")} | {"mjsd": load_mjsd()}
 PRESETS: dict[str, dict[str, Any]] = {"full": {"repeats": 3, "max_tokens": None}, "short": {"repeats": 1, "max_tokens": 48}}
@@ -107,11 +107,11 @@ def check(paper: Paper, args: argparse.Namespace, parser: argparse.ArgumentParse
 
 def measure(paper: Paper, args: argparse.Namespace, run: Run) -> Results:
     """Run a paper's tables and compare them with the paper's own."""
-    from experiments.bench.engines.models import calm
-    from experiments.papers.beside import Found, beside
-    from experiments.papers.devices import step_ms
-    from experiments.papers.kept import KeptRuns, OutOfTimeError
-    from experiments.papers.stage import load_stage, ran
+    from outrider.experiments.bench.engines.models import calm
+    from outrider.experiments.papers.beside import Found, beside
+    from outrider.experiments.papers.devices import step_ms
+    from outrider.experiments.papers.kept import KeptRuns, OutOfTimeError
+    from outrider.experiments.papers.stage import load_stage, ran
 
     calm(args.threads)
     stage = load_stage(args, paper.follows == "files", run.progress)
@@ -123,7 +123,7 @@ def measure(paper: Paper, args: argparse.Namespace, run: Run) -> Results:
         ratio = times[paper.rows, _CONTEXT] / times[1, _CONTEXT]
         found.notes.append(f"a step of {paper.rows} rows behind {_CONTEXT} tokens takes {ratio:.2f} times one of one row here")
     try:
-        import_module(f"experiments.papers.{paper.key}").measure(stage, found)
+        import_module(f"outrider.experiments.papers.{paper.key}").measure(stage, found)
         stage.runs.end()
     except OutOfTimeError as error:
         found.notes.append(f"not all of it: {error}")
@@ -134,8 +134,8 @@ def measure(paper: Paper, args: argparse.Namespace, run: Run) -> Results:
 
 def unfaithful(results: Results, args: argparse.Namespace) -> list[str]:
     """List outputs that wrongly differ from plain decoding: if known outputs are followed, or with an exact dtype."""
-    from experiments.bench.strategies import EXACT_DTYPES
-    from experiments.papers.stage import BEST
+    from outrider.experiments.bench.strategies import EXACT_DTYPES
+    from outrider.experiments.papers.stage import BEST
 
     if results["ran"]["dtype"] not in EXACT_DTYPES and PAPERS[results["paper"]["name"]].follows == "own":
         return []

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from engine.forward.runner import ModelRunner
-from engine.loading.model import LoadedModel
-from engine.measures.latency import Case, time_steps
+from outrider.engine.forward.runner import ModelRunner
+from outrider.engine.loading.model import LoadedModel
+from outrider.engine.measures.latency import Case, time_steps
 
 _RESET_PEAK = "5"  # written to clear_refs, resets Linux's peak of resident memory
 

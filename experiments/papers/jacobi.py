@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from decoding.request import Request, SamplingParams
-from decoding.strategy_choice import StrategyChoice
-from engine.engine import Engine
-from experiments.bench.engines.contestants import EngineContestant, Prompt, Run, run_requests
-from experiments.bench.engines.shared_model import SharedModel
-from experiments.bench.figure import panel
-from experiments.papers.beside import Found
-from experiments.papers.numbers.published import ALL, Value, load
-from experiments.papers.stage import PLAIN, Row, Stage, best, means, others, race
+from outrider.decoding.request import Request, SamplingParams
+from outrider.decoding.strategy_choice import StrategyChoice
+from outrider.engine.engine import Engine
+from outrider.experiments.bench.engines.contestants import EngineContestant, Prompt, Run, run_requests
+from outrider.experiments.bench.engines.shared_model import SharedModel
+from outrider.experiments.bench.figure import panel
+from outrider.experiments.papers.beside import Found
+from outrider.experiments.papers.numbers.published import ALL, Value, load
+from outrider.experiments.papers.stage import PLAIN, Row, Stage, best, means, others, race
 
 WINDOWS, NGRAMS = (1, 5, 10, 15), (3, 5, 7)
 SAMPLED, TEMPERATURES = ("cnn", "xsum"), (1.0, 0.0)  # datasets of table 2

@@ -8,9 +8,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from engine.measures.energy import EnergyMeter, NoMeter
-from experiments.bench.engines.contestants import EngineContestant, Prompt, Run
-from experiments.bench.record import Kept
+from outrider.engine.measures.energy import EnergyMeter, NoMeter
+from outrider.experiments.bench.engines.contestants import EngineContestant, Prompt, Run
+from outrider.experiments.bench.record import Kept
 
 Entry = tuple[Run, float | None]  # a run and its joules, None without a counter
 

@@ -6,17 +6,17 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from decoding.budget.latency import StepLoad
-from decoding.drafters.llma import LlmaDrafter
-from decoding.replay import replay_workload
-from decoding.request import Request
-from decoding.strategy_choice import StrategyChoice
-from decoding.tree import DraftTree
-from experiments.bench.engines.contestants import Prompt
-from experiments.bench.figure import panel
-from experiments.papers.beside import Found
-from experiments.papers.numbers.published import Figure, figure_of
-from experiments.papers.stage import BEST, PLAIN, SESSIONS, Stage, best, means, race
+from outrider.decoding.budget.latency import StepLoad
+from outrider.decoding.drafters.llma import LlmaDrafter
+from outrider.decoding.replay import replay_workload
+from outrider.decoding.request import Request
+from outrider.decoding.strategy_choice import StrategyChoice
+from outrider.decoding.tree import DraftTree
+from outrider.experiments.bench.engines.contestants import Prompt
+from outrider.experiments.bench.figure import panel
+from outrider.experiments.papers.beside import Found
+from outrider.experiments.papers.numbers.published import Figure, figure_of
+from outrider.experiments.papers.stage import BEST, PLAIN, SESSIONS, Stage, best, means, race
 
 _LINES = {f"n={n}": {str(k): f"n={n} k={k}" for k in (2, 5, 10, 15, 20)} for n in (1, 2, 4)}  # labels of the grid
 _GRID = {label: (int(line[2:]), int(k)) for line, labels in _LINES.items() for k, label in labels.items()}

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from configs.slices import EngineOptions, SpeculationOptions
-from decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
-from decoding.request import Request, SamplingParams
-from decoding.strategy_choice import StrategyChoice, parse_strategy
-from engine.engine import Engine
-from engine.loading.draft_model import LocalDraftModel
-from experiments.bench.engines.contestants import EngineContestant, Prompt, Run
-from experiments.bench.engines.shared_model import SharedModel
-from experiments.bench.figure import panel
-from experiments.papers.beside import Found
-from experiments.papers.jacobi import SampledContestant
-from experiments.papers.numbers.mjsd import ABLATED, BLOCKS, DRAWN, ENERGY, ROUGE, TASK, beams, block, load_mjsd, threshold
-from experiments.papers.quality import joint_greedy, output_nats, over_target, until_end
-from experiments.papers.stage import PLAIN, Row, Score, Stage, means, others, race
+from outrider.configs.slices import EngineOptions, SpeculationOptions
+from outrider.decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
+from outrider.decoding.request import Request, SamplingParams
+from outrider.decoding.strategy_choice import StrategyChoice, parse_strategy
+from outrider.engine.engine import Engine
+from outrider.engine.loading.draft_model import LocalDraftModel
+from outrider.experiments.bench.engines.contestants import EngineContestant, Prompt, Run
+from outrider.experiments.bench.engines.shared_model import SharedModel
+from outrider.experiments.bench.figure import panel
+from outrider.experiments.papers.beside import Found
+from outrider.experiments.papers.jacobi import SampledContestant
+from outrider.experiments.papers.numbers.mjsd import (
+    ABLATED,
+    BLOCKS,
+    DRAWN,
+    ENERGY,
+    ROUGE,
+    TASK,
+    beams,
+    block,
+    load_mjsd,
+    threshold,
+)
+from outrider.experiments.papers.quality import joint_greedy, output_nats, over_target, until_end
+from outrider.experiments.papers.stage import PLAIN, Row, Score, Stage, means, others, race
 
 _BEAM_COUNTS, _THRESHOLDS, _LENGTHS = (1, 2, 4, 8, 16), (0.0, 0.01, 0.1, 0.3, 0.5, 0.9, 1.0), (1, 2, 4, 8)
 _GAMMA, _BEAMS, _THRESHOLD = 4, 8, 0.1

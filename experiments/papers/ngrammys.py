@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from decoding.drafters.base import Drafter, TargetRows
-from decoding.drafters.ngrammys import NgrammysDrafter
-from decoding.request import Acceptance, Request
-from decoding.strategy_choice import StrategyChoice
-from decoding.tree import SOURCES, DraftTree
-from experiments.bench.engines.contestants import EngineContestant, Prompt
-from experiments.bench.engines.shared_model import SharedModel
-from experiments.bench.figure import panel
-from experiments.papers.beside import Found
-from experiments.papers.devices import step_ms
-from experiments.papers.numbers.published import DEVICE, Figure, Value, figure_of
-from experiments.papers.stage import BEST, Stage, best, maker, means, others, race
+from outrider.decoding.drafters.base import Drafter, TargetRows
+from outrider.decoding.drafters.ngrammys import NgrammysDrafter
+from outrider.decoding.request import Acceptance, Request
+from outrider.decoding.strategy_choice import StrategyChoice
+from outrider.decoding.tree import SOURCES, DraftTree
+from outrider.experiments.bench.engines.contestants import EngineContestant, Prompt
+from outrider.experiments.bench.engines.shared_model import SharedModel
+from outrider.experiments.bench.figure import panel
+from outrider.experiments.papers.beside import Found
+from outrider.experiments.papers.devices import step_ms
+from outrider.experiments.papers.numbers.published import DEVICE, Figure, Value, figure_of
+from outrider.experiments.papers.stage import BEST, Stage, best, maker, means, others, race
 
 ROWS, WIDTHS = (1, 5, 10, 20, 25), (2, 6, 10, 14)
 _LINES = {str(k): {str(w): f"k={k} w={w}" for w in WIDTHS} for k in ROWS}  # labels of the grid

@@ -9,14 +9,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from decoding.drafters.with_model.beam import beam_search
-from decoding.request import Request
-from decoding.tree import DraftTree
-from engine.forward.batch import DummySequence, ScheduledDummy, pack
-from engine.forward.runner import ModelRunner
-from engine.loading.draft_model import LocalDraftModel
-from engine.loading.model import LoadedModel
-from experiments.bench.engines.contestants import Run
+from outrider.decoding.drafters.with_model.beam import beam_search
+from outrider.decoding.request import Request
+from outrider.decoding.tree import DraftTree
+from outrider.engine.forward.batch import DummySequence, ScheduledDummy, pack
+from outrider.engine.forward.runner import ModelRunner
+from outrider.engine.loading.draft_model import LocalDraftModel
+from outrider.engine.loading.model import LoadedModel
+from outrider.experiments.bench.engines.contestants import Run
 
 CHUNK = 256  # rows of a forward: their logits take CHUNK * vocab floats
 _SLOT = 0

@@ -11,25 +11,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cluster.cli.generate.prompt_file import PromptFileError, read_prompts
-from configs.schema import find_model
-from configs.slices import EngineOptions, ModelOptions
-from decoding.drafters.with_model.draft_model import DraftModel
-from decoding.request import text_key
-from decoding.strategy_choice import StrategyChoice
-from engine.engine import Engine
-from engine.loading.draft_model import LocalDraftModel, load_draft_model
-from engine.loading.model import LoadedModel, load_model
-from experiments.bench.engines.competition import Lap, Tally, compete, decode_ratios
-from experiments.bench.engines.contestants import EngineContestant, Prompt
-from experiments.bench.engines.models import MAX_TOKENS, Workload, chat_workload, fitting
-from experiments.bench.engines.shared_model import SharedModel
-from experiments.bench.progress import Progress
-from experiments.bench.record import portable
-from experiments.bench.workloads import interleaved
-from experiments.papers.kept import KeptContestant, KeptRuns
-from experiments.papers.numbers.mjsd import ENERGY
-from experiments.papers.numbers.published import Figure, figure_of
+from outrider.cluster.cli.generate.prompt_file import PromptFileError, read_prompts
+from outrider.configs.schema import find_model
+from outrider.configs.slices import EngineOptions, ModelOptions
+from outrider.decoding.drafters.with_model.draft_model import DraftModel
+from outrider.decoding.request import text_key
+from outrider.decoding.strategy_choice import StrategyChoice
+from outrider.engine.engine import Engine
+from outrider.engine.loading.draft_model import LocalDraftModel, load_draft_model
+from outrider.engine.loading.model import LoadedModel, load_model
+from outrider.experiments.bench.engines.competition import Lap, Tally, compete, decode_ratios
+from outrider.experiments.bench.engines.contestants import EngineContestant, Prompt
+from outrider.experiments.bench.engines.models import MAX_TOKENS, Workload, chat_workload, fitting
+from outrider.experiments.bench.engines.shared_model import SharedModel
+from outrider.experiments.bench.progress import Progress
+from outrider.experiments.bench.record import portable
+from outrider.experiments.bench.workloads import interleaved
+from outrider.experiments.papers.kept import KeptContestant, KeptRuns
+from outrider.experiments.papers.numbers.mjsd import ENERGY
+from outrider.experiments.papers.numbers.published import Figure, figure_of
 
 PLAIN = "plain"  # label of plain decoding, the baseline of speed-ups
 BEST = "best"  # label under which the measurements of the fastest setting are repeated

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from decoding.strategy_choice import StrategyChoice
-from experiments.bench.engines.contestants import EngineContestant, Prompt
-from experiments.bench.engines.shared_model import SharedModel
-from experiments.bench.figure import panel
-from experiments.bench.memory.trie_speed import quiet
-from experiments.papers.ablation.explicit_trie import ablate
-from experiments.papers.beside import Found
-from experiments.papers.devices import peak_bytes, step_ms
-from experiments.papers.numbers.published import DEVICE, Figure, Value, load
-from experiments.papers.stage import PLAIN, Row, Stage, maker, means, others, race, written
+from outrider.decoding.strategy_choice import StrategyChoice
+from outrider.experiments.bench.engines.contestants import EngineContestant, Prompt
+from outrider.experiments.bench.engines.shared_model import SharedModel
+from outrider.experiments.bench.figure import panel
+from outrider.experiments.bench.memory.trie_speed import quiet
+from outrider.experiments.papers.ablation.explicit_trie import ablate
+from outrider.experiments.papers.beside import Found
+from outrider.experiments.papers.devices import peak_bytes, step_ms
+from outrider.experiments.papers.numbers.published import DEVICE, Figure, Value, load
+from outrider.experiments.papers.stage import PLAIN, Row, Stage, maker, means, others, race, written
 
 DECODING, BRANCH, LLMA_BRANCH = 64, 12, 24
 DECODING_LENGTHS, BRANCH_LENGTHS = (8, 16, 32, 64, 128), (4, 12, 24, 48)

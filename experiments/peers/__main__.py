@@ -20,20 +20,29 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cluster.cli.generate.prompt_file import PromptFileError
-from engine.text.tokenizer import load_tokenizer
-from experiments.bench.engines.models import model_folder
-from experiments.bench.figure import panel
-from experiments.bench.progress import Progress
-from experiments.bench.record import ROOT, Kept, git_state, portable
-from experiments.bench.run import Bench, Results, Run, run
-from experiments.bench.workloads import first_that_fit
-from experiments.peers import environments, over_http
-from experiments.peers.contestants import CONTESTANTS, LLAMA_LOOKUP, NGRAM, SUFFIX, Contestant, Field, Setting, end_tokens
-from experiments.peers.environments import Environments, MissingPeerError, add_environments
-from experiments.peers.gguf_file import PACKAGED, packaged_file, write_gguf
-from experiments.peers.rounds import ASKED_ONCE, ONCE, Prompt, Roof, Rounds, llama_bench, place, turns_of
-from experiments.peers.speeds import Speeds
+from outrider.cluster.cli.generate.prompt_file import PromptFileError
+from outrider.engine.text.tokenizer import load_tokenizer
+from outrider.experiments.bench.engines.models import model_folder
+from outrider.experiments.bench.figure import panel
+from outrider.experiments.bench.progress import Progress
+from outrider.experiments.bench.record import ROOT, Kept, git_state, portable
+from outrider.experiments.bench.run import Bench, Results, Run, run
+from outrider.experiments.bench.workloads import first_that_fit
+from outrider.experiments.peers import environments, over_http
+from outrider.experiments.peers.contestants import (
+    CONTESTANTS,
+    LLAMA_LOOKUP,
+    NGRAM,
+    SUFFIX,
+    Contestant,
+    Field,
+    Setting,
+    end_tokens,
+)
+from outrider.experiments.peers.environments import Environments, MissingPeerError, add_environments
+from outrider.experiments.peers.gguf_file import PACKAGED, packaged_file, write_gguf
+from outrider.experiments.peers.rounds import ASKED_ONCE, ONCE, Prompt, Roof, Rounds, llama_bench, place, turns_of
+from outrider.experiments.peers.speeds import Speeds
 
 LEVELS = (1, 8, 32)
 TOKENIZER = "smollm2-135m-instruct"  # of models with random weights

@@ -18,10 +18,10 @@ from typing import Any
 import httpx
 from transformers import AutoConfig, GenerationConfig
 
-from experiments.bench.record import ROOT
-from experiments.peers.environments import Environments, MissingPeerError, last_words
-from experiments.peers.worker import SINGLE
-from experiments.service.served import free_port, running
+from outrider.experiments.bench.record import ROOT
+from outrider.experiments.peers.environments import Environments, MissingPeerError, last_words
+from outrider.experiments.peers.worker import SINGLE
+from outrider.experiments.service.served import free_port, running
 
 Ask = Callable[[dict[str, Any]], dict[str, Any]]  # a job to its answer, as in experiments/peers/worker.py
 NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -134,7 +134,7 @@ class Field:
             command, environment = vllm_command(self._environments, way)
             told |= {"drafts": {"ngram": NGRAM, "suffix": SUFFIX, "": None}[way], "eager": False}
         else:
-            command, environment = [sys.executable, "-m", "experiments.peers.worker", name], {"PYTHONPATH": str(ROOT)}
+            command, environment = [sys.executable, "-m", "outrider.experiments.peers.worker", name], {"PYTHONPATH": str(ROOT)}
             if way == "q4_1":
                 told["model"] = str(self.gguf(way))
             elif way:

@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from decoding.jit import cache_folder
-from engine.loading.kept_files import alone
+from outrider.decoding.jit import cache_folder
+from outrider.engine.loading.cache_files import alone
 
 Say = Callable[[str], None]
 TORCH, VLLM, LLAMA, AIPERF, SUFFIX = "2.13.0", "0.32.0", "0.3.36", "0.13.0", "0.1.1"

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from engine.errors import ModelLoadError
-from engine.loading.model import load_weights
-from engine.loading.model_files import PACKAGED_MODELS, cached_models, checked_wheel
-from experiments.peers.environments import MissingPeerError
+from outrider.engine.errors import ModelLoadError
+from outrider.engine.loading.model import load_weights
+from outrider.engine.loading.model_files import PACKAGED_MODELS, cached_models, checked_wheel
+from outrider.experiments.peers.environments import MissingPeerError
 
 PACKAGED = "smollm2-135m-instruct"
 _NAMES = {  # parts of names and their replacements for llama.cpp, applied in this order

@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cache_service.namespace import hash_key
-from engine.text.tokenizer import load_tokenizer
-from experiments.bench.engines.models import model_folder
-from experiments.bench.record import ROOT, Kept
-from experiments.bench.workloads import first_that_fit
-from experiments.peers.contestants import started, vllm_command, vllm_environment
-from experiments.peers.environments import Environments, MissingPeerError, Say, last_words
-from experiments.peers.rounds import Roof, Turn, place
-from experiments.service.served import free_port, served
+from outrider.cache_service.namespace import hash_key
+from outrider.engine.text.tokenizer import load_tokenizer
+from outrider.experiments.bench.engines.models import model_folder
+from outrider.experiments.bench.record import ROOT, Kept
+from outrider.experiments.bench.workloads import first_that_fit
+from outrider.experiments.peers.contestants import started, vllm_command, vllm_environment
+from outrider.experiments.peers.environments import Environments, MissingPeerError, Say, last_words
+from outrider.experiments.peers.rounds import Roof, Turn, place
+from outrider.experiments.service.served import free_port, served
 
 SERVERS = ("ours", "vLLM")
 TOOLS = ("vllm bench serve", "aiperf")

@@ -19,11 +19,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.request import PLAIN, Request, SamplingParams
-from engine.engine import Engine
-from experiments.bench.record import ROOT, git_state
-from experiments.bench.workloads import run_engine
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.request import PLAIN, Request, SamplingParams
+from outrider.engine.engine import Engine
+from outrider.experiments.bench.record import ROOT, git_state
+from outrider.experiments.bench.workloads import run_engine
 
 _ids = count()
 CASES = (("plain at 1", PLAIN, 1), ("auto at 1", "auto", 1), ("plain at 8", PLAIN, 8), ("auto at 8", "auto", 8))
@@ -68,7 +68,7 @@ def first_answer(model: ModelOptions, prompt: Sequence[int]) -> dict[str, float]
 
 def timing_process(root: Path, setting: dict[str, Any]) -> AbstractContextManager[tuple[Callable[[Any], Any], Any]]:
     """Run a process that times cases with the sources of a checkout; see ``contestants.worker``."""
-    from experiments.peers.contestants import worker  # here: the process itself needs less
+    from outrider.experiments.peers.contestants import worker  # here: the process itself needs less
 
     here = Path(__file__).resolve()
     place = Path(*here.parts[-3:])

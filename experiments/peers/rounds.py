@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
-from experiments.bench.record import Kept
-from experiments.peers.contestants import Contestant, Field
-from experiments.peers.environments import MissingPeerError, Say
+from outrider.experiments.bench.record import Kept
+from outrider.experiments.peers.contestants import Contestant, Field
+from outrider.experiments.peers.environments import MissingPeerError, Say
 
 Turn = dict[str, Any]
 _ROOF_BYTES = 256 << 20  # read by each thread

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from experiments.peers.rounds import Turn
+from outrider.experiments.peers.rounds import Turn
 
 _KINDS = ("decode", "all", "prefill")
 

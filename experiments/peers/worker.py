@@ -27,25 +27,25 @@ import numpy as np
 import psutil
 import torch
 
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
-from decoding.request import PLAIN, Request, SamplingParams
-from decoding.sampling.ranking import argmax_rows
-from decoding.tree import DraftTree
-from engine.engine import Engine, load_runner
-from engine.executor import LocalExecutor
-from engine.forward.batch import ScheduledRequest, pack
-from engine.forward.runner import ModelRunner
-from engine.loading.memory import release_heap
-from engine.loading.model import load_weights
-from engine.text.grammar import Grammars
-from engine.text.tokenizer import load_tokenizer
-from experiments.bench.engines.contestants import Prompt
-from experiments.bench.engines.models import calm
-from experiments.bench.engines.stock_batching import StockBatching
-from experiments.bench.engines.stock_generate import StockGenerate, StockPromptLookup
-from experiments.bench.engines.traffic import ClosedLoop, EngineServer, Server, drive
-from experiments.bench.record import ROOT
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
+from outrider.decoding.request import PLAIN, Request, SamplingParams
+from outrider.decoding.sampling.ranking import argmax_rows
+from outrider.decoding.tree import DraftTree
+from outrider.engine.engine import Engine, load_runner
+from outrider.engine.executor import LocalExecutor
+from outrider.engine.forward.batch import ScheduledRequest, pack
+from outrider.engine.forward.runner import ModelRunner
+from outrider.engine.loading.memory import release_heap
+from outrider.engine.loading.model import load_weights
+from outrider.engine.text.grammar import Grammars
+from outrider.engine.text.tokenizer import load_tokenizer
+from outrider.experiments.bench.engines.contestants import Prompt
+from outrider.experiments.bench.engines.models import calm
+from outrider.experiments.bench.engines.stock_batching import StockBatching
+from outrider.experiments.bench.engines.stock_generate import StockGenerate, StockPromptLookup
+from outrider.experiments.bench.engines.traffic import ClosedLoop, EngineServer, Server, drive
+from outrider.experiments.bench.record import ROOT
 
 SINGLE = sorted(LOSSLESS - set(WITH_DRAFT_MODEL) - {PLAIN, "auto"})  # the strategies besides auto
 ROWS = (1, 8)  # rows of one request whose steps are timed

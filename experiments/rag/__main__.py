@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster.cli.client import API_KEY, checked, connected, served_model
-from cluster.cli.terminal import fail, fail_input
-from engine.errors import ModelLoadError
-from experiments.rag.conversation import Conversation, cited
+from outrider.cluster.cli.client import API_KEY, checked, connected, served_model
+from outrider.cluster.cli.terminal import fail, fail_input
+from outrider.engine.errors import ModelLoadError
+from outrider.experiments.rag.conversation import Conversation, cited
 
 if TYPE_CHECKING:
-    from experiments.rag.conversation import Stream
+    from outrider.experiments.rag.conversation import Stream
 
 
 class Framework(StrEnum):
@@ -31,7 +31,10 @@ class Framework(StrEnum):
     llamaindex = "llamaindex"
 
 
-_MODULES = {Framework.langchain: "experiments.rag.with_langchain", Framework.llamaindex: "experiments.rag.with_llama_index"}
+_MODULES = {
+    Framework.langchain: "outrider.experiments.rag.with_langchain",
+    Framework.llamaindex: "outrider.experiments.rag.with_llama_index",
+}
 _Store = Annotated[str, typer.Option(help="A folder, or postgresql://USER:PASSWORD@HOST/DATABASE with pgvector.")]
 _Tenant = Annotated[str, typer.Option(help="Owner of the documents; local owns requests without a key.")]
 _Url = Annotated[str, typer.Option(help="Address of the server.")]
@@ -51,7 +54,7 @@ def index(
 ) -> None:
     """Put documents into a tenant's store. Documents of the same name are replaced, from the next question on."""
     with _one_line_errors():
-        from experiments.rag.library import opened, read_documents
+        from outrider.experiments.rag.library import opened, read_documents
 
         found = read_documents(documents, lambda reason: typer.echo(f"left out {reason}", err=True))
         first = next(found)  # makes no store for a folder without documents
@@ -64,7 +67,7 @@ def index(
 def remove(document: str, tenant: _Tenant = _TENANT, store: _Store = _STORE) -> None:
     """Take a document out of a tenant's store, by its name in answers."""
     with _one_line_errors():
-        from experiments.rag.library import opened
+        from outrider.experiments.rag.library import opened
 
         with opened(store, tenant) as library:
             if library.replace(document, []) == "unknown":
@@ -99,7 +102,7 @@ def _converse(questions: Iterable[str], store: str, url: str, framework: Framewo
     if tenant is None:
         fail(f"the server knows no tenant without a key: export the key in {API_KEY}")
     with _one_line_errors():
-        from experiments.rag.library import embeddings, opened
+        from outrider.experiments.rag.library import embeddings, opened
 
         key, base = os.environ.get(API_KEY, "").strip() or "none", url.rstrip("/").removesuffix("/v1")
         stream: Stream = importlib.import_module(_MODULES[framework]).answers(base, key, model, max_tokens)

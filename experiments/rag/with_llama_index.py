@@ -10,8 +10,8 @@ from llama_index.core.embeddings import BaseEmbedding
 from llama_index.core.llms import ChatMessage
 from llama_index.llms.openai_like import OpenAILike
 
-from experiments.rag.conversation import Message, Stream
-from experiments.rag.embeddings import MiniLM
+from outrider.experiments.rag.conversation import Message, Stream
+from outrider.experiments.rag.embeddings import MiniLM
 
 
 class MiniLMEmbedding(BaseEmbedding):

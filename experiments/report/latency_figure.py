@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.bench.figure import draw, panel
+from outrider.experiments.bench.figure import draw, panel
 
 
 def latency_figure(calibration: Mapping[str, Any], out: Path) -> Path:

@@ -12,10 +12,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from experiments.bench.record import RESULTS
-from experiments.report.paper import KEYS, beside_paper, title_of
-from experiments.report.tables import headlines
-from experiments.report.values import Table, blocks_of, table_of, text_of
+from outrider.experiments.bench.record import RESULTS
+from outrider.experiments.report.paper import KEYS, beside_paper, title_of
+from outrider.experiments.report.tables import headlines
+from outrider.experiments.report.values import Table, blocks_of, table_of, text_of
 
 DESCRIPTION = """Records as one HTML page without scripts: machine, tables, figures, papers' numbers beside this run's.
 

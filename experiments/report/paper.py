@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.report.values import NOTHING, Table, number, table_of, text_of
+from outrider.experiments.report.values import NOTHING, Table, number, table_of, text_of
 
 Results = Mapping[str, Any]
 KEYS = ("paper", "claims", "tables", "agree", "told", "verdicts", "notes")  # of the results, shown by ``beside_paper``

@@ -22,14 +22,14 @@ from pathlib import Path
 
 import yaml
 
-from configs.schema import Config
-from engine.loading.hybrids import SERVED
-from experiments.bench.record import RESULTS, ROOT
-from experiments.report.paper import directions, statements
-from experiments.report.simulation import deployments, form_map, published, validation
-from experiments.report.speeds import by_workload, decoding, draft_models, forms, gains, peers, rag, rag_pairs, scaling
-from experiments.report.tables import exact_cost, exact_outputs, node_faults, rank_faults, shared_trie
-from experiments.report.values import Table, markdown, table_of
+from outrider.configs.schema import Config
+from outrider.engine.loading.hybrids import SERVED
+from outrider.experiments.bench.record import RESULTS, ROOT
+from outrider.experiments.report.paper import directions, statements
+from outrider.experiments.report.simulation import deployments, form_map, published, validation
+from outrider.experiments.report.speeds import by_workload, decoding, draft_models, forms, gains, peers, rag, rag_pairs, scaling
+from outrider.experiments.report.tables import exact_cost, exact_outputs, node_faults, rank_faults, shared_trie
+from outrider.experiments.report.values import Table, markdown, table_of
 
 _BEGIN = re.compile(r"^<!-- table: (\S+) -->$", re.MULTILINE)
 _MARKED = re.compile(r"^<!-- table: (\S+) -->\n(?:(?!<!-- table: ).*\n)*?<!-- end -->$", re.MULTILINE)
@@ -37,7 +37,7 @@ _MARKED = re.compile(r"^<!-- table: (\S+) -->\n(?:(?!<!-- table: ).*\n)*?<!-- en
 
 def request_bounds() -> Table:
     """List the bounds of the API's request types, from the types."""
-    from cluster.http.types.bounds import bounds
+    from outrider.cluster.http.types.bounds import bounds
 
     return table_of("", ("bound", "fields"), [(bound, _codes(fields)) for bound, fields in bounds().items()])
 

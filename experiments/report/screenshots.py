@@ -13,8 +13,8 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from experiments.bench.record import ROOT
-from experiments.service.served import server_at
+from outrider.experiments.bench.record import ROOT
+from outrider.experiments.service.served import server_at
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking"]

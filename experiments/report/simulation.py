@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from decoding.request import PLAIN
-from experiments.report.values import Table, figure, rounded, table_of
+from outrider.decoding.request import PLAIN
+from outrider.experiments.report.values import Table, figure, rounded, table_of
 
 Results = Mapping[str, Any]
 _FIGURES = {

@@ -9,8 +9,8 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from decoding.request import PLAIN
-from experiments.report.values import Table, figure, median, repeats, table_of
+from outrider.decoding.request import PLAIN
+from outrider.experiments.report.values import Table, figure, median, repeats, table_of
 
 Results = Mapping[str, Any]
 _EARLY_EXIT = "generate + early exit "

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from experiments.report import simulation, speeds
-from experiments.report.speeds import Results
-from experiments.report.values import Table, figure, rounded, table_of, text_of
+from outrider.experiments.report import simulation, speeds
+from outrider.experiments.report.speeds import Results
+from outrider.experiments.report.values import Table, figure, rounded, table_of, text_of
 
 _NODE_FAULTS = {
     "api": "the machine of one of two APIs, another one comes after 10 s",

@@ -5,16 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from experiments.bench.run import run_named
+from outrider.experiments.bench.run import run_named
 
 TRIALS = {
-    "attacks": "experiments.service.attacks.run",
-    "clients": "experiments.service.clients",
-    "disconnects": "experiments.service.disconnects",
-    "first-minutes": "experiments.service.first_minutes",
-    "fuzz": "experiments.service.fuzz",
-    "overload": "experiments.service.overload",
-    "parity": "experiments.service.parity",
+    "attacks": "outrider.experiments.service.attacks.run",
+    "clients": "outrider.experiments.service.clients",
+    "disconnects": "outrider.experiments.service.disconnects",
+    "first-minutes": "outrider.experiments.service.first_minutes",
+    "fuzz": "outrider.experiments.service.fuzz",
+    "overload": "outrider.experiments.service.overload",
+    "parity": "outrider.experiments.service.parity",
 }
 
 

@@ -21,11 +21,11 @@ from typing import Any
 
 import httpx
 
-from configs.schema import find_model
-from experiments.bench import run as bench
-from experiments.bench.options import add_model, add_settings
-from experiments.peers.environments import AIPERF, Environments, MissingPeerError
-from experiments.service.served import sample_sums, server_at
+from outrider.configs.schema import find_model
+from outrider.experiments.bench import run as bench
+from outrider.experiments.bench.options import add_model, add_settings
+from outrider.experiments.peers.environments import AIPERF, Environments, MissingPeerError
+from outrider.experiments.service.served import sample_sums, server_at
 
 _SCRIPTS = Path(__file__).resolve().parent / "client_scripts"
 _USERS = 4  # concurrent users of locust and aiperf

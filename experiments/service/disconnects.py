@@ -18,12 +18,12 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from experiments.bench.options import add_model
-from experiments.bench.progress import Progress
-from experiments.bench.run import Bench, Results
-from experiments.service.asks import Ask, make_asks, play
-from experiments.service.attacks.shots import Target, fire, post
-from experiments.service.served import Served, conducted, memory_mib, replica_settings, spread, until_whole
+from outrider.experiments.bench.options import add_model
+from outrider.experiments.bench.progress import Progress
+from outrider.experiments.bench.run import Bench, Results
+from outrider.experiments.service.asks import Ask, make_asks, play
+from outrider.experiments.service.attacks.shots import Target, fire, post
+from outrider.experiments.service.served import Served, conducted, memory_mib, replica_settings, spread, until_whole
 
 _STREAMS = ("greedy", "sampled", "two choices", "text", "references")
 _WHOLES = ("whole", "whole, two choices")

@@ -22,9 +22,9 @@ from typing import Any
 import httpx
 import psutil
 
-from experiments.bench.record import ROOT
-from experiments.bench.run import Bench, Results, Run
-from experiments.service.served import Served, free_port, memory_mib, running
+from outrider.experiments.bench.record import ROOT
+from outrider.experiments.bench.run import Bench, Results, Run
+from outrider.experiments.service.served import Served, free_port, memory_mib, running
 
 _QUESTION = (
     "Context:\nThe library opens at nine in the morning. On Sundays it stays closed.\n\nQuestion: When does the library open?"

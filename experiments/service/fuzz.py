@@ -25,15 +25,15 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from experiments.bench.options import add_model
-from experiments.bench.progress import Progress
-from experiments.bench.run import Bench, Results
-from experiments.service.attacks import run as attacks
-from experiments.service.attacks.calm import CalmClient
-from experiments.service.attacks.shots import Reply, Target, answered, event_ids, fire, is_fault
-from experiments.service.fuzzing.case import Case, Server, reduced
-from experiments.service.fuzzing.requests import RESUMED, make_case
-from experiments.service.served import Served, conducted, give_way, memory_mib, spread, until_whole
+from outrider.experiments.bench.options import add_model
+from outrider.experiments.bench.progress import Progress
+from outrider.experiments.bench.run import Bench, Results
+from outrider.experiments.service.attacks import run as attacks
+from outrider.experiments.service.attacks.calm import CalmClient
+from outrider.experiments.service.attacks.shots import Reply, Target, answered, event_ids, fire, is_fault
+from outrider.experiments.service.fuzzing.case import Case, Server, reduced
+from outrider.experiments.service.fuzzing.requests import RESUMED, make_case
+from outrider.experiments.service.served import Served, conducted, give_way, memory_mib, spread, until_whole
 
 _MOST_TOKENS = 32  # of an answer
 _ALONE_S, _WARM_UP_S = 20.0, 10.0

@@ -20,12 +20,12 @@ from typing import Any
 
 import httpx
 
-from experiments.bench.figure import panel
-from experiments.bench.options import add_model, add_settings
-from experiments.bench.progress import Progress
-from experiments.bench.run import Bench, Results
-from experiments.service.asks import Answer, Ask, ask, make_asks
-from experiments.service.served import Served, conducted, memory_mib, replica_settings, sample_sums, spread, until_whole
+from outrider.experiments.bench.figure import panel
+from outrider.experiments.bench.options import add_model, add_settings
+from outrider.experiments.bench.progress import Progress
+from outrider.experiments.bench.run import Bench, Results
+from outrider.experiments.service.asks import Answer, Ask, ask, make_asks
+from outrider.experiments.service.served import Served, conducted, memory_mib, replica_settings, sample_sums, spread, until_whole
 
 _KINDS = ("greedy", "sampled", "text", "whole")
 _CALM_S, _SAMPLE_S = 2.0, 2.0  # before memory is read after a phase; between two samples

@@ -19,17 +19,17 @@ from typing import Any, get_args
 
 import httpx
 
-from cluster.cli.launch.serve import EXAMPLE
-from cluster.serving.shared_answer import FRESH_S
-from configs.slices import Dtype
-from decoding.drafters import STRATEGIES
-from decoding.request import PLAIN
-from experiments.bench.options import add_model
-from experiments.bench.progress import Progress
-from experiments.bench.run import Bench, Results, Run
-from experiments.service.asks import Answer, Ask, ask
-from experiments.service.parity_cases import GREEDY, Case, Route, Said, cases
-from experiments.service.served import sample_sums, server_at
+from outrider.cluster.cli.launch.serve import EXAMPLE
+from outrider.cluster.serving.shared_answer import FRESH_S
+from outrider.configs.slices import Dtype
+from outrider.decoding.drafters import STRATEGIES
+from outrider.decoding.request import PLAIN
+from outrider.experiments.bench.options import add_model
+from outrider.experiments.bench.progress import Progress
+from outrider.experiments.bench.run import Bench, Results, Run
+from outrider.experiments.service.asks import Answer, Ask, ask
+from outrider.experiments.service.parity_cases import GREEDY, Case, Route, Said, cases
+from outrider.experiments.service.served import sample_sums, server_at
 
 PROMPTS = (EXAMPLE, "Repeat after me, twice: the quick brown fox jumps over the lazy dog.")
 # Path of each route, its field of the prompt and its field of the length.

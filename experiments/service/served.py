@@ -24,12 +24,12 @@ import numpy as np
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.cli.launch.preflight import SECRET_VARIABLE
-from cluster.serving.shared_answer import FRESH_S
-from configs.schema import find_model
-from experiments.bench.progress import Progress
-from experiments.bench.record import ROOT
-from experiments.bench.run import Results, Run
+from outrider.cluster.cli.launch.preflight import SECRET_VARIABLE
+from outrider.cluster.serving.shared_answer import FRESH_S
+from outrider.configs.schema import find_model
+from outrider.experiments.bench.progress import Progress
+from outrider.experiments.bench.record import ROOT
+from outrider.experiments.bench.run import Results, Run
 
 _START_S, _STOP_S, _POLL_S = 300.0, 60.0, 0.1
 _BACK_S = 120.0
@@ -67,7 +67,7 @@ def served(model: str, settings: Sequence[str]) -> Iterator[Served]:
         RuntimeError: it does not start; the message ends with its last output.
     """
     port = free_port()
-    command = [sys.executable, "-m", "cluster.cli.main", "serve", "--model", model, f"server.port={port}", *settings]
+    command = [sys.executable, "-m", "outrider.cluster.cli.main", "serve", "--model", model, f"server.port={port}", *settings]
     environment = os.environ | {"PYTHONPATH": str(ROOT), SECRET_VARIABLE: secrets.token_hex(32)}
     url = f"http://127.0.0.1:{port}"
     with (

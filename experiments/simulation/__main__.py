@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from experiments.bench.run import run
+from outrider.experiments.bench.run import run
 
 NAMES = ("forms", "papers", "validation")
 
@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the simulation that the command line names, and return its exit code."""
     rest = list(sys.argv[1:] if argv is None else argv)
     name = rest.pop(0) if rest and rest[0] in NAMES else ""
-    module = import_module(f"experiments.simulation.{name or 'command'}")
+    module = import_module(f"outrider.experiments.simulation.{name or 'command'}")
     return run(module.BENCH, rest, f"outrider simulate {name}".strip())
 
 

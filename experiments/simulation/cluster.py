@@ -8,11 +8,11 @@ from typing import Any
 
 import simpy
 
-from decoding.replay import KnownText
-from experiments.bench.engines.measures import measured
-from experiments.bench.engines.traffic import Journey, ServerCounts
-from experiments.bench.workloads import interleaved
-from experiments.simulation.replica import TENANT, Piece, SimulatedReplica
+from outrider.decoding.replay import KnownText
+from outrider.experiments.bench.engines.measures import measured
+from outrider.experiments.bench.engines.traffic import Journey, ServerCounts
+from outrider.experiments.bench.workloads import interleaved
+from outrider.experiments.simulation.replica import TENANT, Piece, SimulatedReplica
 
 
 class SimulatedCluster:

@@ -25,16 +25,16 @@ from typing import Any, get_args
 
 import numpy as np
 
-from cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
-from cluster.cli.generate.strategy_option import StrategyChoice, chosen_strategies
-from configs.slices import EngineOptions, SpeculationOptions
-from decoding.replay import KnownText
-from experiments.bench.figure import panel
-from experiments.bench.run import Bench, Results, Run
-from experiments.simulation.cluster import SimulatedCluster, keyed
-from experiments.simulation.hardware import find_gpu, find_shape
-from experiments.simulation.replica import KnownTarget, SimulatedReplica
-from experiments.simulation.steps import Host, Mode, Software, StepTimes, fits, read_curve, step_times
+from outrider.cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
+from outrider.cluster.cli.generate.strategy_option import StrategyChoice, chosen_strategies
+from outrider.configs.slices import EngineOptions, SpeculationOptions
+from outrider.decoding.replay import KnownText
+from outrider.experiments.bench.figure import panel
+from outrider.experiments.bench.run import Bench, Results, Run
+from outrider.experiments.simulation.cluster import SimulatedCluster, keyed
+from outrider.experiments.simulation.hardware import find_gpu, find_shape
+from outrider.experiments.simulation.replica import KnownTarget, SimulatedReplica
+from outrider.experiments.simulation.steps import Host, Mode, Software, StepTimes, fits, read_curve, step_times
 
 Row = Mapping[str, Any]  # of a deployment under some traffic
 ROUTER_S = 3e-3  # from the arrival of a request to its replica

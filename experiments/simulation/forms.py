@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decoding.request import PLAIN
-from experiments.bench.figure import panel
-from experiments.bench.options import numbers
-from experiments.bench.run import Bench, Results, Run
-from experiments.simulation.hardware import Gpu, ModelShape, find_gpu, find_shape
-from experiments.simulation.steps import Host, Mode, RankLoad, Software, fits, step_times
+from outrider.decoding.request import PLAIN
+from outrider.experiments.bench.figure import panel
+from outrider.experiments.bench.options import numbers
+from outrider.experiments.bench.run import Bench, Results, Run
+from outrider.experiments.simulation.hardware import Gpu, ModelShape, find_gpu, find_shape
+from outrider.experiments.simulation.steps import Host, Mode, RankLoad, Software, fits, step_times
 
 KINDS = ("one", "replicas", "lookahead", "tensor", "pipeline")
 Kinds = Mapping[str, Mapping[str, Any]]  # kind -> its fastest strategy, the fastest kind first

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.loading.cards import CARDS
+from outrider.engine.loading.cards import CARDS
 
 _GATED = frozenset(("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "codellama"))  # three matrices in an MLP
 

@@ -18,16 +18,16 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
-from configs.slices import EngineOptions
-from decoding.replay import KnownText
-from decoding.strategy_choice import parse_strategy
-from experiments.bench.run import Bench, Results, Run
-from experiments.papers.numbers.published import load
-from experiments.simulation.cluster import SimulatedCluster, keyed
-from experiments.simulation.hardware import GPUS, MODELS, Gpu, ModelShape
-from experiments.simulation.replica import KnownTarget, SimulatedReplica
-from experiments.simulation.steps import EXCHANGE_S, Host, Mode, Software, StepTimes, roofline_s, step_times
+from outrider.cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
+from outrider.configs.slices import EngineOptions
+from outrider.decoding.replay import KnownText
+from outrider.decoding.strategy_choice import parse_strategy
+from outrider.experiments.bench.run import Bench, Results, Run
+from outrider.experiments.papers.numbers.published import load
+from outrider.experiments.simulation.cluster import SimulatedCluster, keyed
+from outrider.experiments.simulation.hardware import GPUS, MODELS, Gpu, ModelShape
+from outrider.experiments.simulation.replica import KnownTarget, SimulatedReplica
+from outrider.experiments.simulation.steps import EXCHANGE_S, Host, Mode, Software, StepTimes, roofline_s, step_times
 
 Rows = list[dict[str, Any]]
 TOLERANCE = 0.15

@@ -7,17 +7,17 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from actors.lookahead.width import WidthChoice, WidthChoices
-from configs.slices import EngineOptions
-from decoding.budget.latency import LatencyCurve, StepLoad
-from decoding.replay import KnownText, known_rows
-from decoding.request import PLAIN, Acceptance, Request, SamplingParams, text_key
-from decoding.strategy_choice import StrategyChoice
-from decoding.tree import DraftTree, Int32Array, TreePart
-from decoding.verify.exact import verify_exact
-from engine.kv.prefix_cache import PrefixCache
-from engine.scheduling.scheduler import RowAllotment, Scheduler
-from experiments.simulation.steps import RankLoad, StepTimes
+from outrider.actors.lookahead.width import WidthChoice, WidthChoices
+from outrider.configs.slices import EngineOptions
+from outrider.decoding.budget.latency import LatencyCurve, StepLoad
+from outrider.decoding.replay import KnownText, known_rows
+from outrider.decoding.request import PLAIN, Acceptance, Request, SamplingParams, text_key
+from outrider.decoding.strategy_choice import StrategyChoice
+from outrider.decoding.tree import DraftTree, Int32Array, TreePart
+from outrider.decoding.verify.exact import verify_exact
+from outrider.engine.kv.prefix_cache import PrefixCache
+from outrider.engine.scheduling.scheduler import RowAllotment, Scheduler
+from outrider.experiments.simulation.steps import RankLoad, StepTimes
 
 TENANT = "simulated"
 _LAZY_LAG = 16  # of ``actors.lookahead.rank_state``

@@ -10,9 +10,9 @@ from typing import Literal
 
 import numpy as np
 
-from decoding.budget.latency import LatencyCurve, StepLoad
-from engine.loading.roofline import BANDWIDTH_SHARE, FLOPS_SHARE, seconds_of
-from experiments.simulation.hardware import Gpu, ModelShape
+from outrider.decoding.budget.latency import LatencyCurve, StepLoad
+from outrider.engine.loading.roofline import BANDWIDTH_SHARE, FLOPS_SHARE, seconds_of
+from outrider.experiments.simulation.hardware import Gpu, ModelShape
 
 Mode = Literal["lookahead", "tensor", "pipeline"]
 EXCHANGE_S = 0.14e-3  # of a shared step for each rank: 0.28 ms measured with two

@@ -20,25 +20,25 @@ from typing import Any, get_args
 
 import numpy as np
 
-from cluster.cli.generate.prompt_file import PromptFileError
-from cluster.cli.generate.strategy_option import StrategyChoice, chosen_strategies
-from configs.slices import Dtype, EngineOptions
-from decoding.budget.latency import LatencyCurve
-from engine.engine import Engine
-from engine.measures.latency import fit
-from engine.measures.latency import measure as time_curve
-from experiments.bench.engines.contestants import Prompt, make_request
-from experiments.bench.engines.guided import GuidedExecutor
-from experiments.bench.engines.measures import measured
-from experiments.bench.engines.models import Setting, calm, load_setting
-from experiments.bench.engines.shared_model import SharedModel
-from experiments.bench.engines.traffic import Arrivals, ClosedLoop, EngineServer, OpenLoop, drive, poisson
-from experiments.bench.options import add_engine, add_model, add_prompts, add_random_model, check_random_model
-from experiments.bench.run import Bench, Results, Run
-from experiments.bench.workloads import interleaved
-from experiments.simulation.cluster import SimulatedCluster
-from experiments.simulation.replica import KnownTarget, SimulatedReplica
-from experiments.simulation.steps import Host, RankLoad, StepTimes
+from outrider.cluster.cli.generate.prompt_file import PromptFileError
+from outrider.cluster.cli.generate.strategy_option import StrategyChoice, chosen_strategies
+from outrider.configs.slices import Dtype, EngineOptions
+from outrider.decoding.budget.latency import LatencyCurve
+from outrider.engine.engine import Engine
+from outrider.engine.measures.latency import fit
+from outrider.engine.measures.latency import measure as time_curve
+from outrider.experiments.bench.engines.contestants import Prompt, make_request
+from outrider.experiments.bench.engines.guided import GuidedExecutor
+from outrider.experiments.bench.engines.measures import measured
+from outrider.experiments.bench.engines.models import Setting, calm, load_setting
+from outrider.experiments.bench.engines.shared_model import SharedModel
+from outrider.experiments.bench.engines.traffic import Arrivals, ClosedLoop, EngineServer, OpenLoop, drive, poisson
+from outrider.experiments.bench.options import add_engine, add_model, add_prompts, add_random_model, check_random_model
+from outrider.experiments.bench.run import Bench, Results, Run
+from outrider.experiments.bench.workloads import interleaved
+from outrider.experiments.simulation.cluster import SimulatedCluster
+from outrider.experiments.simulation.replica import KnownTarget, SimulatedReplica
+from outrider.experiments.simulation.steps import Host, RankLoad, StepTimes
 
 TOLERANCE = 0.15
 _BARE_ROWS = 64  # least rows of a prefill whose time is used

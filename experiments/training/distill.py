@@ -23,17 +23,17 @@ import numpy as np
 import torch
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.request import Request, SamplingParams
-from engine.engine import Engine
-from engine.loading.model import load_weights
-from engine.loading.model_files import find_files
-from engine.text.chat import render_chat
-from engine.text.tokenizer import load_tokenizer_alone
-from experiments.bench.progress import Progress
-from experiments.bench.workloads import run_engine
-from experiments.peers.gguf_file import PACKAGED, packaged_file, write_gguf
-from experiments.training.data import read_records, relaid
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.request import Request, SamplingParams
+from outrider.engine.engine import Engine
+from outrider.engine.loading.model import load_weights
+from outrider.engine.loading.model_files import find_files
+from outrider.engine.text.chat import render_chat
+from outrider.engine.text.tokenizer import load_tokenizer_alone
+from outrider.experiments.bench.progress import Progress
+from outrider.experiments.bench.workloads import run_engine
+from outrider.experiments.peers.gguf_file import PACKAGED, packaged_file, write_gguf
+from outrider.experiments.training.data import read_records, relaid
 
 ANSWER_TOKENS = 80
 CONTEXT = 640  # tokens of a prompt and its answer

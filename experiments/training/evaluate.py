@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.request import FinishReason, Request, SamplingParams
-from engine.engine import Engine
-from experiments.bench.progress import Progress
-from experiments.bench.run import Bench, Results, Run, run
-from experiments.bench.workloads import PromptRecord, fitting_records, interleaved, read_workloads, run_engine
-from experiments.training.data import read_records
-from experiments.training.train import held_out
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.request import FinishReason, Request, SamplingParams
+from outrider.engine.engine import Engine
+from outrider.experiments.bench.progress import Progress
+from outrider.experiments.bench.run import Bench, Results, Run, run
+from outrider.experiments.bench.workloads import PromptRecord, fitting_records, interleaved, read_workloads, run_engine
+from outrider.experiments.training.data import read_records
+from outrider.experiments.training.train import held_out
 
 COPY_KINDS = ("quote", "code_edit", "qa_extractive")
 COPY_GOAL, NO_LOOP_GOAL = 0.5, 0.7

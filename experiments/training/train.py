@@ -24,7 +24,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from experiments.training.data import END_OF_TEXT, Windows, encode, read_records, train_tokenizer
+from outrider.experiments.training.data import END_OF_TEXT, Windows, encode, read_records, train_tokenizer
 
 CONTEXT = 2048
 ROPE_THETA = 500_000.0
@@ -279,7 +279,7 @@ def train(args: argparse.Namespace) -> None:
 
 def draw_curve(metrics: Path, out: Path) -> None:
     """Draw held-out loss and accuracy by tokens seen; of a step that was repeated after an interruption the last row counts."""
-    from experiments.bench.figure import draw, panel
+    from outrider.experiments.bench.figure import draw, panel
 
     by_step = {row["step"]: row for row in map(json.loads, metrics.read_text(encoding="utf-8").splitlines())}
     rows = [by_step[step] for step in sorted(by_step)]

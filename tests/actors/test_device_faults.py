@@ -13,15 +13,15 @@ from typing import Any, cast
 import pytest
 import torch
 
-from actors import replica as replica_module
-from actors.description import DeviceLostError, ReplicaError
-from actors.replica import Replica
-from actors.sharded import group as group_module
-from actors.sharded.group import ShardedGroup
-from actors.sharded.shard import ShardSpec
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.request import FinishReason, Request, SamplingParams, StepOutput
-from engine.forward.batch import ScheduledRequest
+from outrider.actors import replica as replica_module
+from outrider.actors.description import DeviceLostError, ReplicaError
+from outrider.actors.replica import Replica
+from outrider.actors.sharded import group as group_module
+from outrider.actors.sharded.group import ShardedGroup
+from outrider.actors.sharded.shard import ShardSpec
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.request import FinishReason, Request, SamplingParams, StepOutput
+from outrider.engine.forward.batch import ScheduledRequest
 from tests.helpers.models import llama_config, save_model
 from tests.helpers.waiting import eventually
 
@@ -107,7 +107,7 @@ def test_everyone_is_told_that_the_device_failed_and_then_the_process_ends(
 def test_what_was_emitted_before_comes_first(replica: Replica, ended: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also what streams hold back while many are computed."""
     monkeypatch.setattr(replica_module, "STREAM_PERIOD_S", 3600.0)
-    monkeypatch.setattr("actors.live.MOST_HELD", 4096)
+    monkeypatch.setattr("outrider.actors.running_request.MOST_HELD", 4096)
     whole, _ = asyncio.run(collect(replica, request("whole", 60)))
     live: dict[str, Request] = {str(number): request(str(number), 60) for number in range(4)}
     fail_when(replica, lambda works: min(work.request.num_output for work in works) >= 30, torch.AcceleratorError(ILLEGAL))

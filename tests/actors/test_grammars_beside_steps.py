@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from actors.replica import Replica
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.request import FinishReason, Request, SamplingParams, StepOutput
-from engine.text.grammar import Grammars, regex_grammar
+from outrider.actors.replica import Replica
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.request import FinishReason, Request, SamplingParams, StepOutput
+from outrider.engine.text.grammar import Grammars, regex_grammar
 from tests.helpers.models import llama_config, save_model
 
 DATE = r"20[0-9]{2}-[01][0-9]"

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from actors import replica as replica_module
-from actors.description import ReplicaError
-from actors.replica import Replica
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.request import QUARANTINE_TOKENS, FinishReason, Request, SamplingParams, StepOutput
-from engine import target
-from engine.engine import Engine
-from engine.errors import ContextLengthError, ModelLoadError, QueueFullError, StreamTakenError
-from engine.measures.metrics import EngineCounts
+from outrider.actors import replica as replica_module
+from outrider.actors.description import ReplicaError
+from outrider.actors.replica import Replica
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.request import QUARANTINE_TOKENS, FinishReason, Request, SamplingParams, StepOutput
+from outrider.engine import target
+from outrider.engine.engine import Engine
+from outrider.engine.errors import ContextLengthError, ModelLoadError, QueueFullError, StreamTakenError
+from outrider.engine.measures.metrics import EngineCounts
 from tests.helpers.models import llama_config, save_model
 
 CONTEXT = 8192
@@ -190,7 +190,7 @@ def test_refusals_come_before_any_output(replica: Replica) -> None:
 def test_a_resumed_request_takes_the_place_of_the_same_one_of_its_account(
     replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.replica.RESUME_PERIOD_S", math.inf)
+    monkeypatch.setattr("outrider.actors.replica.RESUME_PERIOD_S", math.inf)
 
     def named(name: str, account: str, num_tokens: int = CONTEXT - 5) -> Request:
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
@@ -212,12 +212,12 @@ def test_a_resumed_request_takes_the_place_of_the_same_one_of_its_account(
                 [output async for output in other]
             with pytest.raises(StreamTakenError, match="less than a second ago"):
                 await anext(replica.generate(named(name, "acme"), resumed=True))
-            monkeypatch.setattr("actors.replica.RESUME_PERIOD_S", 0.0)
+            monkeypatch.setattr("outrider.actors.replica.RESUME_PERIOD_S", 0.0)
             newest = replica.generate(named(name, "acme"), resumed=True)
             assert await anext(newest) == StepOutput(name, (), "")
             with pytest.raises(StreamTakenError, match="has resumed"):
                 [output async for output in new]
-            monkeypatch.setattr("actors.replica.RESUME_PERIOD_S", math.inf)
+            monkeypatch.setattr("outrider.actors.replica.RESUME_PERIOD_S", math.inf)
             await newest.aclose()
         new = replica.generate(named("b", "acme", 24), resumed=True)
         await anext(new)
@@ -362,7 +362,7 @@ def test_a_model_that_cannot_be_loaded_is_an_error_of_the_constructor(tmp_path: 
 def rarely_told(model: ModelOptions, monkeypatch: pytest.MonkeyPatch) -> Iterator[Replica]:
     """A replica of more slots whose streams hold what they can."""
     monkeypatch.setattr(replica_module, "STREAM_PERIOD_S", 3600.0)
-    monkeypatch.setattr("actors.live.MOST_HELD", CONTEXT)
+    monkeypatch.setattr("outrider.actors.running_request.MOST_HELD", CONTEXT)
     running = Replica(model, EngineOptions(max_running=8, max_waiting=8), OPTIONS[1])
     yield running
     running.stop()

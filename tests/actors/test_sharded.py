@@ -17,12 +17,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors.ranks import GroupError
-from actors.sharded import shared_sums
-from actors.sharded.pipeline_parallel import bounds
-from actors.sharded.shard import ShardMode, ShardSpec
-from actors.sharded.shared_sums import alone_in
-from actors.sharded.tensor_parallel import take_part
+from outrider.actors.ranks import GroupError
+from outrider.actors.sharded import shared_sums
+from outrider.actors.sharded.pipeline_parallel import bounds
+from outrider.actors.sharded.shard import ShardMode, ShardSpec
+from outrider.actors.sharded.shared_sums import alone_in
+from outrider.actors.sharded.tensor_parallel import take_part
 from tests.helpers import waiting
 from tests.helpers.models import tiny_model
 from tests.helpers.parts import Answers, shared_buffers, whole

@@ -13,19 +13,19 @@ from dataclasses import dataclass
 
 import pytest
 
-from actors.cache_keeper import CacheNotReadyError, CacheServerActor
-from actors.description import identity_of
-from actors.replica import Replica
-from cache_service.access import CacheAccess
-from cache_service.keeper.admin import CacheAdmin
-from cache_service.keeper.snapshot import decode_snapshot
-from cache_service.mirror.mirror import CacheClientCounts
-from cache_service.namespace import Identity
-from cache_service.store.embedded import EmbeddedRedis
-from cache_service.store.redis_store import RedisStore
-from configs.slices import CacheOptions, EngineOptions, ModelOptions, SpeculationOptions
-from decoding.request import Request, SamplingParams, SpecStats
-from experiments.faults.redis_process import RedisProcess
+from outrider.actors.cache_server import CacheNotReadyError, CacheServerActor
+from outrider.actors.description import identity_of
+from outrider.actors.replica import Replica
+from outrider.cache_service.access import CacheAccess
+from outrider.cache_service.client.cache_client import CacheClientCounts
+from outrider.cache_service.namespace import Identity
+from outrider.cache_service.server.admin import CacheAdmin
+from outrider.cache_service.server.snapshot import decode_snapshot
+from outrider.cache_service.store.embedded import EmbeddedRedis
+from outrider.cache_service.store.redis_store import RedisStore
+from outrider.configs.slices import CacheOptions, EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.request import Request, SamplingParams, SpecStats
+from outrider.experiments.faults.redis_process import RedisProcess
 from tests.helpers import waiting
 from tests.helpers.models import llama_config, save_model
 
@@ -95,14 +95,14 @@ def plain(model: ModelOptions) -> Iterator[Replica]:
 
 
 class Cluster:
-    """A Redis, its keeper, and as many replicas as are asked for."""
+    """A Redis, its cache server, and as many replicas as are asked for."""
 
     def __init__(self, model: ModelOptions, redis: EmbeddedRedis) -> None:
         self._model = model
         self._access = CacheAccess(OPTIONS, redis.url, b"secret", TENANTS)
         self._replicas: list[Replica] = []
         self._store = RedisStore(redis.url, OPTIONS.prefix, OPTIONS.timeout_s)
-        self.keeper = CacheServerActor(self._access, dict.fromkeys((*TENANTS, "*"), 1 << 20), self._identity)
+        self.cache_server = CacheServerActor(self._access, dict.fromkeys((*TENANTS, "*"), 1 << 20), self._identity)
 
     def replica(self) -> Replica:
         """One more, with what the cluster remembers."""
@@ -113,7 +113,7 @@ class Cluster:
     def admin(self) -> CacheAdmin:
         """What operators use, once it is ready."""
         eventually(self._ready)
-        return self.keeper.admin
+        return self.cache_server.admin
 
     def in_snapshot(self, tenant: str) -> int:
         """Tokens in the newest snapshot."""
@@ -124,7 +124,7 @@ class Cluster:
     def stop(self) -> None:
         for replica in self._replicas:
             replica.stop()
-        self.keeper.stop()
+        self.cache_server.stop()
         self._store.close()
 
     def _identity(self) -> Identity | None:
@@ -134,9 +134,9 @@ class Cluster:
 
     def _ready(self) -> bool:
         try:
-            return self.keeper.admin is not None
+            return self.cache_server.admin is not None
         except CacheNotReadyError:
-            self.keeper.check_health()
+            self.cache_server.check_health()
             return False
 
 

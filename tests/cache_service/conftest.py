@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import redis
 
-from cache_service.store.embedded import EmbeddedRedis
-from cache_service.store.redis_store import RedisStore
-from experiments.faults.redis_process import RedisProcess
+from outrider.cache_service.store.embedded import EmbeddedRedis
+from outrider.cache_service.store.redis_store import RedisStore
+from outrider.experiments.faults.redis_process import RedisProcess
 from tests.helpers.shared_memory import Cluster
 
 

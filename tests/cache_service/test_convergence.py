@@ -6,11 +6,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_service.keeper.snapshot import decode_snapshot, encode_snapshot
-from cache_service.mirror.inbox import Inbox
-from cache_service.records import CacheDelta, TextBatch, decode_batch, encode_batch
-from cache_service.texts import AdmittedBatch, Ledger, TenantTexts
-from decoding.sources.history import Histories
+from outrider.cache_service.client.inbox import Inbox
+from outrider.cache_service.records import CacheDelta, TextBatch, decode_batch, encode_batch
+from outrider.cache_service.server.snapshot import decode_snapshot, encode_snapshot
+from outrider.cache_service.texts import AdmittedBatch, Ledger, TenantTexts
+from outrider.decoding.sources.history import Histories
 
 VOCAB = 500
 LENGTH = 24  # of a text; its first token tells which it is

@@ -16,8 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_service import records
-from cache_service.keeper.snapshot import (
+from outrider.cache_service import records
+from outrider.cache_service.records import CacheDelta, CorruptRecordError, TextBatch, decode_batch, encode_batch, split_deltas
+from outrider.cache_service.server.snapshot import (
     CorruptSnapshotError,
     Snapshot,
     SnapshotText,
@@ -25,7 +26,6 @@ from cache_service.keeper.snapshot import (
     decode_snapshot,
     encode_snapshot,
 )
-from cache_service.records import CacheDelta, CorruptRecordError, TextBatch, decode_batch, encode_batch, split_deltas
 from tests.helpers.shared_memory import delta
 
 FEW = settings(max_examples=40)  # each draws a batch or a snapshot, which is what takes the time

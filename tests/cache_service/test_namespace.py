@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from cache_service.namespace import hash_key, namespace
+from outrider.cache_service.namespace import hash_key, namespace
 
 SECRET = b"of the cluster"
 FIELDS = ("acme", "a1b2", "c3d4")
@@ -44,7 +44,7 @@ def test_every_field_matters(monkeypatch: pytest.MonkeyPatch) -> None:
         changed[at] = "other"
         names.add(namespace(SECRET, *changed))
     names.add(namespace(SECRET, "*", *FIELDS[1:]))
-    monkeypatch.setattr("cache_service.namespace.SCHEMA", 2)
+    monkeypatch.setattr("outrider.cache_service.namespace.SCHEMA", 2)
     names.add(namespace(SECRET, *FIELDS))
     assert len(names) == 7
     assert all(len(name) == 32 and set(name) <= set("0123456789abcdef") for name in names)

@@ -21,12 +21,12 @@ from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from actors.description import Description, ReplicaError
-from actors.replica import Replica
-from cluster.http.api import Service, create_api
-from cluster.serving.generation import GenerationJob
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.request import StepOutput
+from outrider.actors.description import Description, ReplicaError
+from outrider.actors.replica import Replica
+from outrider.cluster.http.api import Service, create_api
+from outrider.cluster.serving.generation import GenerationJob
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.request import StepOutput
 from tests.helpers.waiting import eventually
 
 # Greedy decoding walks around the circle, one byte a token; no byte occurs twice, so that the last token alone decides the next.

@@ -11,12 +11,12 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from cluster.cli.main import app
+from outrider.cluster.cli.main import app
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PLAIN = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
 ENVIRONMENT = os.environ | PLAIN | {"PYTHONPATH": str(REPOSITORY)}
-COMMAND = [sys.executable, "-m", "cluster.cli.main"]
+COMMAND = [sys.executable, "-m", "outrider.cluster.cli.main"]
 
 Finished = subprocess.CompletedProcess[str]
 

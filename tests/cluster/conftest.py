@@ -14,15 +14,15 @@ from fastapi import FastAPI
 from openai import OpenAI
 from redis import Redis
 
-from cache_service.namespace import hash_key
-from cache_service.store.embedded import EmbeddedRedis
-from cache_service.store.redis_store import RedisStore
-from cluster.admission.tenancy import Tenancy
-from cluster.http import errors
-from cluster.http.admin.api import AdminService, add_admin_routes
-from cluster.http.api import Service
-from cluster.serving import shared_answer
-from configs.slices import CacheOptions, EngineOptions, SpeculationOptions, TenancyOptions, TenantOptions
+from outrider.cache_service.namespace import hash_key
+from outrider.cache_service.store.embedded import EmbeddedRedis
+from outrider.cache_service.store.redis_store import RedisStore
+from outrider.cluster.admission.tenancy import Tenancy
+from outrider.cluster.http import errors
+from outrider.cluster.http.admin.api import AdminService, add_admin_routes
+from outrider.cluster.http.api import Service
+from outrider.cluster.serving import shared_answer
+from outrider.configs.slices import CacheOptions, EngineOptions, SpeculationOptions, TenancyOptions, TenantOptions
 from tests.cluster.circle import MAX_RUNNING, MAX_WAITING, TOKENIZER, LocalEngine, Server, local_engine, served
 from tests.cluster.memory import LocalCacheAdmin, MemoryServer
 from tests.helpers.models import llama_config, save_model

@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from cache_service.access import CacheAccess
-from cache_service.keeper.admin import CacheAdmin
-from cache_service.keeper.snapshot import decode_snapshot
-from cache_service.namespace import Identity, namespace
-from cache_service.records import CacheDelta, TextBatch, encode_batch
-from cache_service.store.embedded import EmbeddedRedis
-from cache_service.store.redis_store import RedisStore
-from cluster.serving.cache_port import CacheAdminPort
-from configs.slices import CacheOptions
-from decoding.request import text_key
+from outrider.cache_service.access import CacheAccess
+from outrider.cache_service.namespace import Identity, namespace
+from outrider.cache_service.records import CacheDelta, TextBatch, encode_batch
+from outrider.cache_service.server.admin import CacheAdmin
+from outrider.cache_service.server.snapshot import decode_snapshot
+from outrider.cache_service.store.embedded import EmbeddedRedis
+from outrider.cache_service.store.redis_store import RedisStore
+from outrider.cluster.serving.cache_port import CacheAdminPort
+from outrider.configs.slices import CacheOptions
+from outrider.decoding.request import text_key
 
 MEMORY_SECRET = b"of the tests"
 MEMORY_IDENTITY = Identity("aa", "bb", vocab_size=258)

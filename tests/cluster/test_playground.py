@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.http import playground
+from outrider.cluster.http import playground
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-component-update"]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from configs.keys_file import with_keys_file, with_tenants_of_file
-from configs.schema import ConfigError, load_config, tenant_names
-from configs.slices import TenancyOptions, TenantOptions
-from configs.tenancy_checks import key_is_required
+from outrider.configs.keys_file import with_keys_file, with_tenants_of_file
+from outrider.configs.schema import ConfigError, load_config, tenant_names
+from outrider.configs.slices import TenancyOptions, TenantOptions
+from outrider.configs.tenancy_checks import key_is_required
 
 FIRST, SECOND, THIRD = (f"sha256:{digits * 32}" for digits in ("0a", "0b", "0c"))
 KEYED = f"tenancy.tenants.acme.keys=[{FIRST}]"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from configs.schema import ConfigError, load_config
+from outrider.configs.schema import ConfigError, load_config
 
 KEYED = f"tenancy.tenants.acme.keys=[sha256:{'0a' * 32}]"
 TENSOR = ["parallelism.mode=tensor", "parallelism.world_size=2"]

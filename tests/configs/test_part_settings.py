@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli.generate.settings import read_settings
-from cluster.cli.launch.preflight import (
+from outrider.cluster.cli.generate.settings import read_settings
+from outrider.cluster.cli.launch.preflight import (
     LaunchError,
     baseline_parallelism,
     check_adapters,
@@ -17,7 +17,7 @@ from cluster.cli.launch.preflight import (
     check_reservation,
     group_size,
 )
-from configs.schema import REPOSITORY, load_config
+from outrider.configs.schema import REPOSITORY, load_config
 
 TENSOR = ["parallelism.mode=tensor", "parallelism.world_size=2"]
 

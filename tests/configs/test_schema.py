@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema import REPOSITORY, Config, ConfigError, find_model, keys, load_config, tenant_names
-from configs.server_checks import admin_names, allowed_names
-from configs.slices import CacheOptions, ModelOptions, ParallelismOptions, ServerOptions, TenancyOptions, TenantOptions
-from configs.tenancy_checks import is_loopback
+from outrider.configs.schema import REPOSITORY, Config, ConfigError, find_model, keys, load_config, tenant_names
+from outrider.configs.server_checks import admin_names, allowed_names
+from outrider.configs.slices import CacheOptions, ModelOptions, ParallelismOptions, ServerOptions, TenancyOptions, TenantOptions
+from outrider.configs.tenancy_checks import is_loopback
 
 HASH, OTHER_HASH = (f"sha256:{digits * 32}" for digits in ("0a", "0b"))
 OPEN = ["server.host=0.0.0.0", "server.require_key=false"]

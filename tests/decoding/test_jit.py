@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from decoding import jit
-from decoding.drafters import build_drafter
-from decoding.replay import known_rows
-from decoding.request import Request, SamplingParams
-from decoding.tree import DraftTree
-from decoding.verify.exact import verify_exact
+from outrider.decoding import jit
+from outrider.decoding.drafters import build_drafter
+from outrider.decoding.replay import known_rows
+from outrider.decoding.request import Request, SamplingParams
+from outrider.decoding.tree import DraftTree
+from outrider.decoding.verify.exact import verify_exact
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -69,7 +69,7 @@ def python(program: str, **environment: str) -> str:
     """What a program prints."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     done = subprocess.run(
-        [sys.executable, "-W", "error::RuntimeWarning:decoding.budget.partition", "-c", program],
+        [sys.executable, "-W", "error::RuntimeWarning:outrider.decoding.budget.partition", "-c", program],
         capture_output=True,
         text=True,
         env=env,
@@ -100,7 +100,7 @@ def test_without_a_folder_to_write_to_each_process_compiles(tmp_path: Path, monk
     kept = set(beside.glob("*.nb*"))
     program = (
         "import numpy as np\n"
-        "from decoding.budget.candidates import push\n"
+        "from outrider.decoding.budget.candidates import push\n"
         "heap, keys = np.zeros(4, np.int32), np.array([1.0, 3.0, 2.0])\n"
         "size = 0\n"
         "for candidate in range(3): size = push(heap, size, keys, candidate)\n"
@@ -126,7 +126,7 @@ def test_where_things_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 @pytest.mark.skipif(not jit.NATIVE, reason="numba is not installed")
 def test_processes_that_compile_at_once_do_not_take_each_others_code(tmp_path: Path) -> None:
     module = tmp_path / "halves.py"
-    module.write_text("from decoding.jit import compiled\n\n@compiled\ndef half(x):\n    return x / 2\n")
+    module.write_text("from outrider.decoding.jit import compiled\n\n@compiled\ndef half(x):\n    return x / 2\n")
     environment = {"XDG_CACHE_HOME": str(tmp_path / "kept"), "PYTHONPATH": os.pathsep.join((str(ROOT), str(tmp_path)))}
 
     def half(number: str) -> float:
@@ -155,7 +155,7 @@ def half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
     spec.loader.exec_module(made)
 
     def start() -> Any:
-        if (files := sys.modules.get("decoding.compiled_files")) is not None:
+        if (files := sys.modules.get("outrider.decoding.compiled_files")) is not None:
             files._warned.clear()
         started = jit.compiled(made.half)
         assert started(5) == 2.5
@@ -235,7 +235,9 @@ def test_what_others_may_have_written_is_not_unpickled(half: Callable[[], Any], 
 
 @pytest.mark.skipif(not jit.NATIVE, reason="numba is not installed")
 def test_a_full_disk_costs_the_cache_alone(tmp_path: Path) -> None:
-    (tmp_path / "halves.py").write_text("from decoding.jit import compiled\n\n@compiled\ndef half(x):\n    return x / 2\n")
+    (tmp_path / "halves.py").write_text(
+        "from outrider.decoding.jit import compiled\n\n@compiled\ndef half(x):\n    return x / 2\n"
+    )
     environment = {"XDG_CACHE_HOME": str(tmp_path / "kept"), "PYTHONPATH": os.pathsep.join((str(ROOT), str(tmp_path)))}
     limit = f"import resource; resource.setrlimit({resource.RLIMIT_FSIZE}, (9, 9))"  # no file grows beyond nine bytes
     assert python(f"{limit}\nimport halves\nprint(halves.half(5), halves.half(5.0))", **environment).split() == ["2.5", "2.5"]
@@ -248,7 +250,7 @@ import sys
 sys.prefix = sys.argv[1]
 {first}
 from decoding import jit
-from decoding.budget.candidates import push
+from outrider.decoding.budget.candidates import push
 import numpy as np
 heap, keys = np.zeros(4, np.int32), np.array([1.0, 3.0, 2.0])
 size = 0
@@ -335,7 +337,7 @@ def arrays_let_go(source: str) -> list[str]:
 def test_compiled_code_keeps_the_arrays_whose_addresses_it_takes() -> None:
     """Compiled code lets go of an array after the last line that names it: what is written to its address then is another's."""
     assert arrays_let_go("@compiled\ndef f(a):\n    b = np.empty(3)\n    c = a.ctypes.data\n    g(b.ctypes.data)") == ["f: b"]
-    checked = {path.name: arrays_let_go(path.read_text()) for path in (ROOT / "engine" / "forward" / "cpu").glob("*.py")}
+    checked = {path.name: arrays_let_go(path.read_text()) for path in (ROOT / "engine" / "cpu").glob("*.py")}
     assert len(checked) > 4 and not any(checked.values()), checked
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from decoding import jit, private_files
-from decoding.private_files import open_private, read_sealed, save_file, save_sealed
+from outrider.decoding import jit, private_files
+from outrider.decoding.private_files import open_private, read_sealed, save_file, save_sealed
 
 
 @pytest.fixture

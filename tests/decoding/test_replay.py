@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.budget.latency import StepLoad
-from decoding.drafters import build_drafter
-from decoding.drafters.base import Drafter, TargetRows
-from decoding.replay import KnownText, ReplayCounts, known_rows, replay_workload
-from decoding.request import Acceptance, Request
-from decoding.tree import SOURCES, DraftTree
+from outrider.decoding.budget.latency import StepLoad
+from outrider.decoding.drafters import build_drafter
+from outrider.decoding.drafters.base import Drafter, TargetRows
+from outrider.decoding.replay import KnownText, ReplayCounts, known_rows, replay_workload
+from outrider.decoding.request import Acceptance, Request
+from outrider.decoding.tree import SOURCES, DraftTree
 
 LLMA = SOURCES.index("llma")
 VOCAB = 50

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.tree import DraftTree
+from outrider.decoding.tree import DraftTree
 from tests.helpers.targets import is_chain
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.drafters import STRATEGIES
-from engine.engine import Engine
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.drafters import STRATEGIES
+from outrider.engine.engine import Engine
 from tests.helpers.models import llama_config, save_model
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from engine.child_process import PIP_VARIABLES, child_environment, python_module
+from outrider.engine.child_process import PIP_VARIABLES, child_environment, python_module
 
 
 def test_a_package_of_this_name_in_the_current_folder_is_not_imported(tmp_path: Path) -> None:
     (tmp_path / "engine").mkdir()
     (tmp_path / "engine" / "__init__.py").write_text("raise SystemExit('theirs')")
     run = subprocess.run(
-        python_module("engine.child_process"), cwd=tmp_path, env=child_environment(), capture_output=True, text=True
+        python_module("outrider.engine.child_process"), cwd=tmp_path, env=child_environment(), capture_output=True, text=True
     )
     assert (run.returncode, run.stderr) == (0, "")
 

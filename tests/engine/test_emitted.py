@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from decoding.request import PLAIN, FinishReason, Request, SamplingParams, TokenLogprob
-from engine.engine import Engine
+from outrider.decoding.request import PLAIN, FinishReason, Request, SamplingParams, TokenLogprob
+from outrider.engine.engine import Engine
 
 PROMPT = [10, 20, 30, 10, 20, 40]
 TOKENS = 40

@@ -14,12 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.drafters import STRATEGIES
-from decoding.request import FinishReason
-from engine.engine import Engine
-from engine.executor import Executor, LocalExecutor
-from engine.forward.runner import ModelRunner
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.drafters import STRATEGIES
+from outrider.decoding.request import FinishReason
+from outrider.engine.engine import Engine
+from outrider.engine.executor import Executor, LocalExecutor
+from outrider.engine.forward.runner import ModelRunner
 from tests.helpers.models import llama_config, save_model
 from tests.helpers.traffic import FailingExecutor, Rush, Watch, make_cases
 

@@ -21,19 +21,19 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from configs.schema import REPOSITORY
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.drafters.llma import LlmaDrafter
-from decoding.request import FinishReason, Request, SamplingParams, StepOutput
-from decoding.sources.embeddings import Int64Array
-from decoding.sources.ranked.contexts import WORDS
-from decoding.sources.ranked.successors import SuccessorTable
-from decoding.tree import DraftTree, Int32Array
-from engine.engine import Engine
-from engine.errors import ContextLengthError, ModelLoadError, QueueFullError, RequestError
-from engine.executor import Verifier
-from engine.loading.model import load_model
-from engine.text.detokenizer import Detokenizer
+from outrider.configs.schema import REPOSITORY
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.drafters.llma import LlmaDrafter
+from outrider.decoding.request import FinishReason, Request, SamplingParams, StepOutput
+from outrider.decoding.sources.embeddings import Int64Array
+from outrider.decoding.sources.ranked.contexts import WORDS
+from outrider.decoding.sources.ranked.successors import SuccessorTable
+from outrider.decoding.tree import DraftTree, Int32Array
+from outrider.engine.engine import Engine
+from outrider.engine.errors import ContextLengthError, ModelLoadError, QueueFullError, RequestError
+from outrider.engine.executor import Verifier
+from outrider.engine.loading.model import load_model
+from outrider.engine.text.detokenizer import Detokenizer
 from tests.helpers.models import END, VOCAB, llama_config, save_model
 
 

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from decoding.budget.latency import StepLoad
-from decoding.drafters import build_drafter
-from decoding.drafters.base import Drafter
-from decoding.drafters.by_request import ByRequest
-from decoding.request import Request, SamplingParams, SpecStats
-from decoding.sampling.penalties import LogitRules
-from decoding.sampling.probabilities import DRAFT, Float64Array, pick, uniform
-from decoding.tree import DraftTree
-from decoding.verify.rules import KSeqRule, MjsdRule, RejectionRule
-from decoding.verify.target_probabilities import request_distribution
+from outrider.decoding.budget.latency import StepLoad
+from outrider.decoding.drafters import build_drafter
+from outrider.decoding.drafters.base import Drafter
+from outrider.decoding.drafters.by_request import ByRequest
+from outrider.decoding.request import Request, SamplingParams, SpecStats
+from outrider.decoding.sampling.penalties import LogitRules
+from outrider.decoding.sampling.probabilities import DRAFT, Float64Array, pick, uniform
+from outrider.decoding.tree import DraftTree
+from outrider.decoding.verify.rules import KSeqRule, MjsdRule, RejectionRule
+from outrider.decoding.verify.target_probabilities import request_distribution
 from tests.helpers.models import SLOTS, VOCAB, TinyModel, engine_over, prepared, run, tiny_model, tree_of
 
 PROMPT = (5, 9, 5, 31, 7)

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.request import Request, SamplingParams
-from engine import target as target_module
-from engine.engine import Engine
-from engine.forward.runner import ModelRunner
-from engine.loading.model import LoadedModel, load_model
-from engine.loading.model_info import ModelInfo
-from engine.loading.model_tables import bigram_table
-from engine.target import LocalTarget
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.request import Request, SamplingParams
+from outrider.engine import target as target_module
+from outrider.engine.engine import Engine
+from outrider.engine.forward.runner import ModelRunner
+from outrider.engine.loading.model import LoadedModel, load_model
+from outrider.engine.loading.model_info import ModelInfo
+from outrider.engine.loading.model_tables import bigram_table
+from outrider.engine.target import LocalTarget
 from tests.helpers.models import END, VOCAB, llama_config, save_model
 
 
@@ -128,7 +128,7 @@ def test_latency_is_measured_once_and_kept(runner: ModelRunner, tmp_path: Path, 
 def test_what_takes_long_is_put_off_and_done_piece_by_piece(
     runner: ModelRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.measures.calibration._DISTURBED", float("inf"))  # also a busy machine's times are kept
+    monkeypatch.setattr("outrider.engine.measures.calibration._DISTURBED", float("inf"))  # also a busy machine's times are kept
     chores: list[Iterator[None]] = []
     target = LocalTarget(runner, info(), None, tmp_path, chores)
     table, rough = target.bigram_table(10), target.latency()

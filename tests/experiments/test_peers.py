@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from experiments.bench.record import Kept
-from experiments.peers import revisions, rounds
-from experiments.peers.__main__ import main
-from experiments.peers.contestants import CONTESTANTS, Field, Setting
-from experiments.peers.environments import Environments, MissingPeerError
-from experiments.peers.rounds import ASKED_ONCE, Prompt, Roof, Rounds, asked, place, settle, turns_of
-from experiments.peers.speeds import Speeds
-from experiments.report.speeds import peers
-from experiments.report.values import markdown
+from outrider.experiments.bench.record import Kept
+from outrider.experiments.peers import revisions, rounds
+from outrider.experiments.peers.__main__ import main
+from outrider.experiments.peers.contestants import CONTESTANTS, Field, Setting
+from outrider.experiments.peers.environments import Environments, MissingPeerError
+from outrider.experiments.peers.rounds import ASKED_ONCE, Prompt, Roof, Rounds, asked, place, settle, turns_of
+from outrider.experiments.peers.speeds import Speeds
+from outrider.experiments.report.speeds import peers
+from outrider.experiments.report.values import markdown
 
 
 def _turn(name: str, level: int, seconds: float, **more: Any) -> dict[str, Any]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from engine.forward.batch import AttentionCall
-from engine.forward.cuda.slot_attention import SlotAttention
-from engine.forward.cuda.step_buffers import StepRows
-from engine.kv.kv_cache import KVShape
-from experiments.device_double.attention import attend_slots
+from outrider.engine.cuda.slot_attention import SlotAttention
+from outrider.engine.cuda.step_buffers import StepRows
+from outrider.engine.forward.batch import AttentionCall
+from outrider.engine.kv.kv_cache import KVShape
+from outrider.experiments.device_double.attention import attend_slots
 
 
 def reference_attention(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments.papers.ablation.frequency_trie import Draft
+from outrider.experiments.papers.ablation.frequency_trie import Draft
 
 
 def chains(tree: Draft) -> Draft:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from engine.loading.model_files import PackagedModel
-from experiments.peers.gguf_file import describe_llama, llama_tensors
+from outrider.engine.loading.model_files import PackagedModel
+from outrider.experiments.peers.gguf_file import describe_llama, llama_tensors
 from tests.helpers.models import END
 
 TEMPLATE = (

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from decoding.budget.latency import StepLoad
-from decoding.drafters.base import Drafter
-from decoding.request import Request
-from decoding.tree import SOURCES, DraftTree
+from outrider.decoding.budget.latency import StepLoad
+from outrider.decoding.drafters.base import Drafter
+from outrider.decoding.request import Request
+from outrider.decoding.tree import SOURCES, DraftTree
 from tests.helpers.models import VOCAB
 
 _SOURCE = SOURCES.index("copy")

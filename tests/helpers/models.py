@@ -50,19 +50,19 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from configs.slices import EngineOptions
-from decoding.budget.latency import LatencyCurve
-from decoding.drafters.base import Drafter
-from decoding.drafters.by_request import ByRequest
-from decoding.request import Request
-from decoding.tree import DraftTree, Int32Array
-from engine.engine import Engine
-from engine.executor import Executor, LocalExecutor
-from engine.forward.attention import TREE_ATTENTION
-from engine.forward.cpu.products.row_linear import has_kernels
-from engine.forward.runner import ModelRunner
-from engine.loading.model_info import ModelInfo
-from engine.loading.model_tables import bigram_table, unigram_ranking
+from outrider.configs.slices import EngineOptions
+from outrider.decoding.budget.latency import LatencyCurve
+from outrider.decoding.drafters.base import Drafter
+from outrider.decoding.drafters.by_request import ByRequest
+from outrider.decoding.request import Request
+from outrider.decoding.tree import DraftTree, Int32Array
+from outrider.engine.cpu.linear import has_kernels
+from outrider.engine.engine import Engine
+from outrider.engine.executor import Executor, LocalExecutor
+from outrider.engine.forward.attention import TREE_ATTENTION
+from outrider.engine.forward.runner import ModelRunner
+from outrider.engine.loading.model_info import ModelInfo
+from outrider.engine.loading.model_tables import bigram_table, unigram_ranking
 
 END = "<|endoftext|>"
 VOCAB = 320

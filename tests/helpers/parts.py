@@ -21,15 +21,15 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from actors.ranks import GroupError
-from actors.sharded.processes import RankProcesses, process_group
-from actors.sharded.shard import ShardMode
-from configs.slices import EngineOptions, ModelOptions
-from decoding.drafters import STRATEGIES, build_drafter, build_drafters
-from decoding.request import PLAIN, Request, SamplingParams
-from engine.executor import LocalExecutor
-from engine.forward.attention import TREE_ATTENTION
-from engine.forward.runner import ModelRunner
+from outrider.actors.ranks import GroupError
+from outrider.actors.sharded.processes import RankProcesses, process_group
+from outrider.actors.sharded.shard import ShardMode
+from outrider.configs.slices import EngineOptions, ModelOptions
+from outrider.decoding.drafters import STRATEGIES, build_drafter, build_drafters
+from outrider.decoding.request import PLAIN, Request, SamplingParams
+from outrider.engine.executor import LocalExecutor
+from outrider.engine.forward.attention import TREE_ATTENTION
+from outrider.engine.forward.runner import ModelRunner
 from tests.helpers.models import CONTEXT, FAMILIES, MAX_DRAFT, ROPES, SLOTS, VOCAB, engine_over, prepared, run, tiny_model
 
 PROMPTS = ([7], [1, 2, 3, 4] * 6 + [1, 2], [5] * 40, [3, 1, 4, 1, 5, 9, 2, 6] * 3)

@@ -17,19 +17,19 @@ from typing import Literal
 
 import numpy as np
 
-from actors.description import GroupState
-from actors.lookahead.executor import LookaheadParallelExecutor, StepTimes
-from actors.lookahead.link import connect, readable
-from actors.lookahead.rank import RankServer
-from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
-from decoding.budget.latency import StepLoad
-from decoding.drafters.base import Drafter
-from decoding.request import Request, TokenLogprob
-from decoding.tree import DraftTree
-from engine.engine import Engine, load_runner
-from engine.executor import LocalExecutor, VerifyResult
-from engine.forward.batch import ScheduledRequest
-from engine.forward.runner import ModelRunner
+from outrider.actors.description import GroupState
+from outrider.actors.lookahead.executor import LookaheadParallelExecutor, StepTimes
+from outrider.actors.lookahead.link import connect, readable
+from outrider.actors.lookahead.rank import RankServer
+from outrider.configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
+from outrider.decoding.budget.latency import StepLoad
+from outrider.decoding.drafters.base import Drafter
+from outrider.decoding.request import Request, TokenLogprob
+from outrider.decoding.tree import DraftTree
+from outrider.engine.engine import Engine, load_runner
+from outrider.engine.executor import LocalExecutor, VerifyResult
+from outrider.engine.forward.batch import ScheduledRequest
+from outrider.engine.forward.runner import ModelRunner
 from tests.helpers.models import CONTEXT, MAX_DRAFT, SLOTS, VOCAB, engine_over, tiny_model
 
 SECRET = b"of the tests"

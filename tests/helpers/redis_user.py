@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cache_service.store.redis_store import Head, RedisStore
+from outrider.cache_service.store.redis_store import Head, RedisStore
 
 A, B = "a" * 32, "b" * 32  # namespaces
 

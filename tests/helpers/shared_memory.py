@@ -10,16 +10,16 @@ from dataclasses import replace
 import numpy as np
 import redis
 
-from cache_service.access import CacheAccess
-from cache_service.keeper.admin import CacheAdmin
-from cache_service.keeper.server import CacheServer
-from cache_service.keeper.snapshot import Snapshot, SnapshotText, TextTable, decode_snapshot, encode_snapshot
-from cache_service.mirror.mirror import CacheClient
-from cache_service.namespace import Identity
-from cache_service.records import CacheDelta, TextBatch, encode_batch
-from configs.slices import CacheOptions
-from decoding.request import request_hash, text_key
-from decoding.sources.history import Histories, History
+from outrider.cache_service.access import CacheAccess
+from outrider.cache_service.client.cache_client import CacheClient
+from outrider.cache_service.namespace import Identity
+from outrider.cache_service.records import CacheDelta, TextBatch, encode_batch
+from outrider.cache_service.server.admin import CacheAdmin
+from outrider.cache_service.server.cache_server import CacheServer
+from outrider.cache_service.server.snapshot import Snapshot, SnapshotText, TextTable, decode_snapshot, encode_snapshot
+from outrider.configs.slices import CacheOptions
+from outrider.decoding.request import request_hash, text_key
+from outrider.decoding.sources.history import Histories, History
 
 SECRET = b"of the tests"
 IDENTITY = Identity("a1", "b2", 5000)

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from decoding.request import FinishReason, Request, RequestState, SamplingParams, StepOutput, TokenLogprob
-from engine.engine import Engine
-from engine.executor import LocalExecutor, VerifyResult
-from engine.forward.batch import ScheduledRequest
-from engine.forward.runner import ModelRunner
+from outrider.decoding.request import FinishReason, Request, RequestState, SamplingParams, StepOutput, TokenLogprob
+from outrider.engine.engine import Engine
+from outrider.engine.executor import LocalExecutor, VerifyResult
+from outrider.engine.forward.batch import ScheduledRequest
+from outrider.engine.forward.runner import ModelRunner
 
 LOGPROB_TOLERANCE = 1e-4  # float32: the rows of a step are multiplied together, and how many there are decides in which order
 _WORDS = 40  # tokens that prompts are made of: few, so that texts repeat each other

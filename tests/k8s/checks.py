@@ -17,9 +17,9 @@ import promql_parser
 from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 
-from cache_service.store.redis_binary import FLOORS, version_fault
-from experiments.bench.run import arguments
-from experiments.bench.scaling.command import BENCH
+from outrider.cache_service.store.redis_binary import FLOORS, version_fault
+from outrider.experiments.bench.run import arguments
+from outrider.experiments.bench.scaling.command import BENCH
 from tests.cluster.observe.test_monitoring import METRIC, exposed
 from tests.k8s import network, serve
 from tests.k8s.made_secrets import tls_environment

@@ -75,5 +75,5 @@ def context() -> set[str]:
         return [line for line in lines if any(re.fullmatch(expression[line], each) for each in names)][-1].startswith("!")
 
     tops = [top for top in ROOT.iterdir() if is_given(top.name)]  # no pattern gives what is below an ignored top
-    files = [path for top in tops for path in [top, *top.rglob("*")] if path.is_file()]
+    files = [path for top in tops for path in [top, *top.rglob("*")] if path.is_file() or path.is_symlink()]
     return {name for name in (path.relative_to(ROOT).as_posix() for path in files) if is_given(name)}

@@ -32,7 +32,7 @@ from typing import Any
 
 import httpx
 
-from experiments.bench.record import RESULTS, write_record
+from outrider.experiments.bench.record import RESULTS, write_record
 from tests.k8s.dockerfile import ROOT, Instruction, Stage, context, line_of, stages
 
 MIRROR = "http://deb.debian.org/debian"

@@ -11,13 +11,13 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from urllib.parse import parse_qs, urlsplit
 
-from cluster.app import gpus_of_a_rank
-from cluster.cli.launch.preflight import PASSWORD_VARIABLE, SECRET_VARIABLE, baseline_parallelism, group_size
-from cluster.cli.launch.serve import SERVE_SETTINGS
-from cluster.cli.launch.serve_config import serve_config_text
-from configs.schema import Config, ConfigError, load_config
-from configs.server_checks import admin_address
-from configs.tenancy_checks import is_loopback
+from outrider.cluster.app import gpus_of_a_rank
+from outrider.cluster.cli.launch.preflight import PASSWORD_VARIABLE, SECRET_VARIABLE, baseline_parallelism, group_size
+from outrider.cluster.cli.launch.serve import SERVE_SETTINGS
+from outrider.cluster.cli.launch.serve_config import serve_config_text
+from outrider.configs.schema import Config, ConfigError, load_config
+from outrider.configs.server_checks import admin_address
+from outrider.configs.tenancy_checks import is_loopback
 from tests.k8s.manifests import (
     GPU,
     REPOSITORY,
@@ -154,7 +154,7 @@ def _environment_faults(documents: list[Document], config: Config, pods: Pods) -
     found = environment(documents, pods.ray)
     for name, value in SERVE_SETTINGS.items():
         if found.get(name) != value:
-            yield f"environment: {name} is {found.get(name)}, and cluster.cli.launch.serve sets {value}"
+            yield f"environment: {name} is {found.get(name)}, and outrider.cluster.cli.launch.serve sets {value}"
     if config.redis_url is not None:
         needed = [SECRET_VARIABLE] if config.cache.enabled else []
         needed += [PASSWORD_VARIABLE] if urlsplit(config.redis_url).username else []

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from cluster.cli.launch.serve_config import serve_config_text
-from configs.schema import keys
+from outrider.cluster.cli.launch.serve_config import serve_config_text
+from outrider.configs.schema import keys
 from tests.k8s.checks import CHECKS, query_faults, uses_tls
 from tests.k8s.manifests import (
     GPU,
@@ -274,7 +274,7 @@ BROKEN: dict[str, list[tuple[Any, ...]]] = {
         (RAY, f"{ENGINE} replicas", 1, "group 2 of 2: 1 ranks of 1 CPU", "cpu-demo"),
         (RAY, f"{HEAD_RAY} volumeMounts 3", GONE, "head: no volume has the file"),
         (RAY, f"{API_RAY} envFrom 1", GONE, "no OUTRIDER_REDIS_PASSWORD"),
-        ("ConfigMap outrider-env", "data RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "1", "cluster.cli.launch.serve sets 0"),
+        ("ConfigMap outrider-env", "data RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "1", "launch.serve sets 0"),
     ],
 }
 # fmt: on

@@ -24,14 +24,14 @@ import yaml
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from cache_service.access import CacheAccess
-from cache_service.keeper.admin import CacheAdmin
-from cache_service.keeper.server import CacheServer
-from cache_service.namespace import Identity
-from cache_service.store.redis_binary import packaged_server
-from cache_service.store.redis_store import RedisStore
-from cluster.cli.launch.preflight import PASSWORD_VARIABLE, redis_address
-from configs.slices import CacheOptions
+from outrider.cache_service.access import CacheAccess
+from outrider.cache_service.namespace import Identity
+from outrider.cache_service.server.admin import CacheAdmin
+from outrider.cache_service.server.cache_server import CacheServer
+from outrider.cache_service.store.redis_binary import packaged_server
+from outrider.cache_service.store.redis_store import RedisStore
+from outrider.cluster.cli.launch.preflight import PASSWORD_VARIABLE, redis_address
+from outrider.configs.slices import CacheOptions
 from tests.helpers.network import ending_tls, free_port
 from tests.helpers.redis_user import use_every_command
 from tests.helpers.waiting import eventually

@@ -13,9 +13,9 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 
-from cache_service.namespace import hash_key
-from configs.keys_file import with_keys_file
-from configs.slices import TenancyOptions
+from outrider.cache_service.namespace import hash_key
+from outrider.configs.keys_file import with_keys_file
+from outrider.configs.slices import TenancyOptions
 from tests.helpers.redis_user import ACL_COMMANDS, acl_rule
 from tests.k8s.made_secrets import SCRIPT, Made, make_certificate, make_secrets, run_script
 from tests.k8s.manifests import K8S, NAMESPACE, REPOSITORY, SECRETS

@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedConfig
 
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
-from decoding.request import Request, SamplingParams
-from engine.engine import Engine
-from engine.errors import RequestError
-from engine.forward.batch import Batch, DummySequence, ScheduledDummy, pack
-from engine.loading.weights.adapters import find_adapters
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
+from outrider.decoding.request import Request, SamplingParams
+from outrider.engine.engine import Engine
+from outrider.engine.errors import RequestError
+from outrider.engine.forward.batch import Batch, DummySequence, ScheduledDummy, pack
+from outrider.engine.loading.weights.adapters import find_adapters
 from tests.helpers.models import COMPILED, FAMILIES, LINEARS, VOCAB, llama_config, merge, random_tree, save_adapter, save_model
 from tests.helpers.ranks import loaded_group
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.drafters import STRATEGIES
-from decoding.request import FinishReason
-from engine.engine import Engine
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.drafters import STRATEGIES
+from outrider.decoding.request import FinishReason
+from outrider.engine.engine import Engine
 from tests.helpers.models import llama_config, save_model
 from tests.helpers.ranks import loaded_group
 from tests.helpers.traffic import Case, Rush, Watch, make_cases

@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.drafters import build_drafter, build_drafters
-from decoding.request import PLAIN, FinishReason, Request, SamplingParams
-from decoding.strategy_choice import parse_strategy
-from engine.engine import Engine
-from engine.forward.runner import ModelRunner
-from engine.loading.draft_model import LocalDraftModel
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.drafters import build_drafter, build_drafters
+from outrider.decoding.request import PLAIN, FinishReason, Request, SamplingParams
+from outrider.decoding.strategy_choice import parse_strategy
+from outrider.engine.engine import Engine
+from outrider.engine.forward.runner import ModelRunner
+from outrider.engine.loading.draft_model import LocalDraftModel
 from tests.helpers.models import CONTEXT, END, SLOTS, VOCAB, engine_over, llama_config, prepared, run, save_model, tiny_model
 from tests.helpers.ranks import TinyGroup
 from tests.helpers.traffic import Case, Rush, Watch, make_cases

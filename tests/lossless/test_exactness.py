@@ -15,20 +15,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
-from decoding.request import Request, SamplingParams
-from decoding.sources.embeddings import signs_of
-from engine.engine import Engine
-from engine.errors import ModelLoadError
-from engine.forward import exactness
-from engine.forward.attention import TREE_ATTENTION, StepContext
-from engine.forward.batch import AttentionCall, Batch, SequenceRows
-from engine.forward.cpu.products import row_linear
-from engine.forward.cpu.row_model import FusedForward
-from engine.forward.runner import ModelRunner
-from engine.forward.runners import make_runner
-from engine.forward.thin_modules import RowActivation
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
+from outrider.decoding.request import Request, SamplingParams
+from outrider.decoding.sources.embeddings import signs_of
+from outrider.engine.cpu import linear as row_linear
+from outrider.engine.cpu.fused_forward import FusedForward
+from outrider.engine.engine import Engine
+from outrider.engine.errors import ModelLoadError
+from outrider.engine.forward import exactness
+from outrider.engine.forward.attention import TREE_ATTENTION, StepContext
+from outrider.engine.forward.batch import AttentionCall, Batch, SequenceRows
+from outrider.engine.forward.patches import RowActivation
+from outrider.engine.forward.runner import ModelRunner
+from outrider.engine.forward.runners import make_runner
 from tests.helpers.models import CONTEXT, FAMILIES, VOCAB, llama_config, save_model
 
 MAX_TOKENS = 32
@@ -294,10 +294,10 @@ def test_an_engine_goes_on_in_a_form_that_is_exact(
         return original(runner, batch) * (1 + 2**-6 * spoiled)
 
     put_in(monkeypatch, (ModelRunner, "_compute"), change)
-    with caplog.at_level(logging.WARNING, "engine.forward.runners"):
+    with caplog.at_level(logging.WARNING, "outrider.engine.forward.runners"):
         engine = load(folder, "llma", (3, 64), dtype="float32")
     assert engine.info.exact and outputs(engine, requests(expected)) == expected
-    lines = [record.message for record in caplog.records if record.name == "engine.forward.runners"]
+    lines = [record.message for record in caplog.records if record.name == "outrider.engine.forward.runners"]
     assert len(lines) == (1 if form == 16 else 2) and f"limited to {form} rows" in lines[-1], lines
 
 

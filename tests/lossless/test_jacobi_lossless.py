@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.request import Request, SamplingParams
-from engine.engine import Engine
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.request import Request, SamplingParams
+from outrider.engine.engine import Engine
 from tests.helpers.models import llama_config, save_model
 
 CONTEXT = 96

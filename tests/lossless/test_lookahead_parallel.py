@@ -11,9 +11,9 @@ from functools import cache
 import numpy as np
 import pytest
 
-from decoding.drafters import STRATEGIES, build_drafter, build_drafters
-from decoding.jit import NATIVE
-from decoding.request import PLAIN, FinishReason, Request, SamplingParams, TokenLogprob
+from outrider.decoding.drafters import STRATEGIES, build_drafter, build_drafters
+from outrider.decoding.jit import NATIVE
+from outrider.decoding.request import PLAIN, FinishReason, Request, SamplingParams, TokenLogprob
 from tests.helpers.hostile import HostileDrafter
 from tests.helpers.models import CONTEXT, VOCAB, engine_over, nearly, prepared, tiny_model
 from tests.helpers.ranks import PATIENT, BranchingDrafter, TinyGroup

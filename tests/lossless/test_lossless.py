@@ -14,10 +14,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.drafters import STRATEGIES
-from decoding.request import Request, SamplingParams
-from engine.engine import Engine
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.drafters import STRATEGIES
+from outrider.decoding.request import Request, SamplingParams
+from outrider.engine.engine import Engine
 from tests.helpers.hostile import HostileDrafter
 from tests.helpers.models import draft_with, llama_config, nearly, save_model
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from decoding.drafters import build_drafter
-from decoding.request import FinishReason, Request, SamplingParams
-from engine.engine import Engine
-from engine.kv.prefix_cache import WORTH_COPYING
+from outrider.decoding.drafters import build_drafter
+from outrider.decoding.request import FinishReason, Request, SamplingParams
+from outrider.engine.engine import Engine
+from outrider.engine.kv.prefix_cache import WORTH_COPYING
 from tests.helpers.models import FAMILIES, SLOTS, VOCAB, engine_over, prepared, run, tiny_model
 from tests.helpers.ranks import BranchingDrafter, TinyGroup
 

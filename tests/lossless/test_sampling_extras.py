@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.drafters import STRATEGIES
-from decoding.request import Request, SamplingParams, TokenLogprob
-from decoding.sampling.sampler import choose
-from engine.engine import Engine
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.drafters import STRATEGIES
+from outrider.decoding.request import Request, SamplingParams, TokenLogprob
+from outrider.decoding.sampling.sampler import choose
+from outrider.engine.engine import Engine
 from tests.helpers.hostile import HostileDrafter
 from tests.helpers.models import VOCAB, draft_with, llama_config, save_model
 

@@ -16,16 +16,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.request import FinishReason, Request, SamplingParams, StepOutput
-from decoding.sampling.sampler import choose
-from decoding.tree import SOURCES
-from engine.engine import Engine
-from engine.errors import RequestError
-from engine.executor import VerifyResult
-from engine.forward.batch import ScheduledRequest
-from engine.planner import LONG_S
-from engine.text.grammar import (
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.request import FinishReason, Request, SamplingParams, StepOutput
+from outrider.decoding.sampling.sampler import choose
+from outrider.decoding.tree import SOURCES
+from outrider.engine.engine import Engine
+from outrider.engine.errors import RequestError
+from outrider.engine.executor import VerifyResult
+from outrider.engine.forward.batch import ScheduledRequest
+from outrider.engine.planner import LONG_S
+from outrider.engine.text.grammar import (
     MASK_S,
     MAX_DEBT_S,
     Grammars,
@@ -34,7 +34,7 @@ from engine.text.grammar import (
     object_grammar,
     regex_grammar,
 )
-from engine.text.tokenizer import load_tokenizer
+from outrider.engine.text.tokenizer import load_tokenizer
 from tests.helpers.hostile import HostileDrafter
 from tests.helpers.models import draft_with, llama_config, save_model
 from tests.helpers.ranks import loaded_group

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.cli.generate.prompt_file import PromptFileError, PromptRecord, read_prompts
-from cluster.cli.generate.records import Record, readable_summary, summarize
-from cluster.cli.terminal import fail, fail_input
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.cluster.cli.generate.prompt_file import PromptFileError, PromptRecord, read_prompts
+from outrider.cluster.cli.generate.records import Record, readable_summary, summarize
+from outrider.cluster.cli.terminal import fail, fail_input
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 
 if TYPE_CHECKING:
-    from actors.offline import OfflineEngine
-    from actors.offline_group import OfflineGroup
-    from cluster.cli.generate.settings import Settings
-    from decoding.request import SamplingParams
+    from outrider.actors.offline import OfflineEngine
+    from outrider.actors.offline_group import OfflineGroup
+    from outrider.cluster.cli.generate.settings import Settings
+    from outrider.decoding.request import SamplingParams
 
 _MODEL, _ENGINE, _SPECULATION = ModelOptions(), EngineOptions(), SpeculationOptions()  # the defaults
 
@@ -82,8 +82,8 @@ def generate(
 
     A record that does not fit the context gets a line with `error`; the others are generated. Outputs keep the order of the file.
     """
-    from cluster.cli.generate.settings import read_settings
-    from decoding.request import SamplingParams
+    from outrider.cluster.cli.generate.settings import read_settings
+    from outrider.decoding.request import SamplingParams
 
     try:
         records = [Record(entry) for entry in _read(prompt, prompts)[:limit]]
@@ -127,8 +127,8 @@ def _given(context: typer.Context) -> dict[str, Any]:
 @contextlib.contextmanager
 def _engine(settings: Settings) -> Iterator[OfflineEngine | OfflineGroup]:
     """Yield the engine; end the command with one line if it cannot be loaded, or if its ranks or device fail."""
-    from actors.ranks import GroupError
-    from engine.errors import DeviceError, ModelLoadError
+    from outrider.actors.ranks import GroupError
+    from outrider.engine.errors import DeviceError, ModelLoadError
 
     try:
         with contextlib.closing(_load(settings)) as engine:
@@ -139,7 +139,7 @@ def _engine(settings: Settings) -> Iterator[OfflineEngine | OfflineGroup]:
 
 def _load(settings: Settings) -> OfflineEngine | OfflineGroup:
     """Load the engine; end the command if an option is out of range."""
-    from engine.loading.model_files import find_files
+    from outrider.engine.loading.model_files import find_files
 
     for path in (settings.model.path, settings.speculation.draft_model):
         if path is not None:
@@ -147,12 +147,12 @@ def _load(settings: Settings) -> OfflineEngine | OfflineGroup:
     slices = settings.model, settings.engine, settings.speculation
     try:
         if settings.parallelism.mode == "none":
-            from actors.offline import OfflineEngine
+            from outrider.actors.offline import OfflineEngine
 
             return OfflineEngine(*slices)
         if settings.parallelism.mode != "lookahead":
             return _of_parts(settings)
-        from actors.offline_group import OfflineGroup  # imports Ray, which is slow
+        from outrider.actors.offline_group import OfflineGroup  # imports Ray, which is slow
 
         return OfflineGroup(*slices, settings.parallelism)
     except ValueError as error:
@@ -163,10 +163,10 @@ def _of_parts(settings: Settings) -> OfflineEngine:
     """Load an engine whose ranks, in separate processes, hold parts of the model; losing a rank ends the engine."""
     import torch
 
-    from actors.offline import OfflineEngine
-    from actors.offline_group import group_shape
-    from actors.sharded.group import whole_model
-    from actors.sharded.processes import process_group
+    from outrider.actors.offline import OfflineEngine
+    from outrider.actors.offline_group import group_shape
+    from outrider.actors.sharded.group import whole_model
+    from outrider.actors.sharded.processes import process_group
 
     options = settings.parallelism
     assert options.mode == "tensor" or options.mode == "pipeline", options.mode
@@ -208,7 +208,7 @@ def _run(engine: OfflineEngine | OfflineGroup, records: list[Record], params: Sa
 
 
 def _submit(engine: OfflineEngine | OfflineGroup, records: list[Record], params: SamplingParams, chat: bool) -> None:
-    from actors.offline import OfflinePrompt
+    from outrider.actors.offline import OfflinePrompt
 
     prompts = [OfflinePrompt(str(at), one.entry.prompt, one.entry.references) for at, one in enumerate(records)]
     for record, answer in zip(records, engine.submit(prompts, params, chat), strict=True):

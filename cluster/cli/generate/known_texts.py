@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cluster.cli.generate.prompt_file import PromptFileError, PromptRecord, read_prompts
+from outrider.cluster.cli.generate.prompt_file import PromptFileError, PromptRecord, read_prompts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from decoding.replay import KnownText
+    from outrider.decoding.replay import KnownText
 
 
 class TextTokenizer:
@@ -25,8 +25,8 @@ class TextTokenizer:
 
         Raises ``PromptFileError`` if there is no tokenizer, or it cannot be read.
         """
-        from engine.errors import ModelLoadError
-        from engine.loading.model_files import find_tokenizer
+        from outrider.engine.errors import ModelLoadError
+        from outrider.engine.loading.model_files import find_tokenizer
 
         try:
             files = find_tokenizer(str(path))
@@ -59,7 +59,7 @@ def _of_folder(folder: Path) -> tuple[Tokenizer, str]:
 
 
 def _of_gguf(path: str) -> tuple[Tokenizer, str]:
-    from engine.text.tokenizer import load_tokenizer  # imports transformers, which is slow
+    from outrider.engine.text.tokenizer import load_tokenizer  # imports transformers, which is slow
 
     tokenizer = load_tokenizer(path)
     return tokenizer.backend_tokenizer, tokenizer.eos_token or ""
@@ -95,7 +95,7 @@ def read_known_texts(path: Path, tokenizer: TextTokenizer, max_tokens: int | Non
 
 def known_texts(records: Sequence[PromptRecord], tokenizer: TextTokenizer, max_tokens: int | None) -> list[KnownText]:
     """Tokenize records with outputs; see ``read_known_texts``."""
-    from decoding.replay import KnownText
+    from outrider.decoding.replay import KnownText
 
     prompts = tokenizer.encode([record.prompt for record in records], special_tokens=True)
     outputs = tokenizer.encode([record.output or "" for record in records])

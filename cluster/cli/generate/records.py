@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from cluster.cli.generate.prompt_file import PromptRecord
+from outrider.cluster.cli.generate.prompt_file import PromptRecord
 
 if TYPE_CHECKING:
-    from decoding.request import SpecStats, StepOutput
+    from outrider.decoding.request import SpecStats, StepOutput
 
 
 @dataclass(slots=True)

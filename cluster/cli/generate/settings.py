@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from configs.schema import MAX_WORLD_SIZE, Config, find_model, load_config
-from configs.slices import Dtype, EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
+from outrider.configs.schema import MAX_WORLD_SIZE, Config, find_model, load_config
+from outrider.configs.slices import Dtype, EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 
 
 @dataclass(frozen=True, slots=True)

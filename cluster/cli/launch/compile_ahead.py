@@ -21,15 +21,15 @@ from typing import Any
 
 import numpy as np
 
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.budget.latency import LatencyCurve
-from decoding.drafters import STRATEGIES, build_drafters
-from decoding.jit import IMAGE, KINDS, cache_folder, compile_for, compiles_first, kinds_of_processor, set_modes
-from decoding.request import PLAIN, Request, SamplingParams
-from decoding.tree import Int32Array
-from engine.child_process import child_environment, python_module
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.budget.latency import LatencyCurve
+from outrider.decoding.drafters import STRATEGIES, build_drafters
+from outrider.decoding.jit import IMAGE, KINDS, cache_folder, compile_for, compiles_first, kinds_of_processor, set_modes
+from outrider.decoding.request import PLAIN, Request, SamplingParams
+from outrider.decoding.tree import Int32Array
+from outrider.engine.child_process import child_environment, python_module
 
-_COMMAND = python_module("cluster.cli.launch.compile_ahead")
+_COMMAND = python_module("outrider.cluster.cli.launch.compile_ahead")
 _DRAFTS, _TYPES = "drafts", "types"  # arguments of the subprocesses
 _PROMPT = [5, 6, 7, 8, 9] * 4
 _MAX_TOKENS = 24
@@ -82,7 +82,7 @@ def _make_model(folder: Path) -> None:
 
 
 def _run_engine(model: ModelOptions, strategy: str, others: tuple[str, ...]) -> None:
-    from engine.engine import Engine
+    from outrider.engine.engine import Engine
 
     speculation = SpeculationOptions(strategy, strategies=others)
     engine = Engine.load(model, EngineOptions(max_running=8), speculation, defer_warmup=True)

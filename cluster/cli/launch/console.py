@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from actors.placement.ray_folder import RayFolder
-from cache_service.store.embedded import WATCHER_NAME
+from outrider.actors.placement.ray_folder import RayFolder
+from outrider.cache_service.store.embedded import WATCHER_NAME
 
 _PLAIN_S = 10.0  # seconds until an unchanged line is repeated
 

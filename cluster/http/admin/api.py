@@ -14,15 +14,15 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tokenizers import Tokenizer
 
-from actors.description import Description
-from cache_service.keeper.admin import TenantStats
-from cluster.admission.tenancy import Tenancy
-from cluster.http.errors import ApiError
-from cluster.http.turns import Turns
-from cluster.http.types.strict import Text
-from cluster.observe.audit import Forget, keeps_nothing
-from cluster.serving.cache_port import CacheAdminPort, answered
-from engine.measures.strategy_counts import sum_counts
+from outrider.actors.description import Description
+from outrider.cache_service.server.admin import TenantStats
+from outrider.cluster.admission.tenancy import Tenancy
+from outrider.cluster.http.errors import ApiError
+from outrider.cluster.http.turns import Turns
+from outrider.cluster.http.types.strict import Text
+from outrider.cluster.observe.audit import Forget, keeps_nothing
+from outrider.cluster.serving.cache_port import CacheAdminPort, answered
+from outrider.engine.measures.strategy_counts import sum_counts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -99,7 +99,9 @@ class AdminService:
     async def import_(self, request: Request) -> dict[str, Any]:
         """Add an exported snapshot to a tenant."""
         port, tenant = self._allowed(request), _tenant(request)
-        data = await read_body(request, MAX_IMPORT_BYTES, ": export less, or raise cluster.http.admin.api.MAX_IMPORT_BYTES")
+        data = await read_body(
+            request, MAX_IMPORT_BYTES, ": export less, or raise outrider.cluster.http.admin.api.MAX_IMPORT_BYTES"
+        )
         with answered(400, "invalid_snapshot", "the body cannot be imported: "):
             texts = await port.import_(tenant, data)
         logger.info("imported %d texts into tenant %s", texts, tenant)

@@ -13,11 +13,11 @@ from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import Field
 
-from cluster.admission.tenancy import Tenancy
-from cluster.http.admin.api import Body, parsed, read_body
-from cluster.http.answers.logprobs import TokenBytes
-from cluster.http.errors import ApiError
-from cluster.observe.audit import Audit, Auditor, Difference, Result, Served
+from outrider.cluster.admission.tenancy import Tenancy
+from outrider.cluster.http.admin.api import Body, parsed, read_body
+from outrider.cluster.http.answers.logprobs import TokenBytes
+from outrider.cluster.http.errors import ApiError
+from outrider.cluster.observe.audit import Audit, Auditor, Difference, Result, Served
 
 logger = logging.getLogger(__name__)
 

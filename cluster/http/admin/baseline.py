@@ -9,9 +9,9 @@ from typing import Any
 
 from fastapi import Request
 
-from cluster.admission.tenancy import Tenancy
-from cluster.http.errors import ApiError
-from cluster.observe.shadow import Shadow
+from outrider.cluster.admission.tenancy import Tenancy
+from outrider.cluster.http.errors import ApiError
+from outrider.cluster.observe.shadow import Shadow
 
 
 @dataclass(frozen=True, slots=True)

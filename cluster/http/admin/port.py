@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator, Iterator
 import uvicorn
 from fastapi import FastAPI
 
-from cluster.admission.http_limits import LimitedProtocol
-from cluster.admission.middleware import HostMiddleware
-from cluster.http import errors
-from cluster.http.api import Service, add_operator_routes
-from configs.schema import ConfigError
+from outrider.cluster.admission.http_limits import LimitedProtocol
+from outrider.cluster.admission.middleware import HostMiddleware
+from outrider.cluster.http import errors
+from outrider.cluster.http.api import Service, add_operator_routes
+from outrider.configs.schema import ConfigError
 
 logger = logging.getLogger(__name__)
 

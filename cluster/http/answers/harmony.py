@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from cluster.http.answers.reasoning import Thought
-from cluster.http.answers.tool_calls import Arguments, Call
-from engine.text.chat_format import CALL_MARKS
+from outrider.cluster.http.answers.reasoning import Thought
+from outrider.cluster.http.answers.tool_calls import Arguments, Call
+from outrider.engine.text.chat_format import CALL_MARKS
 
 _MARKS = CALL_MARKS["harmony"]
 _MARK = re.compile("|".join(map(re.escape, _MARKS)))

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tokenizers.decoders import DecodeStream
 
-from cluster.http.answers.pieces import to_json
-from decoding.request import TokenLogprob
+from outrider.cluster.http.answers.pieces import to_json
+from outrider.decoding.request import TokenLogprob
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

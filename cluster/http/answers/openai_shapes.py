@@ -10,15 +10,15 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from cluster.http.answers.extras import ResponseExtras
-from cluster.http.answers.logprobs import TokenBytes
-from cluster.http.answers.pieces import Pauses, to_json, written
-from cluster.http.answers.reasoning import Thought
-from cluster.http.answers.tool_calls import Arguments, Call, whole_calls
-from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
-from cluster.serving.generation import Generation, GenerationJob
-from decoding.request import StepOutput, StepReport
-from engine.loading.model_info import ModelInfo
+from outrider.cluster.http.answers.logprobs import TokenBytes
+from outrider.cluster.http.answers.pieces import Pauses, to_json, written
+from outrider.cluster.http.answers.reasoning import Thought
+from outrider.cluster.http.answers.response_extras import ResponseExtras
+from outrider.cluster.http.answers.tool_calls import Arguments, Call, whole_calls
+from outrider.cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
+from outrider.cluster.serving.generation import Generation, GenerationJob
+from outrider.decoding.request import StepOutput, StepReport
+from outrider.engine.loading.model_info import ModelInfo
 
 _PART = 32  # cost of joining one part of a choice's text, in bytes of JSON
 
@@ -92,7 +92,7 @@ class Choice(BaseModel):
     delta: Delta = Delta()
     text: str = ""
     logprobs: dict[str, Any] | None = None  # see cluster.http.answers.logprobs
-    token_ids: list[int] | None = None  # on request, like the next two; see cluster.http.answers.extras
+    token_ids: list[int] | None = None  # on request, like the next two; see cluster.http.answers.response_extras
     prompt_token_ids: list[int] | None = None  # completions only
     prompt_logprobs: list[dict[str, Any] | None] | None = None  # completions only: per prompt token, by token id
     speculation: Reported | None = None  # draft report, on request

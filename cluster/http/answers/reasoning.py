@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cluster.http.answers.logprobs import TokenBytes
-from engine.text.chat_format import Tags
+from outrider.cluster.http.answers.logprobs import TokenBytes
+from outrider.engine.text.chat_format import Tags
 
 
 @dataclass(frozen=True, slots=True)

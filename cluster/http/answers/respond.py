@@ -9,19 +9,19 @@ from typing import Any
 
 from fastapi.responses import Response, StreamingResponse
 
-from cluster.http import errors
-from cluster.http.answers.harmony import HarmonyReader
-from cluster.http.answers.logprobs import TokenBytes
-from cluster.http.answers.openai_shapes import Answer, AnswerBuilder, CompletionTokensDetails, Usage, usage_of
-from cluster.http.answers.pieces import Pauses
-from cluster.http.answers.predicted import Predicted, PredictionMatch
-from cluster.http.answers.reasoning import ReasoningReader, ReasoningTokens, Thought
-from cluster.http.answers.resume import EventIds
-from cluster.http.answers.stream_guard import StreamShape
-from cluster.http.answers.tool_calls import Arguments, Call, Schemas, ToolCallReader, call_id
-from cluster.serving.generation import Generation
-from decoding.request import FinishReason, StepOutput
-from engine.text.chat_format import HARMONY, CallForm, Tags
+from outrider.cluster.http import errors
+from outrider.cluster.http.answers.harmony import HarmonyReader
+from outrider.cluster.http.answers.logprobs import TokenBytes
+from outrider.cluster.http.answers.openai_shapes import Answer, AnswerBuilder, CompletionTokensDetails, Usage, usage_of
+from outrider.cluster.http.answers.pieces import Pauses
+from outrider.cluster.http.answers.predicted import Predicted, PredictionMatch
+from outrider.cluster.http.answers.reasoning import ReasoningReader, ReasoningTokens, Thought
+from outrider.cluster.http.answers.resume import EventIds
+from outrider.cluster.http.answers.stream_guard import StreamShape
+from outrider.cluster.http.answers.tool_calls import Arguments, Call, Schemas, ToolCallReader, call_id
+from outrider.cluster.serving.generation import Generation
+from outrider.decoding.request import FinishReason, StepOutput
+from outrider.engine.text.chat_format import HARMONY, CallForm, Tags
 
 # Proxies must not buffer chunks.
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

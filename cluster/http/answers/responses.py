@@ -10,16 +10,16 @@ from typing import Any, Literal
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel
 
-from cluster.http import errors
-from cluster.http.answers.openai_shapes import Reported, Usage, reported_step
-from cluster.http.answers.pieces import Pauses, written
-from cluster.http.answers.reasoning import Thought
-from cluster.http.answers.respond import OUTPUT, STREAM_HEADERS, ChoiceReader, Part, ResponseForm, usage_so_far
-from cluster.http.answers.tool_calls import Arguments, Call
-from cluster.http.types.responses import ResponsesRequest, response_fields
-from cluster.serving.generation import Generation
-from decoding.request import FinishReason, StepReport
-from engine.loading.model_info import ModelInfo
+from outrider.cluster.http import errors
+from outrider.cluster.http.answers.openai_shapes import Reported, Usage, reported_step
+from outrider.cluster.http.answers.pieces import Pauses, written
+from outrider.cluster.http.answers.reasoning import Thought
+from outrider.cluster.http.answers.respond import OUTPUT, STREAM_HEADERS, ChoiceReader, Part, ResponseForm, usage_so_far
+from outrider.cluster.http.answers.tool_calls import Arguments, Call
+from outrider.cluster.http.types.responses import ResponsesRequest, response_fields
+from outrider.cluster.serving.generation import Generation
+from outrider.decoding.request import FinishReason, StepReport
+from outrider.engine.loading.model_info import ModelInfo
 
 # By item type: prefix of its ids, and name of its content events.
 _KINDS = {

@@ -23,12 +23,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.http.answers.openai_shapes import Answer, Choice, Delta
-from cluster.http.answers.pieces import json_pieces, to_json
-from cluster.http.errors import ApiError
-from cluster.http.types.openai import CompletionFields
-from cluster.serving.generation import GenerationJob
-from engine.loading.model_info import ModelInfo
+from outrider.cluster.http.answers.openai_shapes import Answer, Choice, Delta
+from outrider.cluster.http.answers.pieces import json_pieces, to_json
+from outrider.cluster.http.errors import ApiError
+from outrider.cluster.http.types.openai import CompletionFields
+from outrider.cluster.serving.generation import GenerationJob
+from outrider.engine.loading.model_info import ModelInfo
 
 HEADER = "Last-Event-ID"
 MAX_EVENT_ID = 8192  # characters; enough for the maximum number of choices

@@ -17,10 +17,10 @@ import secrets
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-from cluster.http.errors import ApiError
-from cluster.http.types.openai import CompletionFields
-from configs.slices import ServerOptions
-from decoding.step_output import StepOutput, merge_outputs
+from outrider.cluster.http.errors import ApiError
+from outrider.cluster.http.types.openai import CompletionFields
+from outrider.configs.slices import ServerOptions
+from outrider.decoding.step_output import StepOutput, merge_outputs
 
 Outputs = AsyncGenerator[tuple[int, StepOutput], None]  # (index of the choice, output)
 _FIELD = ',"obfuscation":"'

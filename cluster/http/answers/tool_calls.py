@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from cluster.http.answers.reasoning import held_back
-from engine.text.chat_format import CALL_MARKS, CallForm
+from outrider.cluster.http.answers.reasoning import held_back
+from outrider.engine.text.chat_format import CALL_MARKS, CallForm
 
 OPENING, CLOSING = CALL_MARKS["hermes"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from cluster.http.types.responses import ResponsesRequest
-from cluster.http.types.strict import Strict
+from outrider.cluster.http.types.openai import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from outrider.cluster.http.types.responses import ResponsesRequest
+from outrider.cluster.http.types.strict import Strict
 
 BODIES: dict[str, type[Strict]] = {
     "/chat/completions": ChatCompletionRequest,

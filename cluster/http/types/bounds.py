@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from cluster.http.compare import CompareRequest
-from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from cluster.http.types.responses import ResponsesRequest
+from outrider.cluster.http.compare import CompareRequest
+from outrider.cluster.http.types.openai import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from outrider.cluster.http.types.responses import ResponsesRequest
 
 BODIES: tuple[Any, ...] = (
     ChatCompletionRequest, CompletionRequest, ResponsesRequest, CompareRequest, TokenizeRequest, DetokenizeRequest,

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, field_validat
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from cluster.http.types.strict import JsonObject, Name, Strict, Text, checked_json, unsupported
+from outrider.cluster.http.types.strict import JsonObject, Name, Strict, Text, checked_json, unsupported
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024  # content parts of a message

@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, WrapValidator, field_validator, model_validator
 
-from cluster.http.types.chat import Messages, NamedTool, Prediction, Tools
-from cluster.http.types.strict import (
+from outrider.cluster.http.types.chat import Messages, NamedTool, Prediction, Tools
+from outrider.cluster.http.types.strict import (
     ENCODABLE,
     MAX_NUMBER,
     MAX_TEXT,
@@ -24,10 +24,10 @@ from cluster.http.types.strict import (
     are_token_ids,
     unsupported,
 )
-from cluster.http.types.structured import StructuredFields
-from cluster.http.types.tool_grammar import CallMarks, tools_grammar
-from decoding.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_CHARS
-from decoding.sources.embeddings import MAX_EMBEDDING
+from outrider.cluster.http.types.structured import StructuredFields
+from outrider.cluster.http.types.tool_grammar import CallMarks, tools_grammar
+from outrider.decoding.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_CHARS
+from outrider.decoding.sources.embeddings import MAX_EMBEDDING
 
 MAX_STOPS = 4  # OpenAI's limit
 MAX_STOP_IDS = 1024
@@ -113,7 +113,7 @@ class CompletionFields(StructuredFields):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None  # keys are token ids as strings
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None  # choices per prompt; see job_planner.choice_seed
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None  # choices per prompt; see request_planner.choice_seed
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None  # default: random
     min_tokens: Tokens | None = None  # number of tokens before which no end token is allowed
     stop: Stops | None = None

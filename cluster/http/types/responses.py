@@ -10,10 +10,10 @@ from pydantic import Discriminator, Field, GetJsonSchemaHandler, Tag, Validation
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticKnownError
 
-from cluster.http.types.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Function, FunctionCall, check_parts
-from cluster.http.types.openai import ChatCompletionRequest, CompletionFields, Effort, MostTokens
-from cluster.http.types.strict import JsonObject, Name, Strict, Text, unsupported
-from cluster.http.types.structured import JsonSchemaFormat, ResponseFormat
+from outrider.cluster.http.types.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Function, FunctionCall, check_parts
+from outrider.cluster.http.types.openai import ChatCompletionRequest, CompletionFields, Effort, MostTokens
+from outrider.cluster.http.types.strict import JsonObject, Name, Strict, Text, unsupported
+from outrider.cluster.http.types.structured import JsonSchemaFormat, ResponseFormat
 
 MAX_METADATA = 16  # OpenAI's limit
 _UNTOLD: dict[str, tuple[Any, ...]] = {

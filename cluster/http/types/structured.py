@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from cluster.http.types.strict import ENCODABLE, JsonObject, Name, Strict, Text, unsupported
-from engine.errors import RequestError
-from engine.text.grammar import (
+from outrider.cluster.http.types.strict import ENCODABLE, JsonObject, Name, Strict, Text, unsupported
+from outrider.engine.errors import RequestError
+from outrider.engine.text.grammar import (
     MAX_GRAMMAR_CHARS,
     GrammarError,
     choice_grammar,

@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.http.answers.tool_calls import CLOSING
-from cluster.http.types.chat import NamedTool, Tool
-from engine.errors import RequestError
-from engine.text.chat_format import CALL_MARKS, CallForm
-from engine.text.grammar import HARMONY_TEXT, WHITESPACE, GrammarError, harmony_type, json_grammar, lark_grammar
+from outrider.cluster.http.answers.tool_calls import CLOSING
+from outrider.cluster.http.types.chat import NamedTool, Tool
+from outrider.engine.errors import RequestError
+from outrider.engine.text.chat_format import CALL_MARKS, CallForm
+from outrider.engine.text.grammar import HARMONY_TEXT, WHITESPACE, GrammarError, harmony_type, json_grammar, lark_grammar
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _SPACE = r"/[ \n\r\t]{0,4}/"  # bounded, as whitespace within JSON is

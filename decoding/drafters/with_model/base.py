@@ -6,16 +6,16 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
-from decoding.budget.latency import StepLoad
-from decoding.drafters.base import Drafter, Target, check_least
-from decoding.drafters.with_model.draft_model import DraftModel
-from decoding.request import Request
-from decoding.tree import SOURCES, DraftTree
+from outrider.decoding.budget.latency import StepLoad
+from outrider.decoding.drafters.base import Drafter, Target, check_least
+from outrider.decoding.drafters.with_model.draft_model import DraftModel
+from outrider.decoding.request import Request
+from outrider.decoding.tree import SOURCES, DraftTree
 
 if TYPE_CHECKING:
     import torch
 
-    from decoding.drafters.with_model.draft_probabilities import (
+    from outrider.decoding.drafters.with_model.draft_probabilities import (
         DraftDistributions,  # imports torch, which checking options does not need
     )
 
@@ -42,7 +42,7 @@ class ModelDrafter(Drafter):
 
     def prepare(self, target: Target) -> None:
         """Read the target's end tokens."""
-        from decoding.drafters.with_model.draft_probabilities import DraftDistributions
+        from outrider.decoding.drafters.with_model.draft_probabilities import DraftDistributions
 
         self._distributions = DraftDistributions(target.end_token_ids)
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from decoding.drafters.with_model.draft_model import DraftModel
-from decoding.request import Request
-from decoding.sources.branches import tree_of
+from outrider.decoding.drafters.with_model.draft_model import DraftModel
+from outrider.decoding.request import Request
+from outrider.decoding.sources.branches import tree_of
 
 # (request, n chains behind it, [n, vocab] logits after them) -> [n, vocab] log-probabilities by which beams are scored.
 Score = Callable[[Request, Sequence[Sequence[int]], torch.Tensor], torch.Tensor]

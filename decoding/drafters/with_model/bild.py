@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, cast
 
-from decoding.drafters.base import check_choice
-from decoding.drafters.with_model.base import SOURCE, ModelDrafter
-from decoding.request import Request
-from decoding.tree import DraftTree
+from outrider.decoding.drafters.base import check_choice
+from outrider.decoding.drafters.with_model.base import SOURCE, ModelDrafter
+from outrider.decoding.request import Request
+from outrider.decoding.tree import DraftTree
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,7 @@ class BildDrafter(ModelDrafter):
 
     def draft(self, requests: Sequence[Request], depths: Sequence[int], budgets: Sequence[int]) -> list[DraftTree]:
         """See ``ModelDrafter``."""
-        from decoding.verify.rules import BildRule
+        from outrider.decoding.verify.rules import BildRule
 
         step = self._likeliest if self._variant == "original" else self._drawn
 

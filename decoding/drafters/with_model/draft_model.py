@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from decoding.request import Request
-from decoding.tree import DraftTree
+from outrider.decoding.request import Request
+from outrider.decoding.tree import DraftTree
 
 if TYPE_CHECKING:
     import torch  # needed only with models: a strategy's options are checked without torch

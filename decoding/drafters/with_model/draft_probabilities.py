@@ -6,12 +6,12 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from decoding.request import Request
-from decoding.sampling.penalties import LogitRules
-from decoding.sampling.philox import raw_stream
-from decoding.sampling.probabilities import DRAFT, Float64Array, pick, uniform
-from decoding.sampling.sampler import choose, gumbel
-from decoding.verify.target_probabilities import request_distribution
+from outrider.decoding.request import Request
+from outrider.decoding.sampling.penalties import LogitRules
+from outrider.decoding.sampling.philox import raw_stream
+from outrider.decoding.sampling.probabilities import DRAFT, Float64Array, pick, uniform
+from outrider.decoding.sampling.sampler import choose, gumbel
+from outrider.decoding.verify.target_probabilities import request_distribution
 
 
 class DraftDistributions:

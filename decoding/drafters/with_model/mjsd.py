@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
-from decoding.drafters.base import check_choice, check_least
-from decoding.drafters.with_model.base import SOURCE, ModelDrafter
-from decoding.request import Request
-from decoding.tree import DraftTree
+from outrider.decoding.drafters.base import check_choice, check_least
+from outrider.decoding.drafters.with_model.base import SOURCE, ModelDrafter
+from outrider.decoding.request import Request
+from outrider.decoding.tree import DraftTree
 
 if TYPE_CHECKING:
     import torch
@@ -60,8 +60,8 @@ class MjsdDrafter(ModelDrafter):
 
     def draft(self, requests: Sequence[Request], depths: Sequence[int], budgets: Sequence[int]) -> list[DraftTree]:
         """See ``ModelDrafter``."""
-        from decoding.drafters.with_model.beam import beam_search
-        from decoding.verify.rules import MjsdRule
+        from outrider.decoding.drafters.with_model.beam import beam_search
+        from outrider.decoding.verify.rules import MjsdRule
 
         score = self._raw_score if self._joint_law == "raw" else self._warped_score
         noise = self.distributions.noise if self._do_sample else None
@@ -74,7 +74,7 @@ class MjsdDrafter(ModelDrafter):
     def _raw_score(self, request: Request, chains: Sequence[Sequence[int]], logits: torch.Tensor) -> torch.Tensor:
         import torch
 
-        from decoding.drafters.with_model.beam import raw_score
+        from outrider.decoding.drafters.with_model.beam import raw_score
 
         if request.params.alters_logits:
             rows = [self.distributions.altered(request, chain, row) for chain, row in zip(chains, logits, strict=True)]

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from decoding.drafters.base import check_least
-from decoding.drafters.with_model.base import SOURCE, ModelDrafter
-from decoding.request import Request
-from decoding.tree import DraftTree
+from outrider.decoding.drafters.base import check_least
+from outrider.decoding.drafters.with_model.base import SOURCE, ModelDrafter
+from outrider.decoding.request import Request
+from outrider.decoding.tree import DraftTree
 
 if TYPE_CHECKING:
     import torch
 
-    from decoding.sampling.probabilities import Float64Array
+    from outrider.decoding.sampling.probabilities import Float64Array
 
 
 class SpectrDrafter(ModelDrafter):
@@ -41,7 +41,7 @@ class SpectrDrafter(ModelDrafter):
 
     def draft(self, requests: Sequence[Request], depths: Sequence[int], budgets: Sequence[int]) -> list[DraftTree]:
         """See ``ModelDrafter``. All sequences of a request have the same length: none is cut at an end token."""
-        from decoding.verify.rules import KSeqRule
+        from outrider.decoding.verify.rules import KSeqRule
 
         counts = [
             1 if request.params.greedy else max(1, min(self._sequences, budget // depth))

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from decoding.drafters.base import check_choice
-from decoding.drafters.with_model.base import SOURCE, ModelDrafter
-from decoding.request import Request
-from decoding.tree import DraftTree
+from outrider.decoding.drafters.base import check_choice
+from outrider.decoding.drafters.with_model.base import SOURCE, ModelDrafter
+from outrider.decoding.request import Request
+from outrider.decoding.tree import DraftTree
 
 if TYPE_CHECKING:
     import torch
 
-    from decoding.sampling.probabilities import Float64Array
+    from outrider.decoding.sampling.probabilities import Float64Array
 
 SAMPLINGS = ("coupled", "greedy", "rejection")
 
@@ -53,7 +53,7 @@ class SpeculativeDrafter(ModelDrafter):
         def next_tokens(
             active: Sequence[int], chains: Sequence[Sequence[int]], logits: torch.Tensor
         ) -> list[tuple[int | None, bool]]:
-            from decoding.sampling.ranking import argmax_rows
+            from outrider.decoding.sampling.ranking import argmax_rows
 
             likeliest = [self._takes_likeliest(requests[at]) for at in active]
             tokens: list[int] = argmax_rows(logits).tolist() if any(likeliest) else [0] * len(active)
@@ -71,7 +71,7 @@ class SpeculativeDrafter(ModelDrafter):
         trees = [DraftTree.chain(request.root, chain, SOURCE) for request, chain in zip(requests, chains, strict=True)]
         for tree, probs in zip(trees, drawn, strict=True):
             if probs:
-                from decoding.verify.rules import RejectionRule
+                from outrider.decoding.verify.rules import RejectionRule
 
                 tree.rule = RejectionRule(probs)
         return trees

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from decoding.sources.log.chains import BLOCK, WAYS, Int64Array, LogArrays
+from outrider.decoding.sources.log.chains import BLOCK, WAYS, Int64Array, LogArrays
 
 LARGE = 1 << 16  # positions; a copy of fewer takes a millisecond or two
 

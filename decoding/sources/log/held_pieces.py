@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from decoding.tree import Int32Array
+from outrider.decoding.tree import Int32Array
 
 HELD_TEXTS, HELD_TOKENS = 256, 1 << 16  # limits per history
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from decoding.jit import compiled
-from decoding.sources.log.chains import BLOCK, PlainArrays, UInt8Array, append
-from decoding.tree import Int32Array
+from outrider.decoding.jit import compiled
+from outrider.decoding.sources.log.chains import BLOCK, PlainArrays, UInt8Array, append
+from outrider.decoding.tree import Int32Array
 
 
 @compiled

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decoding.sources.log.arrays import LARGE, copied, empty_log, enlarged, memory_for
-from decoding.sources.log.chains import BLOCK, COPIED, MOVED, Log, LogArrays, UInt8Array, append
-from decoding.sources.log.survivors import append_counted, surviving_tokens
-from decoding.tree import Int32Array
+from outrider.decoding.sources.log.arrays import LARGE, copied, empty_log, enlarged, memory_for
+from outrider.decoding.sources.log.chains import BLOCK, COPIED, MOVED, Log, LogArrays, UInt8Array, append
+from outrider.decoding.sources.log.survivors import append_counted, surviving_tokens
+from outrider.decoding.tree import Int32Array
 
 OVERLAP = 20  # last tokens of a text that are copied when it continues in a distant block
 _CONTEXT = 4  # of these, tokens that only serve backward matching

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from decoding.budget.candidates import HASH_SLOTS, MAX_CHILDREN, Float64Array, clear_slots, pop, push, slot_of
-from decoding.jit import compiled
-from decoding.sources.log.chains import Int64Array, Log, LogArrays, LogTokens, follower, gather_chain
-from decoding.tree import Int32Array
+from outrider.decoding.budget.candidates import HASH_SLOTS, MAX_CHILDREN, Float64Array, clear_slots, pop, push, slot_of
+from outrider.decoding.jit import compiled
+from outrider.decoding.sources.log.chains import Int64Array, Log, LogArrays, LogTokens, follower, gather_chain
+from outrider.decoding.tree import Int32Array
 
 MAX_NODES = 16384  # per retrieval
 MAX_FOUND = 8192  # occurrences per retrieval

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from decoding.jit import compiled
-from decoding.sources.embeddings import Int64Array
-from decoding.sources.similar import popcount
-from decoding.tree import Int32Array
+from outrider.decoding.jit import compiled
+from outrider.decoding.sources.embeddings import Int64Array
+from outrider.decoding.sources.similar import popcount
+from outrider.decoding.tree import Int32Array
 
 if TYPE_CHECKING:
-    from decoding.sampling.ranking import SignedArray  # its module imports torch
+    from outrider.decoding.sampling.ranking import SignedArray  # its module imports torch
 
 SIGNS = 256  # signs per hidden state
 WORDS = SIGNS // 64

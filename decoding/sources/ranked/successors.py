@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from decoding.jit import compiled
-from decoding.request import Request
-from decoding.sources.embeddings import Int64Array
-from decoding.sources.ranked.contexts import NO_CONTEXTS, NO_SIGNS, Contexts, keep_tree
-from decoding.tree import DraftTree, Int32Array
+from outrider.decoding.jit import compiled
+from outrider.decoding.request import Request
+from outrider.decoding.sources.embeddings import Int64Array
+from outrider.decoding.sources.ranked.contexts import NO_CONTEXTS, NO_SIGNS, Contexts, keep_tree
+from outrider.decoding.tree import DraftTree, Int32Array
 
 WIDTH = 8  # tokens per entry
 _PRIOR = (4.0, 1.2, 0.7, 0.5, 0.35, 0.3, 0.25, 0.2)  # initial hits by rank, out of _PRIOR_TRIALS

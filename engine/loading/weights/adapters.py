@@ -21,9 +21,9 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from configs.slices import ModelOptions
-from engine.errors import ModelLoadError, first_line
-from engine.loading.model_files import ADAPTER_CONFIG as CONFIG
+from outrider.configs.slices import ModelOptions
+from outrider.engine.errors import ModelLoadError, first_line
+from outrider.engine.loading.model_files import ADAPTER_CONFIG as CONFIG
 
 WEIGHTS = "adapter_model.safetensors"
 _LANES = 16  # ranks and outputs are padded to multiples of it for compiled code

@@ -25,9 +25,9 @@ import torch
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from engine.errors import ModelLoadError, first_line
-from engine.forward.cpu.products.block_formats import FORMATS
-from engine.loading.weights.packing import keep_blocks, packable
+from outrider.engine.cpu.block_formats import FORMATS
+from outrider.engine.errors import ModelLoadError, first_line
+from outrider.engine.loading.weights.packing import keep_blocks, packable
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from configs.slices import Weights
-from engine.errors import ModelLoadError
-from engine.forward.cpu.products.block_formats import FORMATS, Blocks, Codes, quantized, taken_apart
-from engine.forward.cpu.products.packed_weight import PART_ROWS, PackedWeight
-from engine.forward.cpu.products.row_linear import has_kernels
+from outrider.configs.slices import Weights
+from outrider.engine.cpu.block_formats import FORMATS, Blocks, Codes, quantized, taken_apart
+from outrider.engine.cpu.linear import has_kernels
+from outrider.engine.cpu.packed_weight import PART_ROWS, PackedWeight
+from outrider.engine.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from engine.errors import ModelLoadError, first_line
-from engine.loading.weights.quantized_layouts import COMPANIONS, PLANS, LayoutError, Numbers, Plan, Stored, ends
+from outrider.engine.errors import ModelLoadError, first_line
+from outrider.engine.loading.weights.quantized_layouts import COMPANIONS, PLANS, LayoutError, Numbers, Plan, Stored, ends
 
 # Packages that transformers needs for a format on a GPU: (module, name for pip).
 _PACKAGES: dict[str, tuple[tuple[str, str], ...]] = {

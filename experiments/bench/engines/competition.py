@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from engine.measures.energy import EnergyMeter, EnergySpan, NoMeter
-from experiments.bench.engines.contestants import Contestant, Prompt, Run
-from experiments.bench.progress import Progress
-from experiments.bench.record import NOT_METERED
+from outrider.engine.measures.energy import EnergyMeter, EnergySpan, NoMeter
+from outrider.experiments.bench.engines.contestants import Contestant, Prompt, Run
+from outrider.experiments.bench.progress import Progress
+from outrider.experiments.bench.record import NOT_METERED
 
 
 class Lap(NamedTuple):

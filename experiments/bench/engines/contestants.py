@@ -9,11 +9,11 @@ from typing import Protocol
 
 import numpy as np
 
-from decoding.replay import KnownText
-from decoding.request import Request, SamplingParams
-from engine.engine import Engine
-from experiments.bench.engines.guided import GuidedExecutor
-from experiments.bench.workloads import run_engine
+from outrider.decoding.replay import KnownText
+from outrider.decoding.request import Request, SamplingParams
+from outrider.engine.engine import Engine
+from outrider.experiments.bench.engines.guided import GuidedExecutor
+from outrider.experiments.bench.workloads import run_engine
 
 
 @dataclass(frozen=True, slots=True)

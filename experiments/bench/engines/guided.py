@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from decoding.drafters.base import TargetRows
-from engine.executor import LocalExecutor, Verifier, VerifyResult
-from engine.forward.attention import TREE_ATTENTION
-from engine.forward.batch import ScheduledRequest
-from engine.forward.runner import ModelRunner
-from experiments.bench.options import SIZES
+from outrider.decoding.drafters.base import TargetRows
+from outrider.engine.executor import LocalExecutor, Verifier, VerifyResult
+from outrider.engine.forward.attention import TREE_ATTENTION
+from outrider.engine.forward.batch import ScheduledRequest
+from outrider.engine.forward.runner import ModelRunner
+from outrider.experiments.bench.options import SIZES
 
 _CERTAIN = 3e4  # logit of a known token: the highest, and finite in float16
 

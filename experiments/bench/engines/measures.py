@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.bench.engines.traffic import Journey, ServerCounts
+from outrider.experiments.bench.engines.traffic import Journey, ServerCounts
 
 
 def full_load_s(journeys: Sequence[Journey]) -> float:

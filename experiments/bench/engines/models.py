@@ -13,21 +13,21 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
-from cluster.cli.generate.prompt_file import PromptFileError, read_prompts
-from cluster.cli.generate.strategy_option import StrategyChoice
-from configs.schema import find_model
-from configs.slices import EngineOptions, ModelOptions
-from engine.errors import ModelLoadError
-from engine.loading.model import LoadedModel, load_model, load_weights
-from engine.loading.model_files import find_files
-from engine.text.tokenizer import load_tokenizer
-from experiments.bench.engines.contestants import Contestant, Prompt
-from experiments.bench.engines.guided import random_model, stock_twin
-from experiments.bench.engines.shared_model import SharedModel
-from experiments.bench.engines.stock_generate import StockAssisted, StockGenerate, StockPromptLookup
-from experiments.bench.options import SIZES
-from experiments.bench.workloads import prompt_ids
+from outrider.cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
+from outrider.cluster.cli.generate.prompt_file import PromptFileError, read_prompts
+from outrider.cluster.cli.generate.strategy_option import StrategyChoice
+from outrider.configs.schema import find_model
+from outrider.configs.slices import EngineOptions, ModelOptions
+from outrider.engine.errors import ModelLoadError
+from outrider.engine.loading.model import LoadedModel, load_model, load_weights
+from outrider.engine.loading.model_files import find_files
+from outrider.engine.text.tokenizer import load_tokenizer
+from outrider.experiments.bench.engines.contestants import Contestant, Prompt
+from outrider.experiments.bench.engines.guided import random_model, stock_twin
+from outrider.experiments.bench.engines.shared_model import SharedModel
+from outrider.experiments.bench.engines.stock_generate import StockAssisted, StockGenerate, StockPromptLookup
+from outrider.experiments.bench.options import SIZES
+from outrider.experiments.bench.workloads import prompt_ids
 
 MAX_TOKENS = 128  # default of an output
 LIBRARY_FAULTS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)  # raised within ``generate``

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine.engine import Engine
-from engine.executor import LocalExecutor
-from engine.forward.batch import ScheduledRequest
+from outrider.engine.engine import Engine
+from outrider.engine.executor import LocalExecutor
+from outrider.engine.forward.batch import ScheduledRequest
 
 PHASES = ("schedule", "propose", "pack", "forward", "verify", "commit", "observe")
 

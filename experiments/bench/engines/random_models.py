@@ -7,16 +7,16 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from configs.slices import EngineOptions
-from decoding.request import PLAIN
-from decoding.strategy_choice import StrategyChoice
-from engine.measures.latency import Case, time_steps
-from experiments.bench.engines.competition import Tally, compete, decode_ratios, where_time_goes
-from experiments.bench.engines.contestants import EngineContestant
-from experiments.bench.engines.models import Setting, load_setting
-from experiments.bench.engines.shared_model import SharedModel
-from experiments.bench.figure import panel
-from experiments.bench.run import Results, Run
+from outrider.configs.slices import EngineOptions
+from outrider.decoding.request import PLAIN
+from outrider.decoding.strategy_choice import StrategyChoice
+from outrider.engine.measures.latency import Case, time_steps
+from outrider.experiments.bench.engines.competition import Tally, compete, decode_ratios, where_time_goes
+from outrider.experiments.bench.engines.contestants import EngineContestant
+from outrider.experiments.bench.engines.models import Setting, load_setting
+from outrider.experiments.bench.engines.shared_model import SharedModel
+from outrider.experiments.bench.figure import panel
+from outrider.experiments.bench.run import Results, Run
 
 _ROWS = (1, 8, 16)  # rows of one request in a timed step
 _CONTEXT = 256  # tokens before those rows

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from configs.slices import EngineOptions
-from decoding.drafters import LOSSLESS
-from decoding.drafters.with_model.draft_model import DraftModel
-from decoding.request import PLAIN
-from decoding.strategy_choice import StrategyChoice
-from engine.engine import Engine
-from engine.executor import LocalExecutor
-from engine.forward.runner import ModelRunner
-from engine.loading.model import LoadedModel
-from engine.target import LocalTarget
-from experiments.bench.engines.contestants import EngineContestant
-from experiments.bench.engines.guided import GuidedExecutor
+from outrider.configs.slices import EngineOptions
+from outrider.decoding.drafters import LOSSLESS
+from outrider.decoding.drafters.with_model.draft_model import DraftModel
+from outrider.decoding.request import PLAIN
+from outrider.decoding.strategy_choice import StrategyChoice
+from outrider.engine.engine import Engine
+from outrider.engine.executor import LocalExecutor
+from outrider.engine.forward.runner import ModelRunner
+from outrider.engine.loading.model import LoadedModel
+from outrider.engine.target import LocalTarget
+from outrider.experiments.bench.engines.contestants import EngineContestant
+from outrider.experiments.bench.engines.guided import GuidedExecutor
 
 
 class SharedModel:

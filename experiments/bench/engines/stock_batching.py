@@ -10,9 +10,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
-from configs.slices import EngineOptions
-from experiments.bench.engines.contestants import Prompt
-from experiments.bench.engines.traffic import Progress, ServerCounts
+from outrider.configs.slices import EngineOptions
+from outrider.experiments.bench.engines.contestants import Prompt
+from outrider.experiments.bench.engines.traffic import Progress, ServerCounts
 
 _PAGE = 256  # tokens of a cache page, transformers' default
 _STOP_S = 30.0  # timeout of its thread to end

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from experiments.bench.engines.contestants import Prompt, Run
-from experiments.bench.engines.guided import guided_generate
+from outrider.experiments.bench.engines.contestants import Prompt, Run
+from outrider.experiments.bench.engines.guided import guided_generate
 
 LOOKUP_TOKENS = 10
 

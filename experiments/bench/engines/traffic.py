@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from decoding.request import Request
+from outrider.decoding.request import Request
 
 if TYPE_CHECKING:  # the simulation uses this module without loading transformers
-    from engine.engine import Engine
-    from experiments.bench.engines.contestants import Prompt
+    from outrider.engine.engine import Engine
+    from outrider.experiments.bench.engines.contestants import Prompt
 
 _WAIT_S = 1.0  # longest wait for a token while nothing else is due
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from experiments.bench.run import run_named
+from outrider.experiments.bench.run import run_named
 
 BENCHES = {
-    "strategies": "experiments.bench.memory.replay_strategies",
-    "sharing": "experiments.bench.memory.sharing",
-    "trie": "experiments.bench.memory.trie_speed",
+    "strategies": "outrider.experiments.bench.memory.replay_strategies",
+    "sharing": "outrider.experiments.bench.memory.sharing",
+    "trie": "outrider.experiments.bench.memory.trie_speed",
 }
 
 

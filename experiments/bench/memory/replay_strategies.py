@@ -18,14 +18,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
-from cluster.cli.generate.strategy_option import StrategyChoice, chosen_strategies
-from cluster.cli.replay import figures
-from decoding.drafters.base import Drafter
-from decoding.replay import replay_workload
-from decoding.sources.text_keys import output_key
-from experiments.bench.run import Bench, Results, Run
-from experiments.training.data import read_records
+from outrider.cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
+from outrider.cluster.cli.generate.strategy_option import StrategyChoice, chosen_strategies
+from outrider.cluster.cli.replay import figures
+from outrider.decoding.drafters.base import Drafter
+from outrider.decoding.replay import replay_workload
+from outrider.decoding.sources.text_keys import output_key
+from outrider.experiments.bench.run import Bench, Results, Run
+from outrider.experiments.training.data import read_records
 
 
 def _with_public(choice: StrategyChoice, texts: Sequence[Sequence[int]]) -> Drafter:

@@ -25,20 +25,20 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from cache_service.access import CacheAccess
-from cache_service.keeper.server import CacheServer
-from cache_service.mirror.mirror import CacheClient
-from cache_service.namespace import Identity
-from cache_service.store.embedded import EmbeddedRedis
-from cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
-from configs.slices import CacheOptions
-from decoding.drafters import build_drafter
-from decoding.drafters.base import Drafter
-from decoding.replay import KnownText, replay_workload
-from decoding.request import text_key
-from experiments.bench.figure import panel
-from experiments.bench.progress import Progress
-from experiments.bench.run import Bench, Results, Run
+from outrider.cache_service.access import CacheAccess
+from outrider.cache_service.client.cache_client import CacheClient
+from outrider.cache_service.namespace import Identity
+from outrider.cache_service.server.cache_server import CacheServer
+from outrider.cache_service.store.embedded import EmbeddedRedis
+from outrider.cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
+from outrider.configs.slices import CacheOptions
+from outrider.decoding.drafters import build_drafter
+from outrider.decoding.drafters.base import Drafter
+from outrider.decoding.replay import KnownText, replay_workload
+from outrider.decoding.request import text_key
+from outrider.experiments.bench.figure import panel
+from outrider.experiments.bench.progress import Progress
+from outrider.experiments.bench.run import Bench, Results, Run
 
 _QUOTA_BYTES = 1 << 30  # large enough that nothing is evicted
 _START_S, _SETTLE_S, _SNAPSHOT_S = 60.0, 60.0, 30.0

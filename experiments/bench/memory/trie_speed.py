@@ -31,15 +31,15 @@ from typing import Any
 import numpy as np
 import psutil
 
-from cluster.cli.generate.known_texts import TextTokenizer
-from cluster.cli.generate.prompt_file import PromptFileError
-from decoding.drafters.auto import AutoDrafter
-from decoding.drafters.base import Drafter
-from decoding.drafters.trie import TrieDrafter
-from decoding.request import Request, SamplingParams
-from decoding.tree import Int32Array
-from experiments.bench.record import spread
-from experiments.bench.run import Bench, Results, Run
+from outrider.cluster.cli.generate.known_texts import TextTokenizer
+from outrider.cluster.cli.generate.prompt_file import PromptFileError
+from outrider.decoding.drafters.auto import AutoDrafter
+from outrider.decoding.drafters.base import Drafter
+from outrider.decoding.drafters.trie import TrieDrafter
+from outrider.decoding.request import Request, SamplingParams
+from outrider.decoding.tree import Int32Array
+from outrider.experiments.bench.record import spread
+from outrider.experiments.bench.run import Bench, Results, Run
 
 STREAMED_SHARE = 0.05  # of the tokens
 TARGETS = {"p50_us": 30.0, "p99_us": 150.0, "tokens_per_s": 500_000.0, "bytes_per_token": 100.0}

@@ -6,20 +6,20 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cluster.cli.generate.prompt_file import read_prompts
-from cluster.cli.generate.strategy_option import StrategyChoice, chosen_strategies
-from configs.schema import find_model
-from decoding.request import PLAIN
-from engine.loading.model import load_config
-from engine.text.tokenizer import load_tokenizer
-from experiments.bench.options import add_model, add_prompts, check_distinct, check_prompts, numbers
-from experiments.bench.run import Bench, Results, Run
-from experiments.bench.scaling.entries import KINDS, Entry, ask, forms_of
-from experiments.bench.scaling.results import Prediction, beside, calibrated, crossover, figures, one_worker, row_of
-from experiments.bench.workloads import fitting_records, interleaved
-from experiments.papers.numbers.scaling import beside_figures
-from experiments.service.served import memory_mib, served
-from experiments.simulation.hardware import ModelShape, shape_of
+from outrider.cluster.cli.generate.prompt_file import read_prompts
+from outrider.cluster.cli.generate.strategy_option import StrategyChoice, chosen_strategies
+from outrider.configs.schema import find_model
+from outrider.decoding.request import PLAIN
+from outrider.engine.loading.model import load_config
+from outrider.engine.text.tokenizer import load_tokenizer
+from outrider.experiments.bench.options import add_model, add_prompts, check_distinct, check_prompts, numbers
+from outrider.experiments.bench.run import Bench, Results, Run
+from outrider.experiments.bench.scaling.entries import KINDS, Entry, ask, forms_of
+from outrider.experiments.bench.scaling.results import Prediction, beside, calibrated, crossover, figures, one_worker, row_of
+from outrider.experiments.bench.workloads import fitting_records, interleaved
+from outrider.experiments.papers.numbers.scaling import beside_figures
+from outrider.experiments.service.served import memory_mib, served
+from outrider.experiments.simulation.hardware import ModelShape, shape_of
 
 TEXT = """Measure strong scaling: one worker and several together answer the same prompts, one request at a time and many.
 
@@ -35,8 +35,8 @@ Each answers greedily with plain decoding and with every --strategy, for each nu
 form is started anew, every other time in reverse, so that a drift of the machine hits all alike. Nothing is drafted from earlier
 answers (`cache: off`), which would be the same ones. Two speeds are measured: of a request after its first token by the engine's
 clock, and of all requests together by the client's clock. A form that cannot run here is skipped with the reason. Every output is
-compared with plain decoding on one worker. `experiments.simulation` predicts each speed-up from `outrider doctor --calibrate`,
-with a device for each worker. With fewer cores than threads of all workers, only the tokens per step are meaningful.
+compared with plain decoding on one worker. The simulation predicts each speed-up from `outrider doctor --calibrate`, with a
+device for each worker. With fewer cores than threads of all workers, only the tokens per step are meaningful.
 
 example, some minutes with a real model on two cores:
   outrider bench scaling --model smollm2-135m-instruct --prompts chat.jsonl code.jsonl --strategy auto --strategy jacobi

@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
 
-from decoding.request import PLAIN
-from experiments.service.served import fresh_sums
+from outrider.decoding.request import PLAIN
+from outrider.experiments.service.served import fresh_sums
 
 TIMEOUT_S = 600.0
 _NAMES = {

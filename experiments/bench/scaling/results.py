@@ -12,19 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cluster.cli.generate.known_texts import TextTokenizer, known_texts
-from cluster.cli.generate.prompt_file import PromptRecord
-from cluster.cli.generate.strategy_option import StrategyChoice
-from configs.slices import EngineOptions
-from decoding.budget.latency import LatencyCurve
-from decoding.request import PLAIN
-from experiments.bench.figure import panel
-from experiments.bench.record import ROOT
-from experiments.bench.scaling.entries import Entry, Form
-from experiments.simulation.cluster import SimulatedCluster
-from experiments.simulation.hardware import ModelShape
-from experiments.simulation.replica import KnownTarget, SimulatedReplica
-from experiments.simulation.steps import Host, Mode, Software, StepTimes
+from outrider.cluster.cli.generate.known_texts import TextTokenizer, known_texts
+from outrider.cluster.cli.generate.prompt_file import PromptRecord
+from outrider.cluster.cli.generate.strategy_option import StrategyChoice
+from outrider.configs.slices import EngineOptions
+from outrider.decoding.budget.latency import LatencyCurve
+from outrider.decoding.request import PLAIN
+from outrider.experiments.bench.figure import panel
+from outrider.experiments.bench.record import ROOT
+from outrider.experiments.bench.scaling.entries import Entry, Form
+from outrider.experiments.simulation.cluster import SimulatedCluster
+from outrider.experiments.simulation.hardware import ModelShape
+from outrider.experiments.simulation.replica import KnownTarget, SimulatedReplica
+from outrider.experiments.simulation.steps import Host, Mode, Software, StepTimes
 
 _CALIBRATE_S = 600.0
 _SOFTWARE = Software()
@@ -152,7 +152,17 @@ def calibrated(model: str, dtype: str, device: str, threads: int) -> LatencyCurv
     """
     with tempfile.TemporaryDirectory() as folder:
         settings = ["--model", model, "--dtype", dtype, "--device", device, "--threads", str(threads)]
-        command = [sys.executable, "-m", "cluster.cli.main", "doctor", "--calibrate", "--json", "--out", folder, *settings]
+        command = [
+            sys.executable,
+            "-m",
+            "outrider.cluster.cli.main",
+            "doctor",
+            "--calibrate",
+            "--json",
+            "--out",
+            folder,
+            *settings,
+        ]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_CALIBRATE_S)
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["nothing"])[-1]

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from engine.forward import exactness
-from engine.forward.cuda.static_runner import StaticRunner, has_graphs
-from engine.forward.runner import ModelRunner
-from experiments.gpu_suite.device import is_cuda, measured_on
-from experiments.gpu_suite.models import device_model
+from outrider.engine.cuda.static_runner import StaticRunner, has_graphs
+from outrider.engine.forward import exactness
+from outrider.engine.forward.runner import ModelRunner
+from outrider.experiments.gpu_suite.device import is_cuda, measured_on
+from outrider.experiments.gpu_suite.models import device_model
 
 _CAPACITY = 512
 _ROWS = (*range(1, 66), 128, 257, 300, 512)  # the check computes 1 to 65 rows, and pieces of 50, 257 and 300

@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from configs.slices import EngineOptions
-from decoding.request import PLAIN, Request, SamplingParams
-from engine.forward.runner import ModelRunner, kv_shape
-from engine.loading.memory import left_bytes
-from experiments.bench.engines.shared_model import SharedModel
-from experiments.bench.record import spread
-from experiments.gpu_suite import models
-from experiments.gpu_suite.clock import shown
-from experiments.gpu_suite.device import empty_cache
-from experiments.gpu_suite.parts.host import Phases
-from experiments.gpu_suite.report import Report, Setting, UnavailableError
+from outrider.configs.slices import EngineOptions
+from outrider.decoding.request import PLAIN, Request, SamplingParams
+from outrider.engine.forward.runner import ModelRunner, kv_shape
+from outrider.engine.loading.memory import left_bytes
+from outrider.experiments.bench.engines.shared_model import SharedModel
+from outrider.experiments.bench.record import spread
+from outrider.experiments.gpu_suite import models
+from outrider.experiments.gpu_suite.clock import shown
+from outrider.experiments.gpu_suite.device import empty_cache
+from outrider.experiments.gpu_suite.parts.host import Phases
+from outrider.experiments.gpu_suite.report import Report, Setting, UnavailableError
 
 _PROMPT, _OUTPUT = 64, 24  # tokens
 _CAPACITY = 640  # entries of a KV slot, for the texts that the check of exactness computes

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from engine.accelerator import accelerator
-from experiments.bench.record import spread
-from experiments.gpu_suite.clock import Case, in_turns, shown
-from experiments.gpu_suite.device import is_cuda
-from experiments.gpu_suite.report import Report, Setting
+from outrider.engine.accelerator import accelerator
+from outrider.experiments.bench.record import spread
+from outrider.experiments.gpu_suite.clock import Case, in_turns, shown
+from outrider.experiments.gpu_suite.device import is_cuda
+from outrider.experiments.gpu_suite.report import Report, Setting
 
 _MATMUL = 8192
 

@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from decoding.request import PLAIN
-from experiments.bench.engines.contestants import Contestant, Prompt
-from experiments.bench.engines.stock_generate import StockGenerate
-from experiments.bench.record import spread
-from experiments.gpu_suite import models, traces
-from experiments.gpu_suite.clock import shown
-from experiments.gpu_suite.device import wait
-from experiments.gpu_suite.report import Report, Setting
-from experiments.gpu_suite.texts import known_of, read_texts
+from outrider.decoding.request import PLAIN
+from outrider.experiments.bench.engines.contestants import Contestant, Prompt
+from outrider.experiments.bench.engines.stock_generate import StockGenerate
+from outrider.experiments.bench.record import spread
+from outrider.experiments.gpu_suite import models, traces
+from outrider.experiments.gpu_suite.clock import shown
+from outrider.experiments.gpu_suite.device import wait
+from outrider.experiments.gpu_suite.report import Report, Setting
+from outrider.experiments.gpu_suite.texts import known_of, read_texts
 
 STOCK = "generate"
 # What the papers measured on such texts, for the table: not a goal, as other models, texts and devices were theirs.

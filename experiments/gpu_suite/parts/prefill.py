@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from configs.slices import EngineOptions
-from decoding.sampling.ranking import argmax_rows
-from decoding.tree import DraftTree
-from engine.forward.batch import DummySequence, ScheduledDummy, pack
-from engine.forward.runner import ModelRunner
-from experiments.bench.record import spread
-from experiments.gpu_suite import models
-from experiments.gpu_suite.clock import Case, in_turns, shown
-from experiments.gpu_suite.report import Report, Setting
+from outrider.configs.slices import EngineOptions
+from outrider.decoding.sampling.ranking import argmax_rows
+from outrider.decoding.tree import DraftTree
+from outrider.engine.forward.batch import DummySequence, ScheduledDummy, pack
+from outrider.engine.forward.runner import ModelRunner
+from outrider.experiments.bench.record import spread
+from outrider.experiments.gpu_suite import models
+from outrider.experiments.gpu_suite.clock import Case, in_turns, shown
+from outrider.experiments.gpu_suite.report import Report, Setting
 
 _ROUNDS = 3
 

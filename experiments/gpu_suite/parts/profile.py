@@ -9,13 +9,13 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from decoding.sampling.ranking import argmax_rows
-from engine.forward.batch import Batch
-from engine.forward.runner import ModelRunner
-from experiments.gpu_suite import models
-from experiments.gpu_suite.device import is_cuda, wait
-from experiments.gpu_suite.parts.ceilings import roof_gb_s
-from experiments.gpu_suite.report import Report, Setting
+from outrider.decoding.sampling.ranking import argmax_rows
+from outrider.engine.forward.batch import Batch
+from outrider.engine.forward.runner import ModelRunner
+from outrider.experiments.gpu_suite import models
+from outrider.experiments.gpu_suite.device import is_cuda, wait
+from outrider.experiments.gpu_suite.parts.ceilings import roof_gb_s
+from outrider.experiments.gpu_suite.report import Report, Setting
 
 LONGEST = 10
 _STEPS = 3

@@ -20,21 +20,21 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-from configs.slices import EngineOptions
-from decoding.sampling.ranking import argmax_rows
-from decoding.tree import DraftTree
-from engine.errors import ModelLoadError
-from engine.forward.attention import TREE_ATTENTION
-from engine.forward.batch import DummySequence, ScheduledDummy, pack
-from engine.forward.runner import ModelRunner
-from engine.forward.runners import make_runner
-from engine.loading.model import load_weights
-from engine.loading.weights.quantized import refuse_unusable
-from experiments.bench.record import spread
-from experiments.gpu_suite import models
-from experiments.gpu_suite.clock import Case, in_turns, ratios, shown
-from experiments.gpu_suite.device import empty_cache
-from experiments.gpu_suite.report import Report, Setting, UnavailableError
+from outrider.configs.slices import EngineOptions
+from outrider.decoding.sampling.ranking import argmax_rows
+from outrider.decoding.tree import DraftTree
+from outrider.engine.errors import ModelLoadError
+from outrider.engine.forward.attention import TREE_ATTENTION
+from outrider.engine.forward.batch import DummySequence, ScheduledDummy, pack
+from outrider.engine.forward.runner import ModelRunner
+from outrider.engine.forward.runners import make_runner
+from outrider.engine.loading.model import load_weights
+from outrider.engine.loading.weights.quantized import refuse_unusable
+from outrider.experiments.bench.record import spread
+from outrider.experiments.gpu_suite import models
+from outrider.experiments.gpu_suite.clock import Case, in_turns, ratios, shown
+from outrider.experiments.gpu_suite.device import empty_cache
+from outrider.experiments.gpu_suite.report import Report, Setting, UnavailableError
 
 _MEASURED = ("awq", "gptq", "w4a16", "fp8-channel", "fp8-blocks")
 _SMALL = {

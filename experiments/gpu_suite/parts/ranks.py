@@ -12,19 +12,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from actors.lookahead.executor import LookaheadParallelExecutor
-from actors.lookahead.link import connect
-from actors.lookahead.rank import RankServer
-from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
-from decoding.request import Request, SamplingParams
-from engine.accelerator import accelerator
-from engine.engine import Engine, load_runner
-from engine.executor import LocalExecutor
-from engine.forward.runner import ModelRunner
-from experiments.bench.workloads import run_engine
-from experiments.gpu_suite import models
-from experiments.gpu_suite.device import is_cuda, measured_on
-from experiments.gpu_suite.report import Report, Setting
+from outrider.actors.lookahead.executor import LookaheadParallelExecutor
+from outrider.actors.lookahead.link import connect
+from outrider.actors.lookahead.rank import RankServer
+from outrider.configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
+from outrider.decoding.request import Request, SamplingParams
+from outrider.engine.accelerator import accelerator
+from outrider.engine.engine import Engine, load_runner
+from outrider.engine.executor import LocalExecutor
+from outrider.engine.forward.runner import ModelRunner
+from outrider.experiments.bench.workloads import run_engine
+from outrider.experiments.gpu_suite import models
+from outrider.experiments.gpu_suite.device import is_cuda, measured_on
+from outrider.experiments.gpu_suite.report import Report, Setting
 
 _SHARE = 0.45  # of the GPU's memory, for each rank
 _SECRET = b"of two processes on one machine"

@@ -7,18 +7,18 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.request import PLAIN
-from decoding.strategy_choice import parse_strategy
-from engine.engine import load_runner
-from engine.text.chat import render_chat
-from experiments.bench.engines.contestants import Prompt, Run
-from experiments.bench.engines.shared_model import SharedModel
-from experiments.bench.record import ROOT, spread
-from experiments.gpu_suite import models
-from experiments.gpu_suite.clock import shown
-from experiments.gpu_suite.device import empty_cache, is_cuda, wait
-from experiments.gpu_suite.report import Report, Setting, UnavailableError
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.request import PLAIN
+from outrider.decoding.strategy_choice import parse_strategy
+from outrider.engine.engine import load_runner
+from outrider.engine.text.chat import render_chat
+from outrider.experiments.bench.engines.contestants import Prompt, Run
+from outrider.experiments.bench.engines.shared_model import SharedModel
+from outrider.experiments.bench.record import ROOT, spread
+from outrider.experiments.gpu_suite import models
+from outrider.experiments.gpu_suite.clock import shown
+from outrider.experiments.gpu_suite.device import empty_cache, is_cuda, wait
+from outrider.experiments.gpu_suite.report import Report, Setting, UnavailableError
 
 _STRATEGIES = (PLAIN, "llma", "auto")
 _PASSAGES, _PASSAGE_CHARS = 8, 1500

@@ -14,16 +14,16 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.request import Request, SamplingParams
-from engine.accelerator import accelerator
-from engine.engine import Engine
-from engine.forward.cuda.static_runner import StaticRunner, lacks_graphs
-from engine.forward.runner import ModelRunner
-from experiments.bench.record import ROOT
-from experiments.gpu_suite import models
-from experiments.gpu_suite.device import empty_cache, is_cuda
-from experiments.gpu_suite.report import Report, Setting
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.request import Request, SamplingParams
+from outrider.engine.accelerator import accelerator
+from outrider.engine.cuda.static_runner import StaticRunner, lacks_graphs
+from outrider.engine.engine import Engine
+from outrider.engine.forward.runner import ModelRunner
+from outrider.experiments.bench.record import ROOT
+from outrider.experiments.gpu_suite import models
+from outrider.experiments.gpu_suite.device import empty_cache, is_cuda
+from outrider.experiments.gpu_suite.report import Report, Setting
 
 # cuBLASLt without split-K, as vLLM sets it for outputs that do not depend on the batch. Read when CUDA starts.
 _NO_SPLIT_K = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
@@ -122,7 +122,7 @@ def _difference(ours: list[int], theirs: list[int], logits: torch.Tensor) -> dic
 
 def _any_rows(setting: Setting, report: Report, size: str) -> None:
     """Tell what the check of exactness says of forwards of any number of rows, in a process with cuBLASLt without split-K."""
-    command = [sys.executable, "-m", "experiments.gpu_suite.parts.any_rows"]
+    command = [sys.executable, "-m", "outrider.experiments.gpu_suite.parts.any_rows"]
     command += [size, setting.device, setting.dtype, str(setting.seed)]
     command += ["--double"] if setting.double else []
     ran = subprocess.run(

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from decoding.sampling.ranking import argmax_rows
-from engine.accelerator import accelerator
-from engine.forward.batch import Batch
-from engine.forward.runner import ModelRunner
-from experiments.bench.record import spread
-from experiments.gpu_suite import models
-from experiments.gpu_suite.clock import Case, Times, in_turns, ratios, shown
-from experiments.gpu_suite.parts.ceilings import roof_gb_s
-from experiments.gpu_suite.report import Report, Setting
+from outrider.decoding.sampling.ranking import argmax_rows
+from outrider.engine.accelerator import accelerator
+from outrider.engine.forward.batch import Batch
+from outrider.engine.forward.runner import ModelRunner
+from outrider.experiments.bench.record import spread
+from outrider.experiments.gpu_suite import models
+from outrider.experiments.gpu_suite.clock import Case, Times, in_turns, ratios, shown
+from outrider.experiments.gpu_suite.parts.ceilings import roof_gb_s
+from outrider.experiments.gpu_suite.report import Report, Setting
 
 ROOF_GOAL, ROWS_GOAL = 0.85, 1.10  # of the roof, plain decoding at the shorter context; 64 rows over one, there
 _ROUNDS, _OFTEN = 5, 4

@@ -17,17 +17,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments.bench.record import ROOT
-from experiments.gpu_suite.bare import CUT_OFF, ENDS
-from experiments.gpu_suite.device import is_cuda
-from experiments.gpu_suite.report import Report, Setting, UnavailableError
+from outrider.experiments.bench.record import ROOT
+from outrider.experiments.gpu_suite.bare import CUT_OFF, ENDS
+from outrider.experiments.gpu_suite.device import is_cuda
+from outrider.experiments.gpu_suite.report import Report, Setting, UnavailableError
 
 _FOLDERS = ("tests/decoding", "tests/engine", "tests/lossless")
 _MARK = re.compile(r"pytest\.mark\.gpu\b")
 _INI = "experiments/gpu_suite/pytest.ini"
 _WORKERS = 4  # each has the tests of one file, so that a fault on the device ends the others of that file alone
 # What runs on the double, where nothing that is marked gpu does.
-_ON_DOUBLE = ("tests/engine/forward/test_gpu_double.py", "several_layers and strict")
+_ON_DOUBLE = ("tests/engine/cuda/test_gpu_double.py", "several_layers and strict")
 _KEPT_CHARS = 3000  # of the output for a file
 _FINE = (0, 5)  # exit codes of pytest: all passed or were skipped; nothing was collected
 _GRACE_S = 20.0  # for a test that runs when the time is up

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from decoding.budget.latency import StepLoad
-from decoding.drafters.base import Drafter, TargetRows
-from decoding.replay import KnownText, replay_workload
-from decoding.request import Acceptance, Request
-from decoding.tree import SOURCES, DraftTree, Int32Array
-from experiments.papers.ablation.frequency_trie import FrequencyTrie
+from outrider.decoding.budget.latency import StepLoad
+from outrider.decoding.drafters.base import Drafter, TargetRows
+from outrider.decoding.replay import KnownText, replay_workload
+from outrider.decoding.request import Acceptance, Request
+from outrider.decoding.tree import SOURCES, DraftTree, Int32Array
+from outrider.experiments.papers.ablation.frequency_trie import FrequencyTrie
 
 _SOURCE = SOURCES.index("trie")
 _EVERYBODY = "everybody"  # owner of all prompts without elimination

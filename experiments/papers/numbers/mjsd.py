@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from experiments.papers.numbers.published import Claim, Figure, Paper, Value, load
+from outrider.experiments.papers.numbers.published import Claim, Figure, Paper, Value, load
 
 ROUGE, ENERGY = "ROUGE-L", "J/token"
 METRICS = ("tokens/s", ENERGY, "perplexity")

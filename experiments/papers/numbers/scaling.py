@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from decoding.request import PLAIN
-from experiments.papers.beside import Found, Rows, beside
-from experiments.papers.numbers.published import ALL, Figure, Value, figure_of, load
+from outrider.decoding.request import PLAIN
+from outrider.experiments.papers.beside import Found, Rows, beside
+from outrider.experiments.papers.numbers.published import ALL, Figure, Value, figure_of, load
 
 PAPER = load("scaling")
 _METRIC = "times plain decoding on one worker"

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from experiments.service.attacks.forms import Form, all_forms
-from experiments.service.attacks.shots import Shot, Target, answered, fire
-from experiments.service.served import give_way
+from outrider.experiments.service.attacks.forms import Form, all_forms
+from outrider.experiments.service.attacks.shots import Shot, Target, answered, fire
+from outrider.experiments.service.served import give_way
 
 _POLL_S = 0.02
 _BEGIN_S, _STOP_S = 60.0, 20.0  # within which the process answers, or is replaced

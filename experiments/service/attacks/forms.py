@@ -12,8 +12,19 @@ from typing import Any
 
 import yaml
 
-from experiments.service.attacks import texts
-from experiments.service.attacks.shots import CHAT, COMPLETIONS, DOCUMENTS, RESPONSES, Shot, Target, event_ids, get, head, post
+from outrider.experiments.service.attacks import texts
+from outrider.experiments.service.attacks.shots import (
+    CHAT,
+    COMPLETIONS,
+    DOCUMENTS,
+    RESPONSES,
+    Shot,
+    Target,
+    event_ids,
+    get,
+    head,
+    post,
+)
 
 _CATALOG = Path(__file__).with_name("forms.yaml")
 _PIECE = 1 << 16  # bytes sent at once

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from configs.slices import EngineOptions
-from decoding.request import Request, SamplingParams
-from engine.errors import QueueFullError
-from engine.scheduling.scheduler import Scheduler
+from outrider.configs.slices import EngineOptions
+from outrider.decoding.request import Request, SamplingParams
+from outrider.engine.errors import QueueFullError
+from outrider.engine.scheduling.scheduler import Scheduler
 
 STEPS = 400
 _SLOTS, _WAITING, _STEP_TOKENS, _DRAFTS, _STEP_S = 8, 132, 256, 8, 0.01

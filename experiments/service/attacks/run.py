@@ -19,17 +19,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from cache_service.namespace import hash_key
-from configs.schema import find_model
-from experiments.bench.options import add_model
-from experiments.bench.run import Bench, Results, Run
-from experiments.service.attacks import rows
-from experiments.service.attacks.attacker import Attacker, attacker_cores, once
-from experiments.service.attacks.forms import chosen
-from experiments.service.attacks.shots import Target, is_fault
-from experiments.service.attacks.turns import Turns
-from experiments.service.attacks.verdicts import Goals, memory_fails, verdict
-from experiments.service.served import free_port, served
+from outrider.cache_service.namespace import hash_key
+from outrider.configs.schema import find_model
+from outrider.experiments.bench.options import add_model
+from outrider.experiments.bench.run import Bench, Results, Run
+from outrider.experiments.service.attacks import rows
+from outrider.experiments.service.attacks.attacker import Attacker, attacker_cores, once
+from outrider.experiments.service.attacks.forms import chosen
+from outrider.experiments.service.attacks.shots import Target, is_fault
+from outrider.experiments.service.attacks.turns import Turns
+from outrider.experiments.service.attacks.verdicts import Goals, memory_fails, verdict
+from outrider.experiments.service.served import free_port, served
 
 CALM, ATTACKERS, OPERATOR = "outrider-calm", ("outrider-attacker", "outrider-second-attacker"), "outrider-operator"
 _GOALS = Goals()

@@ -10,12 +10,12 @@ from typing import Any
 
 import psutil
 
-from experiments.bench.progress import Progress
-from experiments.service.attacks.attacker import Attacker, Load
-from experiments.service.attacks.calm import CalmClient, Window
-from experiments.service.attacks.forms import Form
-from experiments.service.attacks.verdicts import SIDES, p95_ms
-from experiments.service.served import Served
+from outrider.experiments.bench.progress import Progress
+from outrider.experiments.service.attacks.attacker import Attacker, Load
+from outrider.experiments.service.attacks.calm import CalmClient, Window
+from outrider.experiments.service.attacks.forms import Form
+from outrider.experiments.service.attacks.verdicts import SIDES, p95_ms
+from outrider.experiments.service.served import Served
 
 _WARM_UP_S = 0.4  # of a load, before the calm client's times count
 _FIRST_S = 3.0  # of the calm client, before the first turn

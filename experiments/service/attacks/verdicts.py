@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.service.attacks.calm import TOKENS
-from experiments.service.attacks.shots import is_fault
+from outrider.experiments.service.attacks.calm import TOKENS
+from outrider.experiments.service.attacks.shots import is_fault
 
 PERIOD_S = 0.04  # minimum time between two events of a stream while four or more requests emit
 LEAST_MS = 2.0  # a step: faster events come in a burst

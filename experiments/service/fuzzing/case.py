@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.service.attacks.shots import Shot, head
+from outrider.experiments.service.attacks.shots import Shot, head
 
 _STAY_S = 60.0
 _BYTEWISE = 200  # bytes sent one by one

@@ -11,10 +11,10 @@ from typing import Any
 
 import yaml
 
-from experiments.service.attacks.shots import CHAT, head
-from experiments.service.attacks.texts import nested_html, pdf
-from experiments.service.fuzzing.case import LEAVINGS, Case, Server
-from experiments.service.fuzzing.values import count, grammar, number, pattern, schema, text, value
+from outrider.experiments.service.attacks.shots import CHAT, head
+from outrider.experiments.service.attacks.texts import nested_html, pdf
+from outrider.experiments.service.fuzzing.case import LEAVINGS, Case, Server
+from outrider.experiments.service.fuzzing.values import count, grammar, number, pattern, schema, text, value
 
 RESUMED: dict[str, Any] = {
     "messages": [{"role": "user", "content": "When does the library open?"}], "max_tokens": 16, "stream": True, "temperature": 0,

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.description import DeviceLostError, GroupState, ReplicaError
-from actors.lookahead.elastic import ElasticGroup
-from actors.lookahead.executor import LookaheadParallelExecutor
-from actors.replica import Replica
-from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
-from decoding.request import Request, SamplingParams
-from engine.executor import VerifyResult
-from engine.forward.batch import ScheduledRequest
-from engine.forward.runner import ModelRunner
+from outrider.actors.description import DeviceLostError, GroupState, ReplicaError
+from outrider.actors.lookahead.elastic import ElasticGroup
+from outrider.actors.lookahead.executor import LookaheadParallelExecutor
+from outrider.actors.replica import Replica
+from outrider.configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
+from outrider.decoding.request import Request, SamplingParams
+from outrider.engine.executor import VerifyResult
+from outrider.engine.forward.batch import ScheduledRequest
+from outrider.engine.forward.runner import ModelRunner
 from tests.helpers import waiting
 from tests.helpers.models import llama_config, save_model
 
@@ -76,7 +76,7 @@ class Node:
 
     def widths(self) -> list[int]:
         """Ranks of each group at this moment."""
-        return [ranks.group.width for ranks in self.ranks]
+        return [ranks.group.begin_step() for ranks in self.ranks]
 
     def seen(self, rank: int, since: int = 0) -> list[int]:
         """How many ranks took part in each of the steps that a replica led."""
@@ -225,10 +225,10 @@ def test_a_replica_that_ends_in_the_middle(model: ModelOptions, expected: Expect
 
     async def ask() -> None:
         others = asyncio.create_task(keep_busy(node.replicas[1], over, expected))
-        await until(lambda: node.ranks[1].group.width == 3)
+        await until(lambda: node.ranks[1].group.begin_step() == 3)
         if leaves == "leader":
             last = asyncio.create_task(stream(node.replicas[0], request("last", PROMPTS[0], None, 240)))
-            await until(lambda: node.ranks[0].group.width == 2 or last.done())
+            await until(lambda: node.ranks[0].group.begin_step() == 2 or last.done())
         await asyncio.to_thread(node.replicas[0].stop)
         if leaves == "leader":
             with contextlib.suppress(ReplicaError):
@@ -236,7 +236,7 @@ def test_a_replica_that_ends_in_the_middle(model: ModelOptions, expected: Expect
         await until(lambda: node.state(1).ready == (1, 2))
         assert node.state(1).degraded and node.state(1).world_size == 3
         node.meet([1, 2])
-        await until(lambda: node.ranks[1].group.width == 2)
+        await until(lambda: node.ranks[1].group.begin_step() == 2)
         assert not node.state(1).degraded
         over.set()
         assert await others >= 2
@@ -256,7 +256,7 @@ def test_a_replica_whose_device_fails_in_the_step_of_another_one_ends(
 
     async def ask() -> None:
         asked = asyncio.create_task(keep_busy(node.replicas[0], over, expected))
-        await until(lambda: node.ranks[0].group.width == 2)
+        await until(lambda: node.ranks[0].group.begin_step() == 2)
         server = node.ranks[1]._server
         assert server is not None
         monkeypatch.setattr(server._rank._executor, "execute", fails)

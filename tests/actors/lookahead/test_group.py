@@ -17,13 +17,13 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.lookahead.group import Group
-from actors.offline_group import GroupShape, OfflineLeader, group_shape
-from actors.placement.pinning import own_cores
-from actors.ranks import GroupError
-from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
-from decoding.request import Request, SamplingParams
-from engine.engine import Engine
+from outrider.actors.lookahead.group import Group
+from outrider.actors.offline_group import GroupShape, OfflineLeader, group_shape
+from outrider.actors.placement.pinning import own_cores
+from outrider.actors.ranks import GroupError
+from outrider.configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
+from outrider.decoding.request import Request, SamplingParams
+from outrider.engine.engine import Engine
 from tests.helpers import waiting
 from tests.helpers.models import llama_config, save_model
 

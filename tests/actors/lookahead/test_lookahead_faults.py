@@ -15,11 +15,11 @@ from functools import cache
 import numpy as np
 import pytest
 
-from actors.description import GroupState
-from actors.lookahead.link import LINK_ERRORS, connect
-from configs.slices import ParallelismOptions
-from decoding.drafters import build_drafter
-from decoding.request import Request, SamplingParams
+from outrider.actors.description import GroupState
+from outrider.actors.lookahead.link import LINK_ERRORS, connect
+from outrider.configs.slices import ParallelismOptions
+from outrider.decoding.drafters import build_drafter
+from outrider.decoding.request import Request, SamplingParams
 from tests.helpers import models
 from tests.helpers.models import VOCAB, engine_over, tiny_model
 from tests.helpers.ranks import SECRET, BranchingDrafter, Fault, RankProcess, TinyGroup
@@ -132,7 +132,7 @@ def test_all_ranks_at_once(number: signal.Signals, options: ParallelismOptions) 
 
         assert run(group, between) == plain()
         check_group(group, [1, 2], (0,), ".")
-        assert group.executor.width == 1
+        assert group.executor.begin_step() == 1
 
 
 @LOSSES

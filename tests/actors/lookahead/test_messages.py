@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.lookahead.messages import (
+from outrider.actors.lookahead.messages import (
     Detached,
     Failure,
     Heartbeat,
@@ -21,11 +21,11 @@ from actors.lookahead.messages import (
     StepMessage,
     WorkMessage,
 )
-from actors.sharded.messages import JoinMessage, ReadyMessage, ShardedStep
-from actors.wire import Message, WireError, decode, encode
-from decoding.request import Acceptance, SamplingParams, TokenLogprob
-from engine.forward.batch import Batch, SequenceRows
-from engine.forward.sharded import Compaction, EntryCopy
+from outrider.actors.sharded.messages import JoinMessage, ReadyMessage, ShardedStep
+from outrider.actors.wire import Message, WireError, decode, encode
+from outrider.decoding.request import Acceptance, SamplingParams, TokenLogprob
+from outrider.engine.forward.batch import Batch, SequenceRows
+from outrider.engine.forward.sharded import Compaction, EntryCopy
 
 PARAMS = SamplingParams(
     max_tokens=9, temperature=0.7, top_k=5, top_p=0.9, seed=2**63 - 1, stop=("end", "\n"), stop_token_ids=(3, 4), ignore_eos=True,

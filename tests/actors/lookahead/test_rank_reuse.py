@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from actors.lookahead.messages import OpenMessage, StepMessage, WorkMessage
-from actors.lookahead.rank import Rank
-from decoding.request import SamplingParams
-from decoding.tree import Int32Array
-from engine.executor import LocalExecutor
-from engine.forward.runner import ModelRunner
+from outrider.actors.lookahead.messages import OpenMessage, StepMessage, WorkMessage
+from outrider.actors.lookahead.rank import Rank
+from outrider.decoding.request import SamplingParams
+from outrider.decoding.tree import Int32Array
+from outrider.engine.executor import LocalExecutor
+from outrider.engine.forward.runner import ModelRunner
 from tests.helpers.models import VOCAB
 from tests.helpers.ranks import twin
 

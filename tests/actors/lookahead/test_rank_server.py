@@ -18,14 +18,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.lookahead.link import LINK_ERRORS, Link, accept, connect, readable
-from actors.lookahead.messages import Detached, Failure, Heartbeat, OpenMessage, Reply, StepMessage, WorkMessage
-from actors.lookahead.rank import RankServer, text_digest
-from actors.wire import Message
-from configs.slices import ParallelismOptions
-from decoding.budget.features import TOKEN_MASK
-from decoding.request import SamplingParams
-from engine.executor import LocalExecutor
+from outrider.actors.lookahead.link import LINK_ERRORS, Link, accept, connect, readable
+from outrider.actors.lookahead.messages import Detached, Failure, Heartbeat, OpenMessage, Reply, StepMessage, WorkMessage
+from outrider.actors.lookahead.rank import RankServer, text_digest
+from outrider.actors.wire import Message
+from outrider.configs.slices import ParallelismOptions
+from outrider.decoding.budget.features import TOKEN_MASK
+from outrider.decoding.request import SamplingParams
+from outrider.engine.executor import LocalExecutor
 from tests.helpers.models import tiny_model
 from tests.helpers.waiting import eventually
 from tests.k8s.made_secrets import make_certificate, make_secrets, tls_environment

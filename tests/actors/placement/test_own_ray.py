@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.placement.own_ray import RayTokenError, start_ray
+from outrider.actors.placement.own_ray import RayTokenError, start_ray
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 # What a Ray in a process of its own tells of itself: where it listens, how many files and command lines hold its token. SIGTERM
@@ -19,7 +19,7 @@ TELL = """
 import json, os, signal
 from pathlib import Path
 import psutil, ray
-from actors.placement.own_ray import own_ray
+from outrider.actors.placement.own_ray import own_ray
 
 @ray.remote
 def work():

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors.placement.ray_folder import RayFolder, RayFolderError, base_folder
-from cluster.cli.launch.preflight import LaunchError, check_folder
+from outrider.actors.placement.ray_folder import RayFolder, RayFolderError, base_folder
+from outrider.cluster.cli.launch.preflight import LaunchError, check_folder
 from tests.helpers.waiting import eventually
 
 
@@ -57,7 +57,7 @@ def test_that_of_a_process_that_lives_stays_and_that_of_a_dead_one_goes_with_its
     code = f"""
 import os, subprocess, tempfile
 tempfile.tempdir = {str(base)!r}
-from actors.placement.ray_folder import RayFolder
+from outrider.actors.placement.ray_folder import RayFolder
 folder = RayFolder.make()
 child = subprocess.Popen(["sleep", "600"], env={{**os.environ, "RAY_TMPDIR": str(folder.ray)}}, start_new_session=True)
 print(folder.path, child.pid, flush=True)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import redis
 
-from cache_service.store.addresses import connect
-from cache_service.store.redis_binary import find_redis_server
-from cache_service.store.redis_store import RedisStore
+from outrider.cache_service.store.addresses import connect
+from outrider.cache_service.store.redis_binary import find_redis_server
+from outrider.cache_service.store.redis_store import RedisStore
 from tests.helpers.network import ending_tls, free_port
 from tests.helpers.redis_user import acl_rule, use_every_command
 from tests.helpers.waiting import eventually

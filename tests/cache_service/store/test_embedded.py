@@ -18,13 +18,13 @@ import psutil
 import pytest
 import redis
 
-from cache_service.store.embedded import EmbeddedRedis, EmbeddedRedisError
-from cache_service.store.redis_binary import FLOORS, find_redis_server, packaged_server, version_fault
+from outrider.cache_service.store.embedded import EmbeddedRedis, EmbeddedRedisError
+from outrider.cache_service.store.redis_binary import FLOORS, find_redis_server, packaged_server, version_fault
 from tests.helpers.waiting import wait_for
 
 HOLD = """
 import sys, time
-from cache_service.store.embedded import EmbeddedRedis
+from outrider.cache_service.store.embedded import EmbeddedRedis
 server = EmbeddedRedis.start()
 print(server.pid, flush=True)
 time.sleep(600)
@@ -247,7 +247,7 @@ def test_server_on_the_path_is_taken_without_the_wheel(monkeypatch: pytest.Monke
     assert binary is not None
     (tmp_path / "redis-server").symlink_to(binary.path)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr("cache_service.store.redis_binary.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("outrider.cache_service.store.redis_binary.importlib.util.find_spec", lambda name: None)
     with EmbeddedRedis.start() as server:
         assert server.running
 
@@ -257,6 +257,6 @@ def test_broken_binary_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     broken.write_text("#!/bin/sh\nexit 3\n")
     broken.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr("cache_service.store.redis_binary.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("outrider.cache_service.store.redis_binary.importlib.util.find_spec", lambda name: None)
     with pytest.raises(EmbeddedRedisError, match="redis-server did not answer"):
         EmbeddedRedis.start()

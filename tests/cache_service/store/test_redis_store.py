@@ -8,9 +8,9 @@ import time
 import pytest
 import redis
 
-from cache_service.store.embedded import EmbeddedRedis
-from cache_service.store.redis_store import MAX_BLOCK_S, Head, RedisStore
-from cache_service.store.stream_ids import compare_ids
+from outrider.cache_service.store.embedded import EmbeddedRedis
+from outrider.cache_service.store.redis_store import MAX_BLOCK_S, Head, RedisStore
+from outrider.cache_service.store.stream_ids import compare_ids
 from tests.helpers.redis_user import acl_rule, use_every_command
 
 A, B = "a" * 32, "b" * 32
@@ -47,7 +47,7 @@ def test_entries_of_others_have_no_data(store: RedisStore, raw: redis.Redis) -> 
 
 
 def test_the_stream_is_bounded(store: RedisStore, raw: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cache_service.store.redis_store.MAX_ENTRIES", 300)
+    monkeypatch.setattr("outrider.cache_service.store.redis_store.MAX_ENTRIES", 300)
     for _ in range(10):
         store.append([(A, b"x")] * 100)
     assert 300 <= raw.xlen(f"{{outrider}}:{A}:log") < 1000

@@ -20,12 +20,12 @@ import pytest
 from openai import OpenAI
 from starlette.responses import PlainTextResponse
 
-from cache_service.namespace import hash_key
-from cluster.admission.controller import REFUSALS, AdmissionCounts, AdmissionOptions
-from cluster.admission.http_limits import LimitedProtocol
-from cluster.http.api import Service
-from configs.slices import EngineOptions, LimitsOptions, SpeculationOptions, TenancyOptions, TenantOptions
-from engine.text.tokenizer import load_tokenizer
+from outrider.cache_service.namespace import hash_key
+from outrider.cluster.admission.controller import REFUSALS, AdmissionCounts, AdmissionOptions
+from outrider.cluster.admission.http_limits import LimitedProtocol
+from outrider.cluster.http.api import Service
+from outrider.configs.slices import EngineOptions, LimitsOptions, SpeculationOptions, TenancyOptions, TenantOptions
+from outrider.engine.text.tokenizer import load_tokenizer
 from tests.cluster.circle import ENDLESS, LocalEngine, bearer, local_engine, served
 from tests.helpers.waiting import eventually
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from starlette.responses import PlainTextResponse
 
-from cluster.admission import http_limits
-from cluster.admission.http_limits import HELD, MAX_HEADERS, SMALL_BYTES, LimitedProtocol
+from outrider.cluster.admission import http_limits
+from outrider.cluster.admission.http_limits import HELD, MAX_HEADERS, SMALL_BYTES, LimitedProtocol
 from tests.cluster.circle import served
 from tests.helpers.waiting import eventually
 

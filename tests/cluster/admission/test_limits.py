@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.admission.controller import AdmissionController, admission_options, capacity
-from cluster.admission.rate_limits import MINUTE_S, Account, MovingWindow, Rates, rates_of, span
-from cluster.admission.tenancy import Tenancy
-from cluster.http.errors import ApiError
-from configs.schema import Config
-from configs.slices import LimitsOptions, ServerOptions, TenancyOptions, TenantOptions
+from outrider.cluster.admission.controller import AdmissionController, admission_options, capacity
+from outrider.cluster.admission.rate_limits import MINUTE_S, Account, MovingWindow, Rates, rates_of, span
+from outrider.cluster.admission.tenancy import Tenancy
+from outrider.cluster.http.errors import ApiError
+from outrider.configs.schema import Config
+from outrider.configs.slices import LimitsOptions, ServerOptions, TenancyOptions, TenantOptions
 
 
 def test_the_example() -> None:

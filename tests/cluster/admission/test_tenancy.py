@@ -11,11 +11,11 @@ import openai
 import pytest
 from openai import OpenAI
 
-from cache_service.namespace import hash_key
-from cluster.admission.tenancy import Sharing, Tenancy
-from cluster.http.api import Service
-from cluster.http.errors import ApiError
-from configs.slices import EngineOptions, TenancyOptions, TenantOptions
+from outrider.cache_service.namespace import hash_key
+from outrider.cluster.admission.tenancy import Sharing, Tenancy
+from outrider.cluster.http.api import Service
+from outrider.cluster.http.errors import ApiError
+from outrider.configs.slices import EngineOptions, TenancyOptions, TenantOptions
 from tests.cluster.circle import TOKENIZER, LocalEngine, bearer, check_error, local_engine, served
 
 ACME, ACME_NEW, UMBRELLA, ADMIN = "outrider-acme", "outrider-acme-2", "outrider-ümbrella", "outrider-admin"

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from cache_service.namespace import hash_key
-from cluster.cli.cache import BATCH_BYTES, PART_CHARACTERS, DocumentFileError, batches, documents
-from cluster.cli.client import ADMIN_KEY
-from cluster.http.admin.api import MAX_PRELOAD_BYTES
-from configs.schema import load_config
-from decoding.request import request_hash
-from decoding.sources.text_keys import passage_key
+from outrider.cache_service.namespace import hash_key
+from outrider.cluster.cli.cache import BATCH_BYTES, PART_CHARACTERS, DocumentFileError, batches, documents
+from outrider.cluster.cli.client import ADMIN_KEY
+from outrider.cluster.http.admin.api import MAX_PRELOAD_BYTES
+from outrider.configs.schema import load_config
+from outrider.decoding.request import request_hash
+from outrider.decoding.sources.text_keys import passage_key
 from tests.cluster import commands
 from tests.cluster.circle import TOKENIZER
 from tests.cluster.commands import Finished, error_line

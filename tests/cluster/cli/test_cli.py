@@ -17,10 +17,10 @@ import httpx
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from cluster.cli.chat import ServerBackend
-from cluster.cli.client import RefusedError
-from cluster.http.api import Service
-from decoding.jit import NATIVE
+from outrider.cluster.cli.chat import ServerBackend
+from outrider.cluster.cli.client import RefusedError
+from outrider.cluster.http.api import Service
+from outrider.decoding.jit import NATIVE
 from tests.cluster.circle import Server, local_engine, save_saying, served
 from tests.cluster.commands import COMMAND, ENVIRONMENT, REPOSITORY, error_line, outrider, outrider_apart
 
@@ -33,15 +33,16 @@ def test_help_names_every_command() -> None:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    code = "import sys, cluster.cli.main; print({'ray', 'torch', 'transformers', 'fastapi'} & set(sys.modules))"
+    code = "import sys, outrider.cluster.cli.main; print({'ray', 'torch', 'transformers', 'fastapi'} & set(sys.modules))"
     command = [sys.executable, "-c", code]
     run = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=REPOSITORY, timeout=60)
     assert run.stdout.strip() == "set()", run.stderr
 
 
 def test_processes_without_a_model_import_no_library_of_models() -> None:
-    """The launcher, the API and the keeper of the cache import these, the controller what it is sent."""
-    modules = "cluster.app, cluster.cli.launch.serve, cluster.serving.cache_actor, actors.description"
+    """The launcher, the API and the cache server import these, the controller what it is sent."""
+    names = ("cluster.app", "cluster.cli.launch.serve", "cluster.serving.cache_actor", "actors.description")
+    modules = ", ".join(f"outrider.{name}" for name in names)
     code = f"import sys, {modules}; print({{'torch', 'transformers', 'numba', 'llvmlite'}} & set(sys.modules))"
     command = [sys.executable, "-c", code]
     run = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=REPOSITORY, timeout=60)

@@ -9,18 +9,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.cli.calibrate import server_threads
-from configs.schema import Config
-from configs.slices import EngineOptions, ModelOptions, ServerOptions, SpeculationOptions
-from decoding.budget.latency import LatencyCurve
-from decoding.jit import cache_folder
-from engine.engine import load_runner
-from engine.target import LocalTarget
+from outrider.cluster.cli.calibrate import server_threads
+from outrider.configs.schema import Config
+from outrider.configs.slices import EngineOptions, ModelOptions, ServerOptions, SpeculationOptions
+from outrider.decoding.budget.latency import LatencyCurve
+from outrider.decoding.jit import cache_folder
+from outrider.engine.engine import load_runner
+from outrider.engine.target import LocalTarget
 from tests.cluster.commands import error_line, outrider, outrider_apart
 
 # A curve that was timed on a busy machine is not kept: here it is, however busy.
-KEPT = "from engine.measures import calibration; calibration._DISTURBED = float('inf'); "
-COMMAND = f"{KEPT}from cluster.cli.main import main; main()"
+KEPT = "from outrider.engine.measures import calibration; calibration._DISTURBED = float('inf'); "
+COMMAND = f"{KEPT}from outrider.cluster.cli.main import main; main()"
 WITHOUT_MATPLOTLIB = f"import sys; sys.modules['matplotlib'] = None; {COMMAND}"
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.cli import doctor
-from engine import accelerator, environment
-from experiments.device_double.gpu import DoubleGpu
-from experiments.device_double.guard import unavailable
+from outrider.cluster.cli import doctor
+from outrider.engine import accelerator, environment
+from outrider.experiments.device_double.gpu import DoubleGpu
+from outrider.experiments.device_double.guard import unavailable
 from tests.cluster.commands import outrider
 from tests.engine.loading.gpus.fake_gpus import GIB, FakeGpus
 from tests.helpers.models import llama_config
@@ -57,7 +57,7 @@ def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         found = findings()
     assert (found["gpu"]["status"], found["torch"]["remedy"]) == ("optional", "update it")
     assert "the driver is gone" in found["torch"]["found"] and found["gpu"]["remedy"]
-    monkeypatch.setattr("engine.forward.cuda.probe.graph_fault", lambda device: None)
+    monkeypatch.setattr("outrider.engine.cuda.probe.graph_fault", lambda device: None)
     with accelerator.use(FakeGpus(2)):  # type: ignore[arg-type]
         assert findings()["torch"]["status"] == "ok"
 

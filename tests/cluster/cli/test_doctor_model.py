@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, DeepseekV3Config, Gemma3TextConfig, PreTrainedConfig
 
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from engine.engine import load_runner
-from engine.loading import memory
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.engine.engine import load_runner
+from outrider.engine.loading import memory
 from tests.cluster.commands import error_line, outrider
 from tests.helpers.gguf_files import save_gguf
 from tests.helpers.models import HYBRIDS, VOCAB, llama_config, save_model

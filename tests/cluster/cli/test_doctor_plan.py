@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.gpu_suite.plan_table import CONFIGS
+from outrider.experiments.gpu_suite.plan_table import CONFIGS
 from tests.cluster.commands import error_line, outrider
 
 LLAMA = CONFIGS / "Llama-3.1-8B"

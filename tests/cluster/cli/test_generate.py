@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.executor import LocalExecutor
-from engine.text.tokenizer import load_tokenizer
+from outrider.engine.executor import LocalExecutor
+from outrider.engine.text.tokenizer import load_tokenizer
 from tests.cluster.commands import REPOSITORY, error_line, lines, outrider, outrider_apart
 
 FIELDS = {

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cache_service.store.embedded import EmbeddedRedis
-from cluster.app import application
-from cluster.cli.launch.preflight import (
+from outrider.cache_service.store.embedded import EmbeddedRedis
+from outrider.cluster.app import application
+from outrider.cluster.cli.launch.preflight import (
     LaunchError,
     check_api_nodes,
     check_device,
@@ -22,9 +22,9 @@ from cluster.cli.launch.preflight import (
     check_reservation,
     most_ranks,
 )
-from cluster.cli.launch.serve import _state_of_redis, base_url, serve_until_stopped
-from configs.schema import Config, ConfigError, load_config
-from configs.slices import BaselineOptions, EngineOptions, ServerOptions
+from outrider.cluster.cli.launch.serve import _state_of_redis, base_url, serve_until_stopped
+from outrider.configs.schema import Config, ConfigError, load_config
+from outrider.configs.slices import BaselineOptions, EngineOptions, ServerOptions
 from tests.helpers.network import free_port
 
 
@@ -61,7 +61,7 @@ def test_check_port() -> None:
 
 def test_check_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_disk(tmp_path)
-    monkeypatch.setattr("cluster.cli.launch.preflight.MIN_FREE_MIB", 2**40)
+    monkeypatch.setattr("outrider.cluster.cli.launch.preflight.MIN_FREE_MIB", 2**40)
     with pytest.raises(LaunchError, match="free some space, or set RAY_TMPDIR"):
         check_disk(tmp_path)
 
@@ -94,10 +94,10 @@ def test_a_model_that_cannot_be_fetched_ends_the_launch_at_once(tmp_path: Path, 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for variable, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}.items():
         monkeypatch.setenv(variable, value)
-    monkeypatch.setattr("engine.loading.model_files._check_space", lambda *_: None)
+    monkeypatch.setattr("outrider.engine.loading.model_files._check_space", lambda *_: None)
     # This process may have a Ray already; with one of its own: tests/cluster/service/test_launch.py.
-    monkeypatch.setattr("cluster.cli.launch.serve._ray", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr("cluster.cli.launch.serve._check_ray", lambda *_: None)
+    monkeypatch.setattr("outrider.cluster.cli.launch.serve._ray", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr("outrider.cluster.cli.launch.serve._check_ray", lambda *_: None)
     config = load_config(None, ["model.path=smollm2-135m-instruct"])
     with pytest.raises(LaunchError, match=r"'smollm2-135m-instruct' could not be fetched .*give --model DIR"):
         serve_until_stopped(config)

@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
-from cluster.cli.generate.prompt_file import PromptFileError, read_prompts
-from cluster.cli.generate.strategy_option import chosen_strategies, parse_strategy
-from decoding.drafters import STRATEGIES
-from decoding.drafters.autoregressive import AutoregressiveDrafter
-from decoding.drafters.base import Drafter
+from outrider.cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
+from outrider.cluster.cli.generate.prompt_file import PromptFileError, read_prompts
+from outrider.cluster.cli.generate.strategy_option import chosen_strategies, parse_strategy
+from outrider.decoding.drafters import STRATEGIES
+from outrider.decoding.drafters.autoregressive import AutoregressiveDrafter
+from outrider.decoding.drafters.base import Drafter
 from tests.cluster.commands import Finished, error_line, outrider
 from tests.helpers.models import END, llama_config, save_model
 

@@ -10,12 +10,12 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.app import build_app
-from cluster.cli.launch.preflight import LaunchError, check_resource, redis_address
-from cluster.serving.cache_actor import CacheSettings
-from cluster.serving.secrets import node_secret, stream_key
-from configs.schema import REPOSITORY, Config, ConfigError, load_config
-from configs.slices import CacheOptions
+from outrider.cluster.app import build_app
+from outrider.cluster.cli.launch.preflight import LaunchError, check_resource, redis_address
+from outrider.cluster.serving.cache_actor import CacheSettings
+from outrider.cluster.serving.secrets import node_secret, stream_key
+from outrider.configs.schema import REPOSITORY, Config, ConfigError, load_config
+from outrider.configs.slices import CacheOptions
 from tests.cluster.commands import error_line, outrider
 
 LOCAL = REPOSITORY / "configs" / "local.yaml"
@@ -29,7 +29,7 @@ def test_the_document_is_a_serve_configuration_with_the_file_s_own_settings() ->
     assert outrider(*words).stdout == found.stdout  # its first line is the command that makes it
     document = yaml.safe_load(rest)
     deployed = ServeDeploySchema.model_validate(document)
-    assert [each.import_path for each in deployed.applications] == ["cluster.app:build_app"]
+    assert [each.import_path for each in deployed.applications] == ["outrider.cluster.app:build_app"]
     assert (deployed.http_options.host, deployed.http_options.port) == ("127.0.0.1", 8000)
     arguments = document["applications"][0]["args"]
     assert arguments["model"] == yaml.safe_load(LOCAL.read_text())["model"]  # nothing filled in, no path made absolute

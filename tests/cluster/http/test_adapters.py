@@ -12,11 +12,11 @@ import pytest
 from openai import NotFoundError, OpenAI
 from transformers import AutoModelForCausalLM
 
-from cache_service.namespace import hash_key
-from cluster.http.api import Service
-from cluster.observe.audit import Auditor, Result
-from configs.slices import AuditOptions, EngineOptions, SpeculationOptions, TenancyOptions, TenantOptions
-from engine.text.tokenizer import load_tokenizer
+from outrider.cache_service.namespace import hash_key
+from outrider.cluster.http.api import Service
+from outrider.cluster.observe.audit import Auditor, Result
+from outrider.configs.slices import AuditOptions, EngineOptions, SpeculationOptions, TenancyOptions, TenantOptions
+from outrider.engine.text.tokenizer import load_tokenizer
 from tests.cluster.circle import LocalEngine, check_error, local_engine, served
 from tests.helpers.models import llama_config, save_adapter, save_model
 

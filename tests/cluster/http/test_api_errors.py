@@ -11,7 +11,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from cluster.http.types.strict import MAX_DEPTH, MAX_NAME, MAX_VALUES
+from outrider.cluster.http.types.strict import MAX_DEPTH, MAX_NAME, MAX_VALUES
 from tests.cluster.circle import CHAT, CHATS, COMPLETIONS, CONTEXT, MESSAGES, TEXT, check_error
 
 COMPARE, TOKENIZE, DETOKENIZE = "/v1/compare", "/tokenize", "/detokenize"

@@ -11,11 +11,11 @@ import httpx
 import numpy as np
 import pytest
 
-from cluster.cli.launch.preflight import LaunchError, check_speculation
-from cluster.serving.engine_replica import EngineReplica
-from cluster.serving.generation import GenerationJob
-from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
-from decoding.request import SamplingParams, SpecStats, StepOutput
+from outrider.cluster.cli.launch.preflight import LaunchError, check_speculation
+from outrider.cluster.serving.engine_replica import EngineReplica
+from outrider.cluster.serving.generation import GenerationJob
+from outrider.configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
+from outrider.decoding.request import SamplingParams, SpecStats, StepOutput
 from tests.cluster.circle import CHAT, CHATS, COMPLETIONS, TEXT, byte_ids
 from tests.cluster.commands import outrider
 

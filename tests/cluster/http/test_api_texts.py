@@ -11,11 +11,11 @@ import httpx
 import jsonschema
 import pytest
 
-from cluster.http import job_planner, text_api
-from cluster.http.api import Service
-from cluster.http.documents import version
-from cluster.http.text_api import Tokens
-from engine.text.chat import render_chat
+from outrider.cluster.http import request_planner, text_api
+from outrider.cluster.http.api import Service
+from outrider.cluster.http.documents import version
+from outrider.cluster.http.text_api import Tokens
+from outrider.engine.text.chat import render_chat
 from tests.cluster.circle import CHAT, MESSAGES, TEXT, TOKENIZER, LocalEngine, byte_ids, client_of, start_replica
 
 ROUTES = {
@@ -93,7 +93,7 @@ def threads_of(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, path: str, 
         seen.add(threading.current_thread().name.rpartition("_")[0])
         return render_chat(*args, **options)
 
-    for module in (job_planner, text_api):
+    for module in (request_planner, text_api):
         monkeypatch.setattr(module, "render_chat", rendered)
     with client_of(Service(engine, TOKENIZER)) as http:
         http.post(path, json=body)

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 import pytest
 from pydantic import Field, TypeAdapter, ValidationError
 
-from cluster.http.types import bounds
-from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest, DetokenizeRequest
-from cluster.http.types.responses import ResponsesRequest
-from cluster.http.types.strict import Strict
+from outrider.cluster.http.types import bounds
+from outrider.cluster.http.types.openai import ChatCompletionRequest, CompletionRequest, DetokenizeRequest
+from outrider.cluster.http.types.responses import ResponsesRequest
+from outrider.cluster.http.types.strict import Strict
 from tests.cluster.circle import CHAT, TEXT
 
 MANY = 60_000

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from cluster.http import checked_bodies
-from cluster.http.checked_bodies import MAX_NESTED, MAX_STRINGS, parse
-from cluster.http.errors import ApiError
-from cluster.http.text_threads import SHORT
+from outrider.cluster.http import checked_bodies
+from outrider.cluster.http.checked_bodies import MAX_NESTED, MAX_STRINGS, parse
+from outrider.cluster.http.errors import ApiError
+from outrider.cluster.http.text_threads import SHORT
 
 FILL = {"fill": "x" * SHORT}
 

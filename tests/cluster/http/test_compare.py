@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.http.api import Service
-from cluster.http.compare import Baseline
-from configs.slices import SpeculationOptions
+from outrider.cluster.http.api import Service
+from outrider.cluster.http.compare import Baseline
+from outrider.configs.slices import SpeculationOptions
 from tests.cluster.circle import CHAT, CIRCLE, TEXT, TOKENIZER, LocalEngine, client_of, local_engine
 from tests.helpers.models import llama_config, save_model
 

@@ -14,15 +14,15 @@ import httpx
 import numpy as np
 import pytest
 
-from cluster.http.answers.logprobs import TokenBytes
-from cluster.http.answers.openai_shapes import Answer, AnswerBuilder
-from cluster.http.answers.respond import ResponseForm, respond
-from cluster.http.answers.responses import ResponseBuilder, respond_items
-from cluster.http.api import Service, create_api
-from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
-from cluster.http.types.responses import ResponsesRequest
-from cluster.serving.generation import Generation, GenerationJob
-from decoding.request import FinishReason, SamplingParams, StepOutput, StepReport, TokenLogprob
+from outrider.cluster.http.answers.logprobs import TokenBytes
+from outrider.cluster.http.answers.openai_shapes import Answer, AnswerBuilder
+from outrider.cluster.http.answers.respond import ResponseForm, respond
+from outrider.cluster.http.answers.responses import ResponseBuilder, respond_items
+from outrider.cluster.http.api import Service, create_api
+from outrider.cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
+from outrider.cluster.http.types.responses import ResponsesRequest
+from outrider.cluster.serving.generation import Generation, GenerationJob
+from outrider.decoding.request import FinishReason, SamplingParams, StepOutput, StepReport, TokenLogprob
 from tests.cluster.circle import CHAT, CHATS, COMPLETIONS, CONTEXT, TEXT, TOKENIZER, LocalEngine, check_error
 
 PIECE = 1 << 18  # bytes of JSON: four times what is built in one turn of the loop

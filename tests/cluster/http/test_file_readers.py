@@ -15,10 +15,10 @@ import httpx
 import psutil
 import pytest
 
-from cache_service.namespace import hash_key
-from cluster.http.api import Service
-from configs.slices import TenancyOptions, TenantOptions
-from engine.text import file_text
+from outrider.cache_service.namespace import hash_key
+from outrider.cluster.http.api import Service
+from outrider.configs.slices import TenancyOptions, TenantOptions
+from outrider.engine.text import file_text
 from tests.cluster.circle import TOKENIZER, LocalEngine, bearer, served
 from tests.helpers.waiting import eventually
 

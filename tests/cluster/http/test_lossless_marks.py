@@ -14,11 +14,11 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from cache_service.namespace import hash_key
-from cache_service.store.embedded import EmbeddedRedis
-from cluster.http.api import Service
-from configs.slices import SpeculationOptions, TenancyOptions
-from engine.measures.energy import open_meter
+from outrider.cache_service.namespace import hash_key
+from outrider.cache_service.store.embedded import EmbeddedRedis
+from outrider.cluster.http.api import Service
+from outrider.configs.slices import SpeculationOptions, TenancyOptions
+from outrider.engine.measures.energy import open_meter
 from tests.cluster.circle import CHATS, COMPLETIONS, MESSAGES, TOKENIZER, bearer, local_engine, read_stream, served
 from tests.cluster.memory import LocalCacheAdmin
 

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.http.api import Service
-from cluster.serving.generation import GenerationJob
-from decoding.request import FinishReason, StepOutput
+from outrider.cluster.http.api import Service
+from outrider.cluster.serving.generation import GenerationJob
+from outrider.decoding.request import FinishReason, StepOutput
 from tests.cluster.circle import CHAT, CHATS, COMPLETIONS, TEXT, TOKENIZER, LocalEngine, check_error, client_of
 
 RESPONSES = "/v1/responses"

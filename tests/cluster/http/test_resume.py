@@ -17,18 +17,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from cache_service.namespace import hash_key
-from cluster.http.answers.logprobs import TokenBytes
-from cluster.http.answers.reasoning import Thought
-from cluster.http.answers.respond import ChoiceReader, ReasoningFormat, ResponseForm, ToolCallFormat
-from cluster.http.answers.resume import ResumePoint, StreamHeaders, signature_of
-from cluster.http.answers.stream_guard import StreamGuard
-from cluster.http.answers.tool_calls import Call
-from cluster.http.api import Service, create_api
-from cluster.http.types.openai import CompletionRequest
-from configs.slices import ServerOptions, SpeculationOptions, TenancyOptions, TenantOptions
-from decoding.request import FinishReason, StepOutput
-from engine.text.chat_format import CALL_MARKS, HARMONY, CallForm, Tags
+from outrider.cache_service.namespace import hash_key
+from outrider.cluster.http.answers.logprobs import TokenBytes
+from outrider.cluster.http.answers.reasoning import Thought
+from outrider.cluster.http.answers.respond import ChoiceReader, ReasoningFormat, ResponseForm, ToolCallFormat
+from outrider.cluster.http.answers.resume import ResumePoint, StreamHeaders, signature_of
+from outrider.cluster.http.answers.stream_guard import StreamGuard
+from outrider.cluster.http.answers.tool_calls import Call
+from outrider.cluster.http.api import Service, create_api
+from outrider.cluster.http.types.openai import CompletionRequest
+from outrider.configs.slices import ServerOptions, SpeculationOptions, TenancyOptions, TenantOptions
+from outrider.decoding.request import FinishReason, StepOutput
+from outrider.engine.text.chat_format import CALL_MARKS, HARMONY, CallForm, Tags
 from tests.cluster.circle import (
     CHAT,
     CHATS,
@@ -365,7 +365,7 @@ def test_a_server_without_a_key_gives_no_ids(circle_engine: LocalEngine) -> None
 
 
 def test_of_clients_of_one_stream_one_gets_it(slow_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.replica.RESUME_PERIOD_S", math.inf)
+    monkeypatch.setattr("outrider.actors.replica.RESUME_PERIOD_S", math.inf)
     body = TEXT | {"max_tokens": 16000, "ignore_eos": True, "stream": True}
     with client_of(signing(slow_engine, TOKENIZER)) as http:
         with http.stream("POST", COMPLETIONS, json=body, headers=EVENTS) as old:
@@ -405,7 +405,7 @@ class Dying:
 def test_the_example_of_the_docs(
     circle_engine: LocalEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.replica.RESUME_PERIOD_S", 0.1)
+    monkeypatch.setattr("outrider.actors.replica.RESUME_PERIOD_S", 0.1)
     (source,) = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs/http-api.md").read_text(encoding="utf-8"), re.DOTALL)
     app: Any = Dying(create_api(signing(circle_engine, TOKENIZER)), deaths=3)
     with served(app) as url:

@@ -12,12 +12,12 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from cache_service.namespace import hash_key
-from cluster.admission.tenancy import Tenancy
-from cluster.http.errors import install
-from cluster.http.tenant_cache import TenantCacheService, add_tenant_cache_routes
-from cluster.serving import shared_answer
-from configs.slices import CacheOptions, TenancyOptions, TenantOptions
+from outrider.cache_service.namespace import hash_key
+from outrider.cluster.admission.tenancy import Tenancy
+from outrider.cluster.http.errors import install
+from outrider.cluster.http.tenant_cache import TenantCacheService, add_tenant_cache_routes
+from outrider.cluster.serving import shared_answer
+from outrider.configs.slices import CacheOptions, TenancyOptions, TenantOptions
 from tests.cluster.circle import bearer, check_error, client_of
 from tests.cluster.memory import LocalCacheAdmin, MemoryServer
 

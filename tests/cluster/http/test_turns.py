@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from cache_service.namespace import hash_key
-from cluster.http.api import Service
-from cluster.http.errors import ApiError
-from cluster.http.turns import LEAST_BYTES, PLACES, SENDER, Sender, Turns
-from configs.slices import TenancyOptions, TenantOptions
+from outrider.cache_service.namespace import hash_key
+from outrider.cluster.http.api import Service
+from outrider.cluster.http.errors import ApiError
+from outrider.cluster.http.turns import LEAST_BYTES, PLACES, SENDER, Sender, Turns
+from outrider.configs.slices import TenancyOptions, TenantOptions
 from tests.cluster.circle import TOKENIZER, LocalEngine, bearer, client_of
 from tests.helpers.waiting import eventually
 

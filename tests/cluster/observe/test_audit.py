@@ -18,20 +18,20 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
-from actors.replica import Replica
-from cache_service.namespace import hash_key
-from cluster.cli.audit import compare
-from cluster.cli.client import ADMIN_KEY
-from cluster.http.api import Service
-from cluster.observe.audit import Audit, Auditor, Result, Served
-from cluster.serving.generation import GenerationJob, next_output
-from configs.slices import AuditOptions, EngineOptions, SpeculationOptions, TenancyOptions
-from decoding.budget.latency import StepLoad
-from decoding.drafters.base import Drafter
-from decoding.request import Acceptance, FinishReason, Request, SamplingParams
-from decoding.tree import DraftTree
-from decoding.verify.target_probabilities import TargetDistributions
-from engine.loading.model_info import strategies_apart
+from outrider.actors.replica import Replica
+from outrider.cache_service.namespace import hash_key
+from outrider.cluster.cli.audit import compare
+from outrider.cluster.cli.client import ADMIN_KEY
+from outrider.cluster.http.api import Service
+from outrider.cluster.observe.audit import Audit, Auditor, Result, Served
+from outrider.cluster.serving.generation import GenerationJob, next_output
+from outrider.configs.slices import AuditOptions, EngineOptions, SpeculationOptions, TenancyOptions
+from outrider.decoding.budget.latency import StepLoad
+from outrider.decoding.drafters.base import Drafter
+from outrider.decoding.request import Acceptance, FinishReason, Request, SamplingParams
+from outrider.decoding.tree import DraftTree
+from outrider.decoding.verify.target_probabilities import TargetDistributions
+from outrider.engine.loading.model_info import strategies_apart
 from tests.cluster.circle import CIRCLE, TOKENIZER, LocalEngine, bearer, byte_ids, local_engine, served
 from tests.cluster.commands import outrider
 from tests.helpers.models import draft_with

@@ -15,14 +15,14 @@ import pytest
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.description import Description, GroupState
-from actors.replica import Replica
-from cache_service.mirror.mirror import CacheClientCounts
-from cache_service.namespace import hash_key
-from cluster.http.api import Service
-from cluster.observe.metrics import HISTOGRAMS, exposition
-from configs.slices import SpeculationOptions, TenancyOptions
-from engine.measures.energy_ledger import EnergyCounts
+from outrider.actors.description import Description, GroupState
+from outrider.actors.replica import Replica
+from outrider.cache_service.client.cache_client import CacheClientCounts
+from outrider.cache_service.namespace import hash_key
+from outrider.cluster.http.api import Service
+from outrider.cluster.observe.metrics import HISTOGRAMS, exposition
+from outrider.configs.slices import SpeculationOptions, TenancyOptions
+from outrider.engine.measures.energy_ledger import EnergyCounts
 from tests.cluster.circle import TEXT, TOKENIZER, LocalEngine, bearer, client_of, served, start_replica
 from tests.helpers.waiting import eventually
 

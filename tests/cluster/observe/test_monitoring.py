@@ -12,8 +12,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.observe.metric_families import FAMILIES
-from cluster.observe.metrics import exposition
+from outrider.cluster.observe.metric_families import FAMILIES
+from outrider.cluster.observe.metrics import exposition
 
 FOLDER = Path(__file__).resolve().parents[3] / "k8s" / "monitoring"
 METRIC = re.compile(r"\b(?:vllm|outrider):\w+")

@@ -11,12 +11,12 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cache_service.namespace import hash_key
-from cluster.http.api import Service
-from cluster.observe import shadow as shadow_module
-from cluster.observe.shadow import Figure, Shadow
-from configs.slices import EngineOptions, SpeculationOptions, TenancyOptions
-from decoding.request import PLAIN
+from outrider.cache_service.namespace import hash_key
+from outrider.cluster.http.api import Service
+from outrider.cluster.observe import shadow as shadow_module
+from outrider.cluster.observe.shadow import Figure, Shadow
+from outrider.configs.slices import EngineOptions, SpeculationOptions, TenancyOptions
+from outrider.decoding.request import PLAIN
 from tests.cluster.circle import ENDLESS, TEXT, TOKENIZER, LocalEngine, bearer, local_engine, served
 from tests.helpers.models import llama_config, save_model
 from tests.helpers.waiting import eventually

@@ -18,11 +18,11 @@ from openai import OpenAI
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest, ExportTraceServiceResponse
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from cluster.http.api import Service, create_api
-from cluster.observe.tracing import Tracing, open_tracing
-from cluster.serving.generation import EnginePort
-from configs.schema import Config, ConfigError, load_config
-from configs.slices import ModelOptions, ServerOptions, SpeculationOptions
+from outrider.cluster.http.api import Service, create_api
+from outrider.cluster.observe.tracing import Tracing, open_tracing
+from outrider.cluster.serving.generation import EnginePort
+from outrider.configs.schema import Config, ConfigError, load_config
+from outrider.configs.slices import ModelOptions, ServerOptions, SpeculationOptions
 from tests.cluster.circle import TEXT, TOKENIZER, served
 from tests.helpers.waiting import eventually
 

@@ -20,16 +20,16 @@ from openai import OpenAI
 from ray import serve
 from transformers import PreTrainedTokenizerFast
 
-from cache_service.keeper.snapshot import decode_snapshot
-from cache_service.namespace import hash_key
-from cluster.app import application
-from cluster.serving.shared_answer import FRESH_S
-from configs.schema import Config
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.request import Request, SamplingParams
-from decoding.tree import Int32Array
-from engine.engine import Engine
-from experiments.faults.redis_process import RedisProcess
+from outrider.cache_service.namespace import hash_key
+from outrider.cache_service.server.snapshot import decode_snapshot
+from outrider.cluster.app import application
+from outrider.cluster.serving.shared_answer import FRESH_S
+from outrider.configs.schema import Config
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.request import Request, SamplingParams
+from outrider.decoding.tree import Int32Array
+from outrider.engine.engine import Engine
+from outrider.experiments.faults.redis_process import RedisProcess
 from tests.cluster.circle import Server, bearer
 from tests.helpers.models import SENTENCES, llama_config, save_model
 from tests.helpers.network import free_port

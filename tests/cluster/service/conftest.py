@@ -10,10 +10,10 @@ import pytest
 import ray
 from ray import serve
 
-from cluster.app import build_app
-from cluster.cli.launch.serve import SERVE_SETTINGS
-from configs.schema import Config
-from configs.slices import EngineOptions, ModelOptions, ServerOptions, SpeculationOptions
+from outrider.cluster.app import build_app
+from outrider.cluster.cli.launch.serve import SERVE_SETTINGS
+from outrider.configs.schema import Config
+from outrider.configs.slices import EngineOptions, ModelOptions, ServerOptions, SpeculationOptions
 from tests.cluster.circle import MAX_RUNNING, MAX_WAITING, Server
 from tests.cluster.service.applications import Twins, serving_twins
 from tests.helpers.network import free_port

@@ -12,7 +12,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.serving.shared_answer import FRESH_S
+from outrider.cluster.serving.shared_answer import FRESH_S
 from tests.cluster.circle import CIRCLE, LAP, Server, read_stream
 from tests.helpers.waiting import eventually
 

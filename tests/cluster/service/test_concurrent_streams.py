@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from cache_service.namespace import hash_key
-from cluster.serving.shared_answer import FRESH_S
-from decoding.request import SamplingParams
+from outrider.cache_service.namespace import hash_key
+from outrider.cluster.serving.shared_answer import FRESH_S
+from outrider.decoding.request import SamplingParams
 from tests.cluster.circle import Server, bearer
 from tests.cluster.service.applications import TWIN_RUNNING, Answer, Twins, plain_answers, serving, tiny_config
 from tests.helpers.models import HYBRIDS, SENTENCES, save_model

@@ -19,10 +19,10 @@ import httpx
 import psutil
 import pytest
 
-from cluster.cli.launch.preflight import check_port
-from cluster.cli.launch.serve import _state_of_redis
-from decoding.jit import cache_folder
-from experiments.faults.redis_process import RedisProcess
+from outrider.cluster.cli.launch.preflight import check_port
+from outrider.cluster.cli.launch.serve import _state_of_redis
+from outrider.decoding.jit import cache_folder
+from outrider.experiments.faults.redis_process import RedisProcess
 from tests.cluster.circle import COMPLETIONS, TEXT
 from tests.cluster.commands import COMMAND, REPOSITORY
 from tests.helpers.network import free_port
@@ -91,7 +91,7 @@ class Serving:
         return {(one.laddr.ip.removeprefix("::ffff:"), one.laddr.port) for one in found if one.status == psutil.CONN_LISTEN}
 
     def memory_mib(self) -> dict[str, int]:
-        """Of the processes that compute nothing: this one, the controller, the API and the keeper of the cache."""
+        """Of the processes that compute nothing: this one, the controller, the API and the cache server."""
         found = {"launcher": psutil.Process(self.process.pid).memory_info().rss >> 20}
         for process in self.started:
             title = process.cmdline()[:1] if process.is_running() else []

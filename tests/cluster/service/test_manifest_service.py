@@ -9,11 +9,11 @@ import httpx
 import pytest
 import yaml
 
-from configs.schema import REPOSITORY
-from experiments.faults.machines import why_not
-from experiments.faults.manifest_cluster import RENDERED, TENANT, ManifestCluster
-from experiments.faults.nodes import OVERLAY, Fault, ask_all, bearer, lose_api, lose_engine, lose_head, rotate, under
-from experiments.service.asks import make_asks
+from outrider.configs.schema import REPOSITORY
+from outrider.experiments.faults.machines import why_not
+from outrider.experiments.faults.manifest_cluster import RENDERED, TENANT, ManifestCluster
+from outrider.experiments.faults.nodes import OVERLAY, Fault, ask_all, bearer, lose_api, lose_engine, lose_head, rotate, under
+from outrider.experiments.service.asks import make_asks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 REPLACED = {("model", "path"), ("tenancy", "keys_file")}

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from cache_service.namespace import hash_key
-from decoding.request import SamplingParams
+from outrider.cache_service.namespace import hash_key
+from outrider.decoding.request import SamplingParams
 from tests.cluster.circle import Server
 from tests.cluster.service.applications import OPERATOR, PROMPT, Application, kill, plain_answers, processes, serving, tiny_config
 from tests.helpers.models import SENTENCES

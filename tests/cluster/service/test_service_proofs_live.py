@@ -10,13 +10,13 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from experiments.service.asks import KINDS, Answer, ask, make_asks, play
-from experiments.service.attacks.attacker import once
-from experiments.service.attacks.forms import all_forms
-from experiments.service.attacks.shots import Target, is_fault
-from experiments.service.disconnects import leave, until_free
-from experiments.service.overload import at_capacity, open_loop
-from experiments.service.served import until_whole
+from outrider.experiments.service.asks import KINDS, Answer, ask, make_asks, play
+from outrider.experiments.service.attacks.attacker import once
+from outrider.experiments.service.attacks.forms import all_forms
+from outrider.experiments.service.attacks.shots import Target, is_fault
+from outrider.experiments.service.disconnects import leave, until_free
+from outrider.experiments.service.overload import at_capacity, open_loop
+from outrider.experiments.service.served import until_whole
 
 MODEL = "circle"
 TOGETHER = 3  # requests, as many as run at once

@@ -14,7 +14,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from cluster.cli.client import ADMIN_KEY
+from outrider.cluster.cli.client import ADMIN_KEY
 from tests.cluster import commands
 from tests.cluster.circle import bearer
 from tests.cluster.service.applications import NO_KEY, OPERATOR, Twins

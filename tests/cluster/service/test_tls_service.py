@@ -17,10 +17,10 @@ import httpx
 import pytest
 import yaml
 
-from configs.schema import REPOSITORY
-from experiments.faults.machines import why_not
-from experiments.faults.manifest_cluster import RENDERED, ManifestCluster
-from experiments.faults.nodes import OVERLAY, bearer
+from outrider.configs.schema import REPOSITORY
+from outrider.experiments.faults.machines import why_not
+from outrider.experiments.faults.manifest_cluster import RENDERED, ManifestCluster
+from outrider.experiments.faults.nodes import OVERLAY, bearer
 from tests.helpers.network import ending_tls
 from tests.k8s.made_secrets import CERTIFICATE, Made, make_certificate, make_secrets
 

@@ -8,9 +8,9 @@ import pytest
 from ray.serve._private.common import DeploymentID, ReplicaID
 from ray.serve.config import AutoscalingContext
 
-from cluster.app import application
-from cluster.serving.autoscaling import REQUESTS, TOKENS, LoadPolicy, Pace
-from configs.schema import Config
+from outrider.cluster.app import application
+from outrider.cluster.serving.autoscaling import REQUESTS, TOKENS, LoadPolicy, Pace
+from outrider.configs.schema import Config
 
 
 def context(said: dict[str, list[float]] | None) -> AutoscalingContext:

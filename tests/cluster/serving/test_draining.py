@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import uvicorn
 
-from cluster.http.api import Service, create_api
-from cluster.serving.generation import EnginePort
+from outrider.cluster.http.api import Service, create_api
+from outrider.cluster.serving.generation import EnginePort
 from tests.cluster.circle import TEXT, TOKENIZER
 
 

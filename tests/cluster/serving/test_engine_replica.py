@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 import torch
 
-import cluster.serving.engine_replica as module
-from actors.description import DeviceLostError
-from cluster.cli.doctor import missing_optional_deps
-from cluster.serving.engine_replica import EngineReplica
-from cluster.serving.generation import GenerationJob, OtherVersionError
-from cluster.serving.handle_engine import Item
-from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
-from decoding import jit
-from decoding.request import FinishReason, SamplingParams, StepOutput
-from engine.engine import Engine
-from engine.errors import ContextLengthError, StreamTakenError
-from engine.executor import VerifyResult
-from engine.forward.batch import ScheduledRequest
+import outrider.cluster.serving.engine_replica as module
+from outrider.actors.description import DeviceLostError
+from outrider.cluster.cli.doctor import missing_optional_deps
+from outrider.cluster.serving.engine_replica import EngineReplica
+from outrider.cluster.serving.generation import GenerationJob, OtherVersionError
+from outrider.cluster.serving.handle_engine import Item
+from outrider.configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
+from outrider.decoding import jit
+from outrider.decoding.request import FinishReason, SamplingParams, StepOutput
+from outrider.engine.engine import Engine
+from outrider.engine.errors import ContextLengthError, StreamTakenError
+from outrider.engine.executor import VerifyResult
+from outrider.engine.forward.batch import ScheduledRequest
 from tests.cluster.circle import CONTEXT
 
 PROMPT = np.array([5], np.int32)

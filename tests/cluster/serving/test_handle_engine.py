@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from ray.exceptions import RayActorError
 
-import cluster.serving.handle_engine as module
-from actors.description import DeviceLostError
-from cluster.http.errors import ApiError
-from cluster.observe.device_failures import DeviceFailures
-from cluster.serving.generation import GenerationJob
-from cluster.serving.handle_engine import FIRST_WORD_S, SILENCE_S, HandleEngine, Item
-from decoding.request import FinishReason, SamplingParams, StepOutput
-from engine.errors import QueueFullError
+import outrider.cluster.serving.handle_engine as module
+from outrider.actors.description import DeviceLostError
+from outrider.cluster.http.errors import ApiError
+from outrider.cluster.observe.device_failures import DeviceFailures
+from outrider.cluster.serving.generation import GenerationJob
+from outrider.cluster.serving.handle_engine import FIRST_WORD_S, SILENCE_S, HandleEngine, Item
+from outrider.decoding.request import FinishReason, SamplingParams, StepOutput
+from outrider.engine.errors import QueueFullError
 
 TOKENS = tuple(range(100, 120))  # of the answer
 Script = Callable[[GenerationJob], Iterable[Item]]  # what a replica says of a job

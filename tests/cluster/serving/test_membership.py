@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.serving.membership import FORGET_S, NodeAddress, NodeMembership
+from outrider.cluster.serving.membership import FORGET_S, NodeAddress, NodeMembership
 
 A, B, C = (("127.0.0.1", port) for port in (1001, 1002, 1003))
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from ray.serve.request_router import PendingRequest, ReplicaID
 
-from cluster.app import _routing
-from cluster.serving.generation import GenerationJob
-from cluster.serving.prefix_router import PrefixRouter
-from configs.schema import Config
-from configs.slices import ServerOptions
-from decoding.request import SamplingParams
+from outrider.cluster.app import _routing
+from outrider.cluster.serving.generation import GenerationJob
+from outrider.cluster.serving.prefix_router import PrefixRouter
+from outrider.configs.schema import Config
+from outrider.configs.slices import ServerOptions
+from outrider.decoding.request import SamplingParams
 
 NAMES = ("a", "b")
 

@@ -9,11 +9,11 @@ import json
 import pytest
 from fastapi import Request
 
-from actors.description import Description
-from cache_service.store.embedded import EmbeddedRedis
-from cluster.http.errors import ApiError
-from cluster.serving.generation import EnginePort
-from cluster.serving.health import HealthService
+from outrider.actors.description import Description
+from outrider.cache_service.store.embedded import EmbeddedRedis
+from outrider.cluster.http.errors import ApiError
+from outrider.cluster.serving.generation import EnginePort
+from outrider.cluster.serving.health import HealthService
 from tests.cluster.memory import LocalCacheAdmin
 
 ASKING = Request({"type": "http", "headers": []})

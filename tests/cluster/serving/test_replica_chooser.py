@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
-from cluster.serving.generation import GenerationJob
-from cluster.serving.replica_chooser import BLOCK, SLACK, ReplicaChooser, prefixes_of
-from decoding.request import SamplingParams
-from decoding.tree import Int32Array
+from outrider.cluster.serving.generation import GenerationJob
+from outrider.cluster.serving.replica_chooser import BLOCK, SLACK, ReplicaChooser, prefixes_of
+from outrider.decoding.request import SamplingParams
+from outrider.decoding.tree import Int32Array
 
 FOUR = ("a", "b", "c", "d")
 PARAMS = SamplingParams(8)
@@ -212,7 +212,7 @@ def test_of_nobody_nothing_is_remembered() -> None:
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, most in (("MOST_BLOCKS", 512), ("MOST_SESSIONS", 0), ("MOST_REQUESTS", 20)):
-        monkeypatch.setattr(f"cluster.serving.replica_chooser.{name}", most)
+        monkeypatch.setattr(f"outrider.cluster.serving.replica_chooser.{name}", most)
     router = Router("a", slots=12, tenants=1)
     for number in range(300):
         router.alone(text(number, 1000 if number % 2 else 100), session=f"s{number}")

@@ -10,8 +10,8 @@ import pytest
 from ray.serve._private import http_util, proxy, replica
 from uvicorn.config import HTTP_PROTOCOLS
 
-from cluster.admission.http_limits import HELD
-from cluster.serving.serve_limits import AHEAD_BYTES, BoundedQueue, BoundedReceive, use_bounded_receive, use_http_limits
+from outrider.cluster.admission.http_limits import HELD
+from outrider.cluster.serving.serve_limits import AHEAD_BYTES, BoundedQueue, BoundedReceive, use_bounded_receive, use_http_limits
 
 MOST = 10_000  # steps of the event loop, far more than a bound lets through
 

@@ -9,13 +9,13 @@ from typing import Any
 import httpx
 import pytest
 
-from actors.description import Description
-from cache_service.namespace import hash_key
-from cluster.http.api import Service, create_api
-from cluster.serving import shared_answer
-from cluster.serving.generation import EnginePort
-from cluster.serving.shared_answer import SharedAnswer
-from configs.slices import TenancyOptions, TenantOptions
+from outrider.actors.description import Description
+from outrider.cache_service.namespace import hash_key
+from outrider.cluster.http.api import Service, create_api
+from outrider.cluster.serving import shared_answer
+from outrider.cluster.serving.generation import EnginePort
+from outrider.cluster.serving.shared_answer import SharedAnswer
+from outrider.configs.slices import TenancyOptions, TenantOptions
 from tests.cluster.circle import TOKENIZER, bearer
 
 FRESH_S = 0.5

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-import cluster.serving.handle_engine as module
-from cluster.serving.generation import GenerationJob
-from cluster.serving.handle_engine import HandleEngine, Item
-from decoding.request import FinishReason, SamplingParams, StepOutput
-from engine.errors import ContextLengthError
+import outrider.cluster.serving.handle_engine as module
+from outrider.cluster.serving.generation import GenerationJob
+from outrider.cluster.serving.handle_engine import HandleEngine, Item
+from outrider.decoding.request import FinishReason, SamplingParams, StepOutput
+from outrider.engine.errors import ContextLengthError
 
 TOKENS = (7, 8, 9)
 TOO_LONG = ContextLengthError("max_tokens", "the context is 4 tokens")

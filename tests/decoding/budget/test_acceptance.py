@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.budget.acceptance import AcceptanceTable, AcceptanceTables, prior
-from decoding.budget.features import (
+from outrider.decoding.budget.acceptance import AcceptanceTable, AcceptanceTables, prior
+from outrider.decoding.budget.features import (
     ALONE,
     COPY,
     HISTORY,

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from decoding.budget.attribution import origins, step_report
-from decoding.request import Request, SamplingParams
-from decoding.sources.history import Histories
-from decoding.tree import SOURCES, DraftTree
+from outrider.decoding.budget.attribution import origins, step_report
+from outrider.decoding.request import Request, SamplingParams
+from outrider.decoding.sources.history import Histories
+from outrider.decoding.tree import SOURCES, DraftTree
 
 PARAMS = SamplingParams(max_tokens=64)
 

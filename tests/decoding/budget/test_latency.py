@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.budget.latency import LatencyCurve, StepLoad
+from outrider.decoding.budget.latency import LatencyCurve, StepLoad
 
 CURVE = LatencyCurve((1, 5, 9), (0.010, 0.012, 0.022), 256, 1e-4, 1e-6, 5e-7)
 FLAT = LatencyCurve((1, 64), (0.01, 0.01), 0, 0.0, 0.0)

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding import jit
-from decoding.budget.partition import compile_partition, partition
-from decoding.drafters import build_drafter
-from decoding.request import Request, SamplingParams
-from decoding.sources.jacobi_window import JacobiWindow, WindowRows
-from decoding.tree import DraftTree, TreePart
+from outrider.decoding import jit
+from outrider.decoding.budget.partition import compile_partition, partition
+from outrider.decoding.drafters import build_drafter
+from outrider.decoding.request import Request, SamplingParams
+from outrider.decoding.sources.jacobi_window import JacobiWindow, WindowRows
+from outrider.decoding.tree import DraftTree, TreePart
 from tests.helpers.targets import tree_of
 
 

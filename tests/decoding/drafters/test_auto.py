@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoding.budget.latency import LatencyCurve
-from decoding.drafters.auto import AutoDrafter
-from decoding.drafters.base import TargetRows
-from decoding.replay import known_rows
-from decoding.request import Acceptance, Request, SamplingParams
-from decoding.tree import SOURCES, DraftTree
-from decoding.verify.exact import verify_exact
+from outrider.decoding.budget.latency import LatencyCurve
+from outrider.decoding.drafters.auto import AutoDrafter
+from outrider.decoding.drafters.base import TargetRows
+from outrider.decoding.replay import known_rows
+from outrider.decoding.request import Acceptance, Request, SamplingParams
+from outrider.decoding.tree import SOURCES, DraftTree
+from outrider.decoding.verify.exact import verify_exact
 from tests.helpers.targets import Target, is_chain, paths
 
 VOCAB = 60

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from decoding.drafters.with_model.beam import Beam, beam_search, raw_score
-from decoding.drafters.with_model.draft_probabilities import DraftDistributions
-from decoding.request import Request, SamplingParams
-from decoding.tree import DraftTree
+from outrider.decoding.drafters.with_model.beam import Beam, beam_search, raw_score
+from outrider.decoding.drafters.with_model.draft_probabilities import DraftDistributions
+from outrider.decoding.request import Request, SamplingParams
+from outrider.decoding.tree import DraftTree
 
 VOCAB = 5
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from decoding.budget.latency import LatencyCurve, StepLoad
-from decoding.drafters import build_drafter, build_drafters
-from decoding.drafters.base import Drafter, TargetRows
-from decoding.drafters.by_request import ByRequest
-from decoding.request import PLAIN, Acceptance, Request, SamplingParams, request_of
-from decoding.tree import DraftTree, Int32Array
-from decoding.verify.exact import verify_exact
+from outrider.decoding.budget.latency import LatencyCurve, StepLoad
+from outrider.decoding.drafters import build_drafter, build_drafters
+from outrider.decoding.drafters.base import Drafter, TargetRows
+from outrider.decoding.drafters.by_request import ByRequest
+from outrider.decoding.request import PLAIN, Acceptance, Request, SamplingParams, request_of
+from outrider.decoding.tree import DraftTree, Int32Array
+from outrider.decoding.verify.exact import verify_exact
 from tests.helpers.targets import Target
 
 VOCAB = 40

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.drafters import LOSSLESS, STRATEGIES, WITH_DRAFT_MODEL, build_drafter
-from decoding.drafters.base import TargetRows
-from decoding.replay import KnownText, replay_workload
-from decoding.request import Acceptance, Request, SamplingParams
-from decoding.tree import SOURCES, DraftTree
-from decoding.verify.exact import verify_exact
+from outrider.decoding.drafters import LOSSLESS, STRATEGIES, WITH_DRAFT_MODEL, build_drafter
+from outrider.decoding.drafters.base import TargetRows
+from outrider.decoding.replay import KnownText, replay_workload
+from outrider.decoding.request import Acceptance, Request, SamplingParams
+from outrider.decoding.tree import SOURCES, DraftTree
+from outrider.decoding.verify.exact import verify_exact
 from tests.helpers.targets import is_chain, prepared
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=30)

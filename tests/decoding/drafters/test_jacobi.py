@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoding.drafters import build_drafter
-from decoding.drafters.base import Drafter, TargetRows
-from decoding.drafters.jacobi import JacobiDrafter
-from decoding.request import Acceptance, Request, SamplingParams
-from decoding.sources.jacobi_window import JacobiBlock, JacobiWindow, NgramPool, PromptTokens, WindowRows
-from decoding.tree import SOURCES, DraftTree, Int32Array
-from decoding.verify.exact import verify_exact
+from outrider.decoding.drafters import build_drafter
+from outrider.decoding.drafters.base import Drafter, TargetRows
+from outrider.decoding.drafters.jacobi import JacobiDrafter
+from outrider.decoding.request import Acceptance, Request, SamplingParams
+from outrider.decoding.sources.jacobi_window import JacobiBlock, JacobiWindow, NgramPool, PromptTokens, WindowRows
+from outrider.decoding.tree import SOURCES, DraftTree, Int32Array
+from outrider.decoding.verify.exact import verify_exact
 from tests.helpers.targets import is_chain
 
 Model = Callable[[Sequence[int]], int]

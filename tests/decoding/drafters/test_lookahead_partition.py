@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoding.drafters import build_drafter
-from decoding.drafters.base import Drafter, TargetRows
-from decoding.drafters.jacobi import JacobiDrafter
-from decoding.request import Acceptance, Request, SamplingParams
-from decoding.tree import DraftTree, Int32Array, TreePart
-from decoding.verify.exact import verify_exact
+from outrider.decoding.drafters import build_drafter
+from outrider.decoding.drafters.base import Drafter, TargetRows
+from outrider.decoding.drafters.jacobi import JacobiDrafter
+from outrider.decoding.request import Acceptance, Request, SamplingParams
+from outrider.decoding.tree import DraftTree, Int32Array, TreePart
+from outrider.decoding.verify.exact import verify_exact
 
 VOCABULARY, NOBODY = 12, -1
 Steps = list[list[list[int]]]

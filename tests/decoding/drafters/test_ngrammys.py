@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.budget.latency import LatencyCurve
-from decoding.drafters.ngrammys import NgrammysDrafter
-from decoding.request import Request, SamplingParams
-from decoding.sources.ngrams import ContextNgrams
-from decoding.tree import SOURCES, DraftTree, Int32Array
-from decoding.verify.exact import verify_exact
+from outrider.decoding.budget.latency import LatencyCurve
+from outrider.decoding.drafters.ngrammys import NgrammysDrafter
+from outrider.decoding.request import Request, SamplingParams
+from outrider.decoding.sources.ngrams import ContextNgrams
+from outrider.decoding.tree import SOURCES, DraftTree, Int32Array
+from outrider.decoding.verify.exact import verify_exact
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 MANY = 1000

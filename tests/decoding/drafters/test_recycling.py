@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from decoding.drafters.base import TargetRows
-from decoding.drafters.recycling import RacerDrafter, RecyclingDrafter
-from decoding.request import Acceptance, Request, SamplingParams
-from decoding.sources.embeddings import Int64Array
-from decoding.sources.ranked.contexts import NO_SIGNS, Contexts, most_alike, signs_of
-from decoding.sources.ranked.successors import SuccessorTable
-from decoding.sources.window_trie import WindowTrie
-from decoding.tree import SOURCES, DraftTree
+from outrider.decoding.drafters.base import TargetRows
+from outrider.decoding.drafters.recycling import RacerDrafter, RecyclingDrafter
+from outrider.decoding.request import Acceptance, Request, SamplingParams
+from outrider.decoding.sources.embeddings import Int64Array
+from outrider.decoding.sources.ranked.contexts import NO_SIGNS, Contexts, most_alike, signs_of
+from outrider.decoding.sources.ranked.successors import SuccessorTable
+from outrider.decoding.sources.window_trie import WindowTrie
+from outrider.decoding.tree import SOURCES, DraftTree
 from tests.helpers.targets import Target
 
 VOCAB = 40

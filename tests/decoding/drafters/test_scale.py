@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoding.budget.latency import LatencyCurve
-from decoding.drafters import STRATEGIES, build_drafter
-from decoding.drafters.base import Drafter, TargetRows
-from decoding.drafters.llma import agreements
-from decoding.request import Acceptance, Request, SamplingParams
-from decoding.sources.branches import tree_of
-from decoding.tree import DraftTree, Int32Array
-from decoding.verify.exact import verify_exact
+from outrider.decoding.budget.latency import LatencyCurve
+from outrider.decoding.drafters import STRATEGIES, build_drafter
+from outrider.decoding.drafters.base import Drafter, TargetRows
+from outrider.decoding.drafters.llma import agreements
+from outrider.decoding.request import Acceptance, Request, SamplingParams
+from outrider.decoding.sources.branches import tree_of
+from outrider.decoding.tree import DraftTree, Int32Array
+from outrider.decoding.verify.exact import verify_exact
 from tests.helpers.targets import Target, is_chain, leaves, paths
 
 VOCAB = 30

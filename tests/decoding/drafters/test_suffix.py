@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.drafters import build_drafter
-from decoding.drafters.suffix import OCCURRENCES, SuffixDecodingDrafter
-from decoding.request import Request, SamplingParams
-from decoding.sources.suffix_automaton import MAX_CLASSES, CountedAutomaton, SuffixAutomaton
-from decoding.tree import SOURCES
+from outrider.decoding.drafters import build_drafter
+from outrider.decoding.drafters.suffix import OCCURRENCES, SuffixDecodingDrafter
+from outrider.decoding.request import Request, SamplingParams
+from outrider.decoding.sources.suffix_automaton import MAX_CLASSES, CountedAutomaton, SuffixAutomaton
+from outrider.decoding.tree import SOURCES
 from tests.helpers.targets import Target, is_chain
 
 TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=MAX_CLASSES)

@@ -10,10 +10,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoding.drafters.trie import TrieDrafter
-from decoding.request import Request, SamplingParams
-from decoding.tree import SOURCES, DraftTree
-from experiments.papers.ablation.frequency_trie import Draft, FrequencyTrie, Mode
+from outrider.decoding.drafters.trie import TrieDrafter
+from outrider.decoding.request import Request, SamplingParams
+from outrider.decoding.tree import SOURCES, DraftTree
+from outrider.experiments.papers.ablation.frequency_trie import Draft, FrequencyTrie, Mode
 from tests.helpers.drafts import chains
 from tests.helpers.targets import Target, is_chain, paths
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from decoding.request import SamplingParams
-from decoding.sampling.philox import UInt64Array, fill_raw, fill_stream, raw_stream
-from decoding.sampling.row_draw import LANES, draw_row, fill_weights
-from decoding.sampling.sampler import choose, gumbel, gumbel_noise, warp
+from outrider.decoding.request import SamplingParams
+from outrider.decoding.sampling.philox import UInt64Array, fill_raw, fill_stream, raw_stream
+from outrider.decoding.sampling.row_draw import LANES, draw_row, fill_weights
+from outrider.decoding.sampling.sampler import choose, gumbel, gumbel_noise, warp
 
 TRUNCATIONS: list[dict[str, float]] = [
     {},

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from decoding.budget.features import TOKEN_BITS, TOKEN_MASK, likelihood_bucket
-from decoding.sampling.ranking import argmax_rows, ranked_rows, top_rows
+from outrider.decoding.budget.features import TOKEN_BITS, TOKEN_MASK, likelihood_bucket
+from outrider.decoding.sampling.ranking import argmax_rows, ranked_rows, top_rows
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 SIZES = [1, 2, 127, 128, 129, 700]  # around whole blocks

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.request import SamplingParams
-from decoding.sampling.penalties import LogitRules, TokenCounts
-from decoding.sampling.ranking import argmax_rows
-from decoding.sampling.sampler import choose, gumbel_noise, token_logprobs, warp
+from outrider.decoding.request import SamplingParams
+from outrider.decoding.sampling.penalties import LogitRules, TokenCounts
+from outrider.decoding.sampling.ranking import argmax_rows
+from outrider.decoding.sampling.sampler import choose, gumbel_noise, token_logprobs, warp
 
 
 def params(**changes: float) -> SamplingParams:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.papers.ablation.frequency_trie import Draft, FrequencyTrie, Mode
+from outrider.experiments.papers.ablation.frequency_trie import Draft, FrequencyTrie, Mode
 from tests.helpers.drafts import chains
 
 END = 2

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from decoding.request import Request, SamplingParams
-from decoding.sampling.penalties import FORBIDDEN, LogitRules
-from decoding.sampling.sampler import choose
-from decoding.tree import BoolArray, DraftTree, Int32Array
-from decoding.verify.exact import verify_exact
-from decoding.verify.grammar import permitted
-from decoding.verify.target_probabilities import TargetDistributions
+from outrider.decoding.request import Request, SamplingParams
+from outrider.decoding.sampling.penalties import FORBIDDEN, LogitRules
+from outrider.decoding.sampling.sampler import choose
+from outrider.decoding.tree import BoolArray, DraftTree, Int32Array
+from outrider.decoding.verify.exact import verify_exact
+from outrider.decoding.verify.grammar import permitted
+from outrider.decoding.verify.target_probabilities import TargetDistributions
 
 VOCAB, END = 7, 0
 TEXTS = ((1, 2, 3), (1, 2, 4, 4), (1, 5), (6, 6, 6, 1), (6,))

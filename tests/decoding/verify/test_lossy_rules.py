@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from decoding.request import Acceptance, Request, SamplingParams
-from decoding.sampling.penalties import LogitRules
-from decoding.tree import DraftTree
-from decoding.verify.rules import BildRule, MjsdRule
-from decoding.verify.target_probabilities import TargetDistributions
+from outrider.decoding.request import Acceptance, Request, SamplingParams
+from outrider.decoding.sampling.penalties import LogitRules
+from outrider.decoding.tree import DraftTree
+from outrider.decoding.verify.rules import BildRule, MjsdRule
+from outrider.decoding.verify.target_probabilities import TargetDistributions
 
 NO_END: frozenset[int] = frozenset()
 

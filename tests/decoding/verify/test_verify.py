@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.tree import DraftTree
-from decoding.verify.exact import verify_exact
+from outrider.decoding.tree import DraftTree
+from outrider.decoding.verify.exact import verify_exact
 
 
 def scripted(prefix: tuple[int, ...], vocab: int) -> int:

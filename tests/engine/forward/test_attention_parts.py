@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from decoding.tree import DraftTree
-from engine.forward import attention, attention_parts
-from engine.forward.attention import StepContext
-from engine.forward.attention_parts import MOST_BLOCK_ROWS, attend_causal, attend_parts, fits
-from engine.forward.batch import Batch, DummySequence, ScheduledDummy, pack
-from engine.forward.runner import ModelRunner
+from outrider.decoding.tree import DraftTree
+from outrider.engine.forward import attention, attention_parts
+from outrider.engine.forward.attention import StepContext
+from outrider.engine.forward.attention_parts import MOST_BLOCK_ROWS, attend_causal, attend_parts, fits
+from outrider.engine.forward.batch import Batch, DummySequence, ScheduledDummy, pack
+from outrider.engine.forward.runner import ModelRunner
 from tests.helpers.attention_reference import reference_attention, tree_mask
 from tests.helpers.models import VOCAB, tiny_model, tree_of
 

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.request import Request, SamplingParams
-from engine.forward.batch import ScheduledRequest, pack
+from outrider.decoding.request import Request, SamplingParams
+from outrider.engine.forward.batch import ScheduledRequest, pack
 from tests.helpers.models import tree_of
 from tests.helpers.targets import is_chain
 

@@ -7,11 +7,11 @@ from typing import ClassVar
 import pytest
 import torch
 
-from decoding.drafters import build_drafter
-from decoding.request import Request, SamplingParams
-from engine.executor import LocalExecutor
-from engine.forward.batch import Batch
-from engine.forward.runner import ModelRunner
+from outrider.decoding.drafters import build_drafter
+from outrider.decoding.request import Request, SamplingParams
+from outrider.engine.executor import LocalExecutor
+from outrider.engine.forward.batch import Batch
+from outrider.engine.forward.runner import ModelRunner
 from tests.helpers.models import engine_over, tiny_model
 
 PROMPT = [5, 6, 7, 5, 6]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from decoding.drafters.llma import LlmaDrafter
-from decoding.request import Request, SamplingParams, TokenLogprob
+from outrider.decoding.drafters.llma import LlmaDrafter
+from outrider.decoding.request import Request, SamplingParams, TokenLogprob
 from tests.helpers.models import VOCAB, engine_over, prepared, tiny_model
 
 RNG = np.random.default_rng(4)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from decoding.request import Request, SamplingParams
-from decoding.tree import DraftTree
-from engine.forward.batch import ScheduledRequest, pack
+from outrider.decoding.request import Request, SamplingParams
+from outrider.decoding.tree import DraftTree
+from outrider.engine.forward.batch import ScheduledRequest, pack
 from tests.helpers.models import FAMILIES, VOCAB, TinyModel, random_tree, tiny_model
 
 LENGTHS = (9, 23, 1)

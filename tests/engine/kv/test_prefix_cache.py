@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from decoding.tree import Int32Array
-from engine.kv.kv_cache import KVShape, SlotCache
-from engine.kv.prefix_cache import WORTH_COPYING, Placement, PrefixCache, common_prefix
+from outrider.decoding.tree import Int32Array
+from outrider.engine.kv.kv_cache import KVShape, SlotCache
+from outrider.engine.kv.prefix_cache import WORTH_COPYING, Placement, PrefixCache, common_prefix
 
 
 def ids(*parts: Sequence[int]) -> Int32Array:

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from engine.engine import Engine
-from engine.errors import ModelLoadError
-from engine.loading import memory
-from engine.loading import model as loading
-from engine.loading.model import load_config, load_model
-from engine.loading.weights.adapters import find_adapters
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.engine.engine import Engine
+from outrider.engine.errors import ModelLoadError
+from outrider.engine.loading import memory
+from outrider.engine.loading import model as loading
+from outrider.engine.loading.model import load_config, load_model
+from outrider.engine.loading.weights.adapters import find_adapters
 from tests.helpers.models import llama_config, save_adapter, save_model
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"

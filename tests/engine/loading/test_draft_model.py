@@ -10,17 +10,17 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from configs.schema import load_config
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.drafters import build_drafters, check_drafters
-from decoding.request import Request, SamplingParams
-from decoding.tree import Int32Array
-from engine.engine import Engine
-from engine.errors import ModelLoadError
-from engine.forward.batch import Batch
-from engine.forward.runner import ModelRunner
-from engine.loading.draft_model import LocalDraftModel, check_vocabularies
-from engine.text.tokenizer import load_tokenizer
+from outrider.configs.schema import load_config
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.drafters import build_drafters, check_drafters
+from outrider.decoding.request import Request, SamplingParams
+from outrider.decoding.tree import Int32Array
+from outrider.engine.engine import Engine
+from outrider.engine.errors import ModelLoadError
+from outrider.engine.forward.batch import Batch
+from outrider.engine.forward.runner import ModelRunner
+from outrider.engine.loading.draft_model import LocalDraftModel, check_vocabularies
+from outrider.engine.text.tokenizer import load_tokenizer
 from tests.helpers.models import CONTEXT, SLOTS, VOCAB, llama_config, random_tree, run, save_model, tiny_model, tree_of
 
 FAMILIES = ("llama", "mistral", "opt")

@@ -11,10 +11,10 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from configs.slices import ModelOptions
-from engine.errors import ModelLoadError
-from engine.loading.model import load_model, load_weights, model_revision
-from engine.text.tokenizer import load_tokenizer, tokenizer_revision
+from outrider.configs.slices import ModelOptions
+from outrider.engine.errors import ModelLoadError
+from outrider.engine.loading.model import load_model, load_weights, model_revision
+from outrider.engine.text.tokenizer import load_tokenizer, tokenizer_revision
 from tests.helpers.models import SENTENCES
 
 gguf = pytest.importorskip("gguf")
@@ -82,7 +82,7 @@ def test_texts_are_cut_as_the_file_says(folder: str, tmp_path: Path) -> None:
 
 
 def test_file_and_folder_made_of_it_have_one_revision(file: Path, tmp_path: Path) -> None:
-    from engine.loading.weights.gguf import convert_gguf
+    from outrider.engine.loading.weights.gguf import convert_gguf
 
     convert_gguf(file, tmp_path)
     two = [load_model(ModelOptions(str(path), device="cpu")) for path in (file, tmp_path)]

@@ -17,15 +17,15 @@ from transformers import (
     ZayaConfig,
 )
 
-from actors.sharded.group import whole_model
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from engine.engine import Engine
-from engine.errors import ModelLoadError
-from engine.forward import runner
-from engine.forward.runner import ModelRunner
-from engine.kv.state_cache import StateCache, StateSite
-from engine.loading import hybrids
-from engine.loading.model import load_model
+from outrider.actors.sharded.group import whole_model
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.engine.engine import Engine
+from outrider.engine.errors import ModelLoadError
+from outrider.engine.forward import runner
+from outrider.engine.forward.runner import ModelRunner
+from outrider.engine.kv.state_cache import StateCache, StateSite
+from outrider.engine.loading import hybrids
+from outrider.engine.loading.model import load_model
 from tests.helpers.models import HYBRIDS, llama_config, save_model, tiny_model
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from engine.engine import Engine
-from engine.errors import ModelLoadError
-from engine.loading import memory
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.engine.engine import Engine
+from outrider.engine.errors import ModelLoadError
+from outrider.engine.loading import memory
 from tests.helpers.models import llama_config, save_model
 
 

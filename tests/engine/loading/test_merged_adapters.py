@@ -14,16 +14,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from actors.sharded.group import whole_model
-from actors.sharded.rank import load_whole
-from cluster.cli.launch.preflight import LaunchError, check_model
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.request import Request, SamplingParams
-from engine.engine import Engine
-from engine.errors import ModelLoadError
-from engine.loading.model import load_model
-from engine.loading.weights.gguf import load_gguf_model
-from engine.text.tokenizer import load_tokenizer, load_tokenizer_alone
+from outrider.actors.sharded.group import whole_model
+from outrider.actors.sharded.rank import load_whole
+from outrider.cluster.cli.launch.preflight import LaunchError, check_model
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.request import Request, SamplingParams
+from outrider.engine.engine import Engine
+from outrider.engine.errors import ModelLoadError
+from outrider.engine.loading.model import load_model
+from outrider.engine.loading.weights.gguf import load_gguf_model
+from outrider.engine.text.tokenizer import load_tokenizer, load_tokenizer_alone
 from tests.cluster.commands import error_line, lines, outrider
 from tests.helpers.gguf_files import save_gguf
 from tests.helpers.models import FAMILIES, llama_config, save_adapter, save_model

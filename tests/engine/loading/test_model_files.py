@@ -18,13 +18,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from configs.slices import ModelOptions
-from engine.errors import ModelLoadError
-from engine.loading import model_files
-from engine.loading.model import load_model
-from engine.loading.model_files import PACKAGED_MODELS, PackagedModel, cached_models, find_files, is_whole
-from engine.loading.weights import gguf as engine_gguf
-from engine.text.tokenizer import load_tokenizer
+from outrider.configs.slices import ModelOptions
+from outrider.engine.errors import ModelLoadError
+from outrider.engine.loading import model_files
+from outrider.engine.loading.model import load_model
+from outrider.engine.loading.model_files import PACKAGED_MODELS, PackagedModel, cached_models, find_files, is_whole
+from outrider.engine.loading.weights import gguf as engine_gguf
+from outrider.engine.text.tokenizer import load_tokenizer
 
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
@@ -40,7 +40,7 @@ KEPT = {
 # Another process, which knows the model as this one does.
 OTHER = """
 import dataclasses, json, sys
-from engine.loading import model_files
+from outrider.engine.loading import model_files
 model_files.PACKAGED_MODELS["tiny-instruct"] = model_files.PackagedModel(**json.loads(sys.argv[1]))
 {before}
 print(model_files.find_files("tiny-instruct"))
@@ -160,7 +160,7 @@ def no_space_in_rust(*_: object) -> None:
         (model_files, "_download", no_space),
         (engine_gguf, "convert_gguf", no_space_in_rust),
         (model_files, "_describe", no_space),
-        (model_files, "keep_folder", no_space),
+        (model_files, "cache_folder_of", no_space),
     ],
 )
 def test_a_disk_that_fills_up(
@@ -234,7 +234,7 @@ def test_two_processes_at_once(model: PackagedModel) -> None:
 
 @pytest.mark.slow
 def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(model: PackagedModel) -> None:
-    halt = "from engine.loading.weights import gguf\nimport time\nsave = gguf.convert_gguf\n"
+    halt = "from outrider.engine.loading.weights import gguf\nimport time\nsave = gguf.convert_gguf\n"
     halt += "gguf.convert_gguf = lambda *a: (save(*a), print('half', flush=True), time.sleep(300))"
     process = other(model, halt)
     assert process.stdout is not None and "half\n" in iter(process.stdout.readline, "")  # libraries have a word, too
@@ -248,7 +248,7 @@ def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(model: Packaged
 @pytest.mark.slow
 def test_ctrl_c_leaves_nothing(model: PackagedModel) -> None:
     # In the background of a shell SIGINT is ignored, which processes inherit.
-    halt = "import signal, time\nfrom engine.loading.weights import gguf\n"
+    halt = "import signal, time\nfrom outrider.engine.loading.weights import gguf\n"
     halt += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     halt += "gguf.convert_gguf = lambda *a: (print('half', flush=True), time.sleep(300))"
     process = other(model, halt)

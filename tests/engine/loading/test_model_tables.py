@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig, OPTConfig, PreTrainedConfig
 
-from configs.slices import ModelOptions
-from decoding.tree import Int32Array
-from engine.errors import ModelLoadError
-from engine.forward.runner import ModelRunner
-from engine.loading.model import load_model
-from engine.loading.model_tables import (
+from outrider.configs.slices import ModelOptions
+from outrider.decoding.tree import Int32Array
+from outrider.engine.errors import ModelLoadError
+from outrider.engine.forward.runner import ModelRunner
+from outrider.engine.loading.model import load_model
+from outrider.engine.loading.model_tables import (
     TableProgress,
     bigram_table,
     cached_table,
@@ -73,7 +73,7 @@ def test_unigram_distances_follow_the_text() -> None:
 
 
 def test_unigram_distances_are_the_sum_over_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.loading.model_tables._EMBEDDING_ROWS", 7)  # several parts
+    monkeypatch.setattr("outrider.engine.loading.model_tables._EMBEDDING_ROWS", 7)  # several parts
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randn(30, 5, generator=generator, dtype=torch.float64)
     outputs = torch.randn(30, 5, generator=generator, dtype=torch.float64)

@@ -11,15 +11,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from configs.schema import ConfigError, load_config
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.request import Request, SamplingParams
-from engine.engine import Engine
-from engine.errors import ModelLoadError
-from engine.forward.cpu.products.packed_weight import PackedWeight
-from engine.forward.cpu.products.row_linear import has_kernels
-from engine.loading import memory
-from engine.loading.model import load_model, model_revision
+from outrider.configs.schema import ConfigError, load_config
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.request import Request, SamplingParams
+from outrider.engine.cpu.linear import has_kernels
+from outrider.engine.cpu.packed_weight import PackedWeight
+from outrider.engine.engine import Engine
+from outrider.engine.errors import ModelLoadError
+from outrider.engine.loading import memory
+from outrider.engine.loading.model import load_model, model_revision
 from tests.helpers.models import llama_config, run, save_model
 
 gguf = pytest.importorskip("gguf")

@@ -17,14 +17,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.request import Request, SamplingParams
-from engine.engine import Engine
-from engine.errors import ModelLoadError
-from engine.loading import memory
-from engine.loading.model import load_model, load_weights, model_revision
-from engine.loading.weights.quantized import refuse_unusable
-from experiments.gpu_suite.parts.quantized import Packing, packings, save_checkpoints
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.request import Request, SamplingParams
+from outrider.engine.engine import Engine
+from outrider.engine.errors import ModelLoadError
+from outrider.engine.loading import memory
+from outrider.engine.loading.model import load_model, load_weights, model_revision
+from outrider.engine.loading.weights.quantized import refuse_unusable
+from outrider.experiments.gpu_suite.parts.quantized import Packing, packings, save_checkpoints
 from tests.helpers.models import FAMILIES, run, save_model
 
 FORMATS = packings(32)

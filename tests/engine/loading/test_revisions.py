@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.schema import REPOSITORY
-from configs.slices import ModelOptions
-from engine.loading.model import load_model, model_revision
-from engine.text.chat import render_chat
-from engine.text.tokenizer import load_tokenizer, tokenizer_revision
+from outrider.configs.schema import REPOSITORY
+from outrider.configs.slices import ModelOptions
+from outrider.engine.loading.model import load_model, model_revision
+from outrider.engine.text.chat import render_chat
+from outrider.engine.text.tokenizer import load_tokenizer, tokenizer_revision
 from tests.helpers.models import llama_config, save_model
 
 
@@ -28,11 +28,11 @@ def test_the_revision_is_of_the_contents(tmp_path: Path, monkeypatch: pytest.Mon
     other = load_model(ModelOptions(model_folder(tmp_path, seed=1)))
     half = load_model(ModelOptions(model_folder(tmp_path), dtype="bfloat16"))
     for limit in (2**28, 0):  # hashed whole, and sampled
-        monkeypatch.setattr("engine.loading.model._HASH_WHOLE_BYTES", limit)
+        monkeypatch.setattr("outrider.engine.loading.model._HASH_WHOLE_BYTES", limit)
         own = model_revision(loaded.model)
         assert own == model_revision(again.model)
         assert len({own, model_revision(other.model), model_revision(half.model)}) == 3
-    monkeypatch.setattr("engine.loading.model._HASH_WHOLE_BYTES", 2**28)
+    monkeypatch.setattr("outrider.engine.loading.model._HASH_WHOLE_BYTES", 2**28)
     before = model_revision(loaded.model)
     with torch.no_grad():
         loaded.model.lm_head.weight[5, 7] += 0.001
@@ -51,8 +51,8 @@ def test_the_tokenizer_has_a_revision_of_its_own(tmp_path: Path) -> None:
 
 ALONE = """
 import sys
-from engine.text.chat import render_chat
-from engine.text.tokenizer import load_tokenizer_alone, tokenizer_revision
+from outrider.engine.text.chat import render_chat
+from outrider.engine.text.tokenizer import load_tokenizer_alone, tokenizer_revision
 tokenizer = load_tokenizer_alone(sys.argv[1])
 print(tokenizer_revision(tokenizer), render_chat(tokenizer, [{"role": "user", "content": "hi"}]), {"torch"} & set(sys.modules))
 """

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.forward.cuda.static_runner import StaticRunner
-from engine.forward.runner import ModelRunner
-from engine.loading.model_info import ModelInfo
-from engine.measures.calibration import Calibration, CalibrationFile
+from outrider.engine.cuda.static_runner import StaticRunner
+from outrider.engine.forward.runner import ModelRunner
+from outrider.engine.loading.model_info import ModelInfo
+from outrider.engine.measures.calibration import Calibration, CalibrationFile
 from tests.helpers.attention_reference import ReferenceAttention
 from tests.helpers.models import CONTEXT, VOCAB, tiny_model
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from decoding.drafters import build_drafter
-from decoding.request import Request, SamplingParams
-from decoding.tree import DraftTree
-from engine.forward.batch import ScheduledRequest
-from engine.measures import energy
-from engine.measures.energy import EnergyMeter, NoMeter, measure_idle, meter_name, open_meter
-from engine.measures.energy_ledger import FRESH_S, READ_S, EnergyCounts, EnergyLedger
+from outrider.decoding.drafters import build_drafter
+from outrider.decoding.request import Request, SamplingParams
+from outrider.decoding.tree import DraftTree
+from outrider.engine.forward.batch import ScheduledRequest
+from outrider.engine.measures import energy
+from outrider.engine.measures.energy import EnergyMeter, NoMeter, measure_idle, meter_name, open_meter
+from outrider.engine.measures.energy_ledger import FRESH_S, READ_S, EnergyCounts, EnergyLedger
 from tests.helpers.models import engine_over, prepared, run, tiny_model
 
 RANGE_UJ = 1_000_000_000
@@ -193,7 +193,7 @@ def test_an_engine_books_all_that_its_steps_used(
     ticking: tuple[Path, Callable[[], float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("READ_S", "FRESH_S"):  # a tiny model has ended before the usual ones
-        monkeypatch.setattr(f"engine.measures.energy_ledger.{name}", 1e-3)
+        monkeypatch.setattr(f"outrider.engine.measures.energy_ledger.{name}", 1e-3)
     model = tiny_model("llama", "float32")
     engine = engine_over(model.runner, prepared(build_drafter("prompt_lookup", {}), model), strategy="prompt_lookup")
     assert engine.energy() is None

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.drafters import build_drafter
-from decoding.request import FinishReason, Request, SamplingParams, StepOutput
-from decoding.tree import DraftTree
-from engine.engine import Engine
-from engine.measures.metrics import REQUEST_S, EngineMetrics, Histogram, MetricsCounts, one_two_five
+from outrider.decoding.drafters import build_drafter
+from outrider.decoding.request import FinishReason, Request, SamplingParams, StepOutput
+from outrider.decoding.tree import DraftTree
+from outrider.engine.engine import Engine
+from outrider.engine.measures.metrics import REQUEST_S, EngineMetrics, Histogram, MetricsCounts, one_two_five
 from tests.helpers.models import engine_over, prepared, tiny_model
 
 PROMPT = [10, 20, 30, 10, 20, 40, 10, 20]

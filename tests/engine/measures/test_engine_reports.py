@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from decoding.drafters import STRATEGIES
-from decoding.request import Request, SamplingParams, StepOutput
-from engine.engine import Engine
+from outrider.decoding.drafters import STRATEGIES
+from outrider.decoding.request import Request, SamplingParams, StepOutput
+from outrider.engine.engine import Engine
 from tests.helpers.models import SENTENCES
 
 NAMES = {"model", "prompt", "document", "output", "trie", "public", "jacobi", "recycling", "bigram", "unigram"}

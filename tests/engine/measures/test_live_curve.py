@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.budget.latency import LatencyCurve, StepLoad
-from decoding.request import Request, SamplingParams
-from decoding.tree import DraftTree
-from engine.engine import Engine
-from engine.forward.batch import ScheduledRequest
-from engine.measures.live_curve import LiveCurve
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.budget.latency import LatencyCurve, StepLoad
+from outrider.decoding.request import Request, SamplingParams
+from outrider.decoding.tree import DraftTree
+from outrider.engine.engine import Engine
+from outrider.engine.forward.batch import ScheduledRequest
+from outrider.engine.measures.live_curve import LiveCurve
 from tests.helpers.models import llama_config, save_model
 
 TIMED = LatencyCurve((1, 9, 64), (0.006, 0.008, 0.028), 256, 1e-4, 1e-6, 5e-7)

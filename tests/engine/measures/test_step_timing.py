@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.budget.latency import LatencyCurve, StepLoad
-from engine.forward.batch import Batch
-from engine.forward.runner import ModelRunner
-from engine.measures.latency import Case, Timings, cases, fit, measure, time_steps
+from outrider.decoding.budget.latency import LatencyCurve, StepLoad
+from outrider.engine.forward.batch import Batch
+from outrider.engine.forward.runner import ModelRunner
+from outrider.engine.measures.latency import Case, Timings, cases, fit, measure, time_steps
 from tests.helpers.models import CONTEXT, SLOTS, tiny_model
 
 
@@ -117,7 +117,7 @@ def test_steps_are_what_the_engine_packs(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_slow_device_leaves_the_large_steps_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.measures.latency._LONG_S", 0.0)
+    monkeypatch.setattr("outrider.engine.measures.latency._LONG_S", 0.0)
     runner = tiny_model("llama", "float32").runner
     timings = measure(runner, CONTEXT)
     assert timings.rounds and all(case.sequences * case.rows <= 8 for case in timings.rounds)
@@ -132,9 +132,9 @@ def test_what_takes_long_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest
         return forward(self, batch)
 
     monkeypatch.setattr(ModelRunner, "forward", slow)
-    monkeypatch.setattr("engine.measures.latency._LONG_S", 0.0)
-    monkeypatch.setattr("engine.measures.latency._ROUNDS", 2)
-    monkeypatch.setattr("engine.measures.latency._MOST_OFTEN", 1)
+    monkeypatch.setattr("outrider.engine.measures.latency._LONG_S", 0.0)
+    monkeypatch.setattr("outrider.engine.measures.latency._ROUNDS", 2)
+    monkeypatch.setattr("outrider.engine.measures.latency._MOST_OFTEN", 1)
     with caplog.at_level(logging.WARNING):
         measure(runner, CONTEXT)
     assert "timing the steps of LlamaForCausalLM: " in caplog.text

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.request import FinishReason, Request, SamplingParams
-from engine.accelerator import Cuda, device_error, is_out_of_memory, use
-from engine.engine import Engine
-from engine.errors import DEVICE_FAULTS, DeviceError
-from engine.executor import VerifyResult
-from engine.forward.batch import ScheduledRequest
-from engine.scheduling.scheduler import RECOVERY_STEPS
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.request import FinishReason, Request, SamplingParams
+from outrider.engine.accelerator import Cuda, device_error, is_out_of_memory, use
+from outrider.engine.engine import Engine
+from outrider.engine.errors import DEVICE_FAULTS, DeviceError
+from outrider.engine.executor import VerifyResult
+from outrider.engine.forward.batch import ScheduledRequest
+from outrider.engine.scheduling.scheduler import RECOVERY_STEPS
 
 GPU, CPU = torch.device("cuda:1"), torch.device("cpu")
 ILLEGAL = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be asynchronously reported"

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.budget.latency import StepLoad
-from decoding.drafters import build_drafter, build_drafters
-from decoding.drafters.base import Drafter, TargetRows
-from decoding.drafters.by_request import ByRequest
-from decoding.request import PLAIN, Acceptance, Request, SamplingParams
-from decoding.tree import DraftTree
-from engine.engine import Engine
-from engine.errors import RequestError
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.budget.latency import StepLoad
+from outrider.decoding.drafters import build_drafter, build_drafters
+from outrider.decoding.drafters.base import Drafter, TargetRows
+from outrider.decoding.drafters.by_request import ByRequest
+from outrider.decoding.request import PLAIN, Acceptance, Request, SamplingParams
+from outrider.decoding.tree import DraftTree
+from outrider.engine.engine import Engine
+from outrider.engine.errors import RequestError
 from tests.helpers.models import MAX_DRAFT, engine_over, prepared, run, tiny_model
 
 MOTIF = [4, 9, 17, 23, 5]

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from configs.slices import EngineOptions
-from decoding.request import QUARANTINE_TOKENS, Request, RequestState, SamplingParams
-from engine.errors import QueueFullError, RequestError
-from engine.scheduling.scheduler import OF_LATE_S, Place, RowAllotment, Scheduler
+from outrider.configs.slices import EngineOptions
+from outrider.decoding.request import QUARANTINE_TOKENS, Request, RequestState, SamplingParams
+from outrider.engine.errors import QueueFullError, RequestError
+from outrider.engine.scheduling.scheduler import OF_LATE_S, Place, RowAllotment, Scheduler
 
 
 def request(

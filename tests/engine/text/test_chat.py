@@ -8,9 +8,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from engine.errors import RequestError
-from engine.text.chat import render_chat
-from engine.text.tokenizer import token_ids
+from outrider.engine.errors import RequestError
+from outrider.engine.text.chat import render_chat
+from outrider.engine.text.tokenizer import token_ids
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' and not loop.first %}"

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from decoding.request import MAX_STOP_CHARS, SamplingParams
-from decoding.sampling_params import MAX_STOP_STRINGS
-from engine.text.detokenizer import Detokenizer
-from engine.text.tokenizer import load_tokenizer
+from outrider.decoding.request import MAX_STOP_CHARS, SamplingParams
+from outrider.decoding.sampling_params import MAX_STOP_STRINGS
+from outrider.engine.text.detokenizer import Detokenizer
+from outrider.engine.text.tokenizer import load_tokenizer
 from tests.helpers.models import END, SENTENCES
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engine.text import file_text
-from engine.text.file_text import MAX_FILE_BYTES, FileReader, UnreadableFileError, text_of_file
+from outrider.engine.text import file_text
+from outrider.engine.text.file_text import MAX_FILE_BYTES, FileReader, UnreadableFileError, text_of_file
 from tests.helpers.waiting import eventually
 
 PAGE = """<!doctype html><html><head><title>Unseen</title><style>p {}</style></head><body><script>alert("unseen")</script>
@@ -81,7 +81,7 @@ def test_a_file_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch)
 
 def test_reading_is_bounded_in_memory() -> None:
     """What a file makes its reader allocate takes nothing from the server."""
-    code = "from engine.text import file_text; file_text._text_of_pdf = lambda _: 'a' * (2 << 30); file_text.main()"
+    code = "from outrider.engine.text import file_text; file_text._text_of_pdf = lambda _: 'a' * (2 << 30); file_text.main()"
     done = subprocess.run([sys.executable, "-c", code], input=pdf("a"), capture_output=True, timeout=60, check=False)
     assert done.returncode == 1 and b"MemoryError" in done.stderr
 
@@ -137,7 +137,7 @@ def test_a_reader_that_was_stopped_starts_nothing(tmp_path: Path, monkeypatch: p
 @pytest.mark.skipif(sys.platform != "linux", reason="the system has no signal at the end of a parent")
 def test_a_reading_process_ends_with_its_server(tmp_path: Path) -> None:
     child = (
-        "import os, time; from pathlib import Path; from engine.text import file_text\n"
+        "import os, time; from pathlib import Path; from outrider.engine.text import file_text\n"
         f"file_text._text_of_html = lambda _: Path('{tmp_path}/pid').write_text(str(os.getpid())) and time.sleep(3600)\n"
         "file_text.main()"
     )

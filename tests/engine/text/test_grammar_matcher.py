@@ -16,9 +16,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from engine.errors import RequestError
-from engine.text import grammar as grammar_module
-from engine.text.grammar import (
+from outrider.engine.errors import RequestError
+from outrider.engine.text import grammar as grammar_module
+from outrider.engine.text.grammar import (
     MASK_S,
     MAX_DEBT_S,
     GrammarError,
@@ -31,7 +31,7 @@ from engine.text.grammar import (
     regex_grammar,
     vocabulary_of,
 )
-from engine.text.grammar_check import TOO_COSTLY, GrammarChecker
+from outrider.engine.text.grammar_check import TOO_COSTLY, GrammarChecker
 
 MERGED = ("ab", "abc", "ba", "cab", "aa", "{}", '{"', '":', "12", "é", "éa")
 SPECIAL = ("<eos>", "<end>", "<other>")

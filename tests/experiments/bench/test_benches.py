@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from experiments.bench import load, strategies
-from experiments.bench.__main__ import main
-from experiments.bench.engines.contestants import Prompt, Run
-from experiments.bench.engines.models import Workload, fitting
-from experiments.bench.engines.phases import PHASES
-from experiments.bench.engines.stock_generate import StockAssisted
-from experiments.bench.options import SIZES
+from outrider.experiments.bench import load, strategies
+from outrider.experiments.bench.__main__ import main
+from outrider.experiments.bench.engines.contestants import Prompt, Run
+from outrider.experiments.bench.engines.models import Workload, fitting
+from outrider.experiments.bench.engines.phases import PHASES
+from outrider.experiments.bench.engines.stock_generate import StockAssisted
+from outrider.experiments.bench.options import SIZES
 
 SENTENCE = "The quick brown fox jumps over the lazy dog. "
 OURS = ("autoregressive", "llma:copy_length=4", "prompt_lookup")

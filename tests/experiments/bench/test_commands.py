@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from cluster.cli.bench import BENCHES
-from experiments.bench.__main__ import COMMANDS, main
-from experiments.bench.record import ROOT
+from outrider.cluster.cli.bench import BENCHES
+from outrider.experiments.bench.__main__ import COMMANDS, main
+from outrider.experiments.bench.record import ROOT
 
 
 def test_the_command_line_offers_every_command() -> None:
@@ -32,6 +32,6 @@ def test_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_command_hands_its_options_to_the_bench() -> None:
-    command = [sys.executable, "-m", "cluster.cli.main", "bench", "strategies", "--prompts", "p.jsonl", "--repeats", "0"]
+    command = [sys.executable, "-m", "outrider.cluster.cli.main", "bench", "strategies", "--prompts", "p.jsonl", "--repeats", "0"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 2 and "outrider bench strategies: error: --repeats must be at least 1, got 0" in done.stderr

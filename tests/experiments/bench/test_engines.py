@@ -11,27 +11,36 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from cluster.cli.generate.known_texts import TextTokenizer
-from configs.slices import EngineOptions, ModelOptions
-from decoding.budget.latency import StepLoad
-from decoding.drafters import STRATEGIES
-from decoding.drafters.base import Drafter, TargetRows
-from decoding.replay import replay_workload
-from decoding.request import Acceptance, Request
-from decoding.strategy_choice import parse_strategy
-from decoding.tree import DraftTree
-from engine.loading.hybrids import is_hybrid
-from engine.loading.model import LoadedModel, load_model
-from engine.text.tokenizer import load_tokenizer
-from experiments.bench.engines.competition import Tally, decode_ratios, where_time_goes
-from experiments.bench.engines.contestants import Prompt, Run, make_request
-from experiments.bench.engines.guided import random_model, stock_twin
-from experiments.bench.engines.measures import full_load_s, measured, rows_of_a_cell
-from experiments.bench.engines.shared_model import SharedModel
-from experiments.bench.engines.stock_batching import StockBatching
-from experiments.bench.engines.stock_generate import StockAssisted, StockGenerate, StockPromptLookup
-from experiments.bench.engines.traffic import ClosedLoop, EngineServer, Journey, OpenLoop, Server, ServerCounts, drive, poisson
-from experiments.bench.options import SIZES
+from outrider.cluster.cli.generate.known_texts import TextTokenizer
+from outrider.configs.slices import EngineOptions, ModelOptions
+from outrider.decoding.budget.latency import StepLoad
+from outrider.decoding.drafters import STRATEGIES
+from outrider.decoding.drafters.base import Drafter, TargetRows
+from outrider.decoding.replay import replay_workload
+from outrider.decoding.request import Acceptance, Request
+from outrider.decoding.strategy_choice import parse_strategy
+from outrider.decoding.tree import DraftTree
+from outrider.engine.loading.hybrids import is_hybrid
+from outrider.engine.loading.model import LoadedModel, load_model
+from outrider.engine.text.tokenizer import load_tokenizer
+from outrider.experiments.bench.engines.competition import Tally, decode_ratios, where_time_goes
+from outrider.experiments.bench.engines.contestants import Prompt, Run, make_request
+from outrider.experiments.bench.engines.guided import random_model, stock_twin
+from outrider.experiments.bench.engines.measures import full_load_s, measured, rows_of_a_cell
+from outrider.experiments.bench.engines.shared_model import SharedModel
+from outrider.experiments.bench.engines.stock_batching import StockBatching
+from outrider.experiments.bench.engines.stock_generate import StockAssisted, StockGenerate, StockPromptLookup
+from outrider.experiments.bench.engines.traffic import (
+    ClosedLoop,
+    EngineServer,
+    Journey,
+    OpenLoop,
+    Server,
+    ServerCounts,
+    drive,
+    poisson,
+)
+from outrider.experiments.bench.options import SIZES
 from tests.helpers.models import llama_config, save_model
 
 BUDGET, MAX_TOKENS = 12, 10

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from configs.schema import REPOSITORY
-from experiments.bench.__main__ import main
-from experiments.bench.memory.trie_speed import CHANGED_SHARE, KINDS, MAX_TOKENS, corpus_texts, summary
+from outrider.configs.schema import REPOSITORY
+from outrider.experiments.bench.__main__ import main
+from outrider.experiments.bench.memory.trie_speed import CHANGED_SHARE, KINDS, MAX_TOKENS, corpus_texts, summary
 
 TEXT = "A request travels from the door to the engine and back again."
 

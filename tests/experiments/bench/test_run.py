@@ -14,12 +14,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from engine.measures.energy import NoMeter, open_meter
-from experiments.bench.figure import draw, panel
-from experiments.bench.options import numbers
-from experiments.bench.progress import Progress
-from experiments.bench.record import ROOT, Kept, command_line, describe_energy, git_state, write_record
-from experiments.bench.run import Bench, Results, Run, run
+from outrider.engine.measures.energy import NoMeter, open_meter
+from outrider.experiments.bench.figure import draw, panel
+from outrider.experiments.bench.options import numbers
+from outrider.experiments.bench.progress import Progress
+from outrider.experiments.bench.record import ROOT, Kept, command_line, describe_energy, git_state, write_record
+from outrider.experiments.bench.run import Bench, Results, Run, run
 
 SERIES = {"a": {"1": [1.0, 3.0, 2.0], "2": 4.0}, "b": {"2": [2.0, 2.5]}}
 
@@ -84,7 +84,7 @@ def test_panels_are_drawn_with_the_same_bytes_each_time(kind: str, tmp_path: Pat
 
 
 def test_progress_repeats_its_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("experiments.bench.progress._TOLD_S", 0.1)
+    monkeypatch.setattr("outrider.experiments.bench.progress._TOLD_S", 0.1)
     with Progress() as progress:
         progress.say("begins")
         progress.note("too soon for a line")

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli.generate.strategy_option import chosen_strategies
-from decoding.budget.latency import LatencyCurve
-from decoding.request import PLAIN
-from experiments.bench.run import arguments, run
-from experiments.bench.scaling.command import BENCH, parted, results_of
-from experiments.bench.scaling.entries import COUNTERS, Entry, Form, Round, forms_of
-from experiments.bench.scaling.results import Prediction, beside, communication
-from experiments.papers.beside import NOT_TESTABLE
-from experiments.report.page import read_record, render
-from experiments.simulation.hardware import ModelShape
+from outrider.cluster.cli.generate.strategy_option import chosen_strategies
+from outrider.decoding.budget.latency import LatencyCurve
+from outrider.decoding.request import PLAIN
+from outrider.experiments.bench.run import arguments, run
+from outrider.experiments.bench.scaling.command import BENCH, parted, results_of
+from outrider.experiments.bench.scaling.entries import COUNTERS, Entry, Form, Round, forms_of
+from outrider.experiments.bench.scaling.results import Prediction, beside, communication
+from outrider.experiments.papers.beside import NOT_TESTABLE
+from outrider.experiments.report.page import read_record, render
+from outrider.experiments.simulation.hardware import ModelShape
 
 SHAPE = ModelShape("tiny", 4, 64, 4, 4, 16, 1e5, 100)
 

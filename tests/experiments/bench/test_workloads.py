@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli.generate.prompt_file import PromptFileError, PromptRecord, read_prompts
-from engine.text.tokenizer import load_tokenizer
-from experiments.bench.workloads import fitting_records, interleaved, prompt_ids, read_workloads
+from outrider.cluster.cli.generate.prompt_file import PromptFileError, PromptRecord, read_prompts
+from outrider.engine.text.tokenizer import load_tokenizer
+from outrider.experiments.bench.workloads import fitting_records, interleaved, prompt_ids, read_workloads
 
 
 def test_records_come_in_order_with_defaults(tmp_path: Path) -> None:

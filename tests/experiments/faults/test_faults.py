@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from configs.slices import SpeculationOptions
-from experiments.bench.run import Bench, run
-from experiments.faults import cache, ranks
-from experiments.faults.cache import FAULTS, Answer, Pass, compared, halves
-from experiments.faults.ranks import Run, ask_all, streaming, summary
-from experiments.service.asks import Answer as Heard
-from experiments.service.served import free_port, served
+from outrider.configs.slices import SpeculationOptions
+from outrider.experiments.bench.run import Bench, run
+from outrider.experiments.faults import cache, ranks
+from outrider.experiments.faults.cache import FAULTS, Answer, Pass, compared, halves
+from outrider.experiments.faults.ranks import Run, ask_all, streaming, summary
+from outrider.experiments.service.asks import Answer as Heard
+from outrider.experiments.service.served import free_port, served
 from tests.helpers.models import SENTENCES
 
 

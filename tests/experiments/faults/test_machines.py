@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.faults.machines import Machines, MachinesError, why_not
+from outrider.experiments.faults.machines import Machines, MachinesError, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 LISTEN = """
@@ -47,7 +47,7 @@ def test_machines_have_separate_ports_and_lose_all_processes(tmp_path: Path) -> 
 
 def test_nothing_is_left_of_machines_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     before = listed("netns")
-    monkeypatch.setattr("experiments.faults.machines._SUBNETS", (300,))  # makes invalid addresses
+    monkeypatch.setattr("outrider.experiments.faults.machines._SUBNETS", (300,))  # makes invalid addresses
     with pytest.raises(MachinesError, match="ip addr add"):
         Machines(["one"])
     assert listed("netns") == before

@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 import torch
 
-from configs.slices import SpeculationOptions
-from decoding.drafters import build_drafter
-from decoding.replay import replay_workload
-from engine.forward.runner import ModelRunner
-from engine.loading.model import LoadedModel
-from experiments.bench.engines.contestants import Prompt
-from experiments.bench.engines.guided import stock_twin
-from experiments.gpu_suite import clock
-from experiments.gpu_suite.models import SIZES, device_model, fill_slot, random_tree, step_bytes, tree_batch
-from experiments.gpu_suite.parts import any_rows, prefill, smoke
-from experiments.gpu_suite.parts.end_to_end import Trace, summary
-from experiments.gpu_suite.report import Job, Report, Setting
-from experiments.gpu_suite.texts import ByteTokenizer, made_up, read_texts, renumbered
-from experiments.gpu_suite.traces import STRATEGIES, contestants, engines
+from outrider.configs.slices import SpeculationOptions
+from outrider.decoding.drafters import build_drafter
+from outrider.decoding.replay import replay_workload
+from outrider.engine.forward.runner import ModelRunner
+from outrider.engine.loading.model import LoadedModel
+from outrider.experiments.bench.engines.contestants import Prompt
+from outrider.experiments.bench.engines.guided import stock_twin
+from outrider.experiments.gpu_suite import clock
+from outrider.experiments.gpu_suite.models import SIZES, device_model, fill_slot, random_tree, step_bytes, tree_batch
+from outrider.experiments.gpu_suite.parts import any_rows, prefill, smoke
+from outrider.experiments.gpu_suite.parts.end_to_end import Trace, summary
+from outrider.experiments.gpu_suite.report import Job, Report, Setting
+from outrider.experiments.gpu_suite.texts import ByteTokenizer, made_up, read_texts, renumbered
+from outrider.experiments.gpu_suite.traces import STRATEGIES, contestants, engines
 
 CONTEXT = 384
 

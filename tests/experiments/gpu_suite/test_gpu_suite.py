@@ -21,13 +21,13 @@ import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from experiments.device_double.guard import unavailable
-from experiments.gpu_suite.jobs import Worker
-from experiments.gpu_suite.parts import tests
-from experiments.gpu_suite.plan import PARTS, plan
-from experiments.gpu_suite.record import RunningRecord, print_table
-from experiments.gpu_suite.report import Job, Report, Setting, is_fatal
-from experiments.gpu_suite.suite import HELPS, NEEDS, Suite, arguments, main
+from outrider.experiments.device_double.guard import unavailable
+from outrider.experiments.gpu_suite.jobs import Worker
+from outrider.experiments.gpu_suite.parts import tests
+from outrider.experiments.gpu_suite.plan import PARTS, plan
+from outrider.experiments.gpu_suite.record import RunningRecord, print_table
+from outrider.experiments.gpu_suite.report import Job, Report, Setting, is_fatal
+from outrider.experiments.gpu_suite.suite import HELPS, NEEDS, Suite, arguments, main
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = "tests.experiments.gpu_suite.test_gpu_suite"
@@ -82,7 +82,7 @@ def bare(folder: Path, packages: Iterable[str], broken: str = "none") -> dict[st
 def run_bare(folder: Path, *options: str, broken: str = "none") -> Run:
     """One run with what the suite says that it needs, and numba; and its record."""
     environment = bare(folder, [*NEEDS, "numba"], broken)
-    command = [sys.executable, "-m", "experiments.gpu_suite", "--sizes", "tiny", "--out", str(folder / "out"), *options]
+    command = [sys.executable, "-m", "outrider.experiments.gpu_suite", "--sizes", "tiny", "--out", str(folder / "out"), *options]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     paths = list((folder / "out").glob("*.json"))
     assert len(paths) == 1, ran.stdout + ran.stderr
@@ -98,7 +98,7 @@ def bare_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run_bare(
         folder, "--device", "cpu", "--workloads", str(folder / "a.jsonl"), "--kinds", "strict,rounding,eager",
         "--revision", "abc", "--real-model", str(ROOT / "demo_model"), "--max-tokens", "32",
-        broken="experiments.gpu_suite.parts.profile",
+        broken="outrider.experiments.gpu_suite.parts.profile",
     )  # fmt: skip
 
 
@@ -421,7 +421,7 @@ def test_only_errors_that_cost_the_device_are_fatal() -> None:
 
 
 def test_draws_are_of_the_seed() -> None:
-    from experiments.gpu_suite.texts import made_up
+    from outrider.experiments.gpu_suite.texts import made_up
 
     one, same, other = (made_up(2, 500, 40, 30, seed) for seed in (1, 1, 2))
     assert one == same != other and all(len(prompt.known or ()) == 30 for prompt in one)

@@ -14,16 +14,16 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from cluster.cli.generate.prompt_file import read_prompts
-from decoding.request import Acceptance
-from decoding.strategy_choice import StrategyChoice
-from decoding.tree import DraftTree
-from engine.measures.energy import EnergyMeter
-from experiments.bench.__main__ import main
-from experiments.bench.engines.contestants import Prompt, Run
-from experiments.bench.progress import Progress
-from experiments.bench.run import arguments
-from experiments.papers.beside import (
+from outrider.cluster.cli.generate.prompt_file import read_prompts
+from outrider.decoding.request import Acceptance
+from outrider.decoding.strategy_choice import StrategyChoice
+from outrider.decoding.tree import DraftTree
+from outrider.engine.measures.energy import EnergyMeter
+from outrider.experiments.bench.__main__ import main
+from outrider.experiments.bench.engines.contestants import Prompt, Run
+from outrider.experiments.bench.progress import Progress
+from outrider.experiments.bench.run import arguments
+from outrider.experiments.papers.beside import (
     DIRECTION_ONLY,
     FAILS,
     HELD,
@@ -33,14 +33,14 @@ from experiments.papers.beside import (
     VERDICTS,
     judged,
 )
-from experiments.papers.commands import PAPERS, bench_of
-from experiments.papers.jacobi import compression, expected_tokens, fitted
-from experiments.papers.kept import Entry, KeptContestant, KeptRuns
-from experiments.papers.llma import counted
-from experiments.papers.ngrammys import Seen, shares
-from experiments.papers.numbers import published
-from experiments.papers.numbers.published import Claim, Figure, figure_of, load
-from experiments.papers.stage import load_stage, race, similar
+from outrider.experiments.papers.commands import PAPERS, bench_of
+from outrider.experiments.papers.jacobi import compression, expected_tokens, fitted
+from outrider.experiments.papers.kept import Entry, KeptContestant, KeptRuns
+from outrider.experiments.papers.llma import counted
+from outrider.experiments.papers.ngrammys import Seen, shares
+from outrider.experiments.papers.numbers import published
+from outrider.experiments.papers.numbers.published import Claim, Figure, figure_of, load
+from outrider.experiments.papers.stage import load_stage, race, similar
 
 SENTENCE = "The quick brown fox jumps over the lazy dog. "
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from configs.slices import EngineOptions
-from decoding.request import Request, SamplingParams
-from engine.forward.runner import ModelRunner
-from engine.loading.model import LoadedModel
-from experiments.bench.engines.contestants import Prompt
-from experiments.bench.engines.stock_generate import StockGenerate
-from experiments.papers.quality import joint_greedy, output_nats, over_target, until_end
-from experiments.papers.stage import perplexity
+from outrider.configs.slices import EngineOptions
+from outrider.decoding.request import Request, SamplingParams
+from outrider.engine.forward.runner import ModelRunner
+from outrider.engine.loading.model import LoadedModel
+from outrider.experiments.bench.engines.contestants import Prompt
+from outrider.experiments.bench.engines.stock_generate import StockGenerate
+from outrider.experiments.papers.quality import joint_greedy, output_nats, over_target, until_end
+from outrider.experiments.papers.stage import perplexity
 from tests.helpers.models import CONTEXT, VOCAB, tiny_model
 
 PROMPT = [5, 60, 7, 131, 9, 10, 250, 12, 13]

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from decoding.replay import KnownText, replay_workload
-from experiments.papers.ablation.explicit_trie import CAPACITIES, PARTS, ExplicitTrieDrafter, TrieParts, ablate
-from experiments.papers.ablation.frequency_trie import FrequencyTrie
-from experiments.papers.numbers.published import load
+from outrider.decoding.replay import KnownText, replay_workload
+from outrider.experiments.papers.ablation.explicit_trie import CAPACITIES, PARTS, ExplicitTrieDrafter, TrieParts, ablate
+from outrider.experiments.papers.ablation.frequency_trie import FrequencyTrie
+from outrider.experiments.papers.numbers.published import load
 
 PHRASE = list(range(1, 10))
 EVERYTHING = TrieParts()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from experiments.rag.conversation import cited
+from outrider.experiments.rag.conversation import cited
 
 HOURS = "The library opens at nine in the morning. On Sundays it stays closed."
 LOANS = "Books are lent for four weeks."

@@ -19,14 +19,14 @@ from typer.testing import CliRunner, Result
 pytest.importorskip("langchain_openai", reason="no LangChain: pip install 'outrider[rag]'")
 pytest.importorskip("llama_index.core", reason="no LlamaIndex: pip install 'outrider[rag]'")
 
-from cache_service.namespace import hash_key
-from engine.errors import ModelLoadError
-from engine.loading.model_files import find_files
-from experiments.rag.__main__ import app
-from experiments.rag.conversation import Conversation
-from experiments.rag.embeddings import MiniLM
-from experiments.rag.library import opened, read_documents
-from experiments.service.served import served
+from outrider.cache_service.namespace import hash_key
+from outrider.engine.errors import ModelLoadError
+from outrider.engine.loading.model_files import find_files
+from outrider.experiments.rag.__main__ import app
+from outrider.experiments.rag.conversation import Conversation
+from outrider.experiments.rag.embeddings import MiniLM
+from outrider.experiments.rag.library import opened, read_documents
+from outrider.experiments.service.served import served
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 MODEL = "smollm2-135m-instruct"
@@ -39,7 +39,7 @@ HOURS = {
 LOANS = "Books are lent for four weeks."
 QUESTION = "When does the library open?"
 FRAMEWORKS = ("langchain", "llamaindex")
-MODULES = {"langchain": "experiments.rag.with_langchain", "llamaindex": "experiments.rag.with_llama_index"}
+MODULES = {"langchain": "outrider.experiments.rag.with_langchain", "llamaindex": "outrider.experiments.rag.with_llama_index"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -195,7 +195,9 @@ def test_requests_without_a_valid_key_are_refused(url: str, store: str) -> None:
 
     assert "error: " in error("wrong", "--store", store) and "key" in error("wrong", "--store", store)
     assert "export the key in OUTRIDER_API_KEY" in error("", "--store", store)
-    assert "tenant acme has no documents in nowhere: python -m experiments.rag index" in error(KEYS["acme"], "--store", "nowhere")
+    assert "tenant acme has no documents in nowhere: python -m outrider.experiments.rag index" in error(
+        KEYS["acme"], "--store", "nowhere"
+    )
 
 
 def test_mistakes_end_a_command_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +214,7 @@ def test_mistakes_end_a_command_with_one_line(tmp_path: Path, monkeypatch: pytes
     assert "has no documents" in error("remove", "a.txt")
     assert "no server answers at http://127.0.0.1:9" in error("ask", QUESTION, "--url", "http://127.0.0.1:9")
     monkeypatch.setitem(sys.modules, "langchain_text_splitters", None)
-    monkeypatch.delitem(sys.modules, "experiments.rag.library")
+    monkeypatch.delitem(sys.modules, "outrider.experiments.rag.library")
     said = error("index", "--documents", tmp_path / "empty")
     assert said == "error: langchain_text_splitters is not installed: pip install 'outrider[rag]'\n"
 

@@ -19,19 +19,19 @@ import httpx
 import numpy as np
 import pytest
 
-from cache_service.namespace import hash_key
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.request import PLAIN, Request, SamplingParams
-from engine.engine import Engine
-from engine.text.chat import render_chat
-from experiments.bench.record import ROOT
-from experiments.bench.run import arguments, run
-from experiments.rag import bench, users
-from experiments.rag.bench import BENCH, Setting, results_of, settings, wrong
-from experiments.rag.traffic import PAIRED, TENANTS, Asked, make_day, make_pairs, read_items
-from experiments.rag.users import WARM_UP, Told, Users, api_key, pair_tenants
-from experiments.report.speeds import rag, rag_pairs
-from experiments.report.tables import headlines
+from outrider.cache_service.namespace import hash_key
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.request import PLAIN, Request, SamplingParams
+from outrider.engine.engine import Engine
+from outrider.engine.text.chat import render_chat
+from outrider.experiments.bench.record import ROOT
+from outrider.experiments.bench.run import arguments, run
+from outrider.experiments.rag import bench, users
+from outrider.experiments.rag.bench import BENCH, Setting, results_of, settings, wrong
+from outrider.experiments.rag.traffic import PAIRED, TENANTS, Asked, make_day, make_pairs, read_items
+from outrider.experiments.rag.users import WARM_UP, Told, Users, api_key, pair_tenants
+from outrider.experiments.report.speeds import rag, rag_pairs
+from outrider.experiments.report.tables import headlines
 
 FIRST = Asked("1", 0.0, "new", "bank", 0, ("It is open.",), ("Is it open?",))
 NEXT = Asked("2", 0.1, "conversation", "bank", 0, ("It is open.",), ("Is it open?", "Really?"), ("1",))

@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from cache_service.namespace import hash_key
-from experiments.bench.record import ROOT
-from experiments.faults.redis_process import RedisProcess
-from experiments.faults.replicas import ENGINE
-from experiments.rag.traffic import TENANTS, Item, make_day
-from experiments.rag.users import Told, api_key, users_of
-from experiments.service.served import Served, served
+from outrider.cache_service.namespace import hash_key
+from outrider.experiments.bench.record import ROOT
+from outrider.experiments.faults.redis_process import RedisProcess
+from outrider.experiments.faults.replicas import ENGINE
+from outrider.experiments.rag.traffic import TENANTS, Item, make_day
+from outrider.experiments.rag.users import Told, api_key, users_of
+from outrider.experiments.service.served import Served, served
 
 REQUESTS = 36
 TEXT = "The harbour number {} has {} piers. It was opened in {}."

@@ -9,8 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli.generate.prompt_file import PromptFileError
-from experiments.rag.traffic import PAIRED, SHARES, TENANTS, Asked, akin, edited, make_day, make_pairs, read_items, reworded
+from outrider.cluster.cli.generate.prompt_file import PromptFileError
+from outrider.experiments.rag.traffic import (
+    PAIRED,
+    SHARES,
+    TENANTS,
+    Asked,
+    akin,
+    edited,
+    make_day,
+    make_pairs,
+    read_items,
+    reworded,
+)
 
 SEPARATOR = chr(0x2028)  # a line separator to some, a part of the text to JSON
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.report.readme_tables import DOCUMENTS, filled, main
-from experiments.report.values import rounded
+from outrider.experiments.report.readme_tables import DOCUMENTS, filled, main
+from outrider.experiments.report.values import rounded
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "experiments" / "results"

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from experiments.bench.__main__ import main
-from experiments.report.page import figures_beside, read_record, render
-from experiments.report.paper import beside_paper, directions
-from experiments.report.tables import headlines
-from experiments.report.values import blocks_of, text_of
+from outrider.experiments.bench.__main__ import main
+from outrider.experiments.report.page import figures_beside, read_record, render
+from outrider.experiments.report.paper import beside_paper, directions
+from outrider.experiments.report.tables import headlines
+from outrider.experiments.report.values import blocks_of, text_of
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "experiments" / "results"

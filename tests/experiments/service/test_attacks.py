@@ -15,17 +15,17 @@ from typing import Any
 import pypdf
 import pytest
 
-from experiments.bench.run import arguments
-from experiments.report.tables import attacks, attacks_around
-from experiments.service.attacks import rows, run
-from experiments.service.attacks.calm import CalmClient
-from experiments.service.attacks.forms import all_forms, chosen
-from experiments.service.attacks.shots import Reply, Target, fire, get, is_fault
-from experiments.service.attacks.texts import pdf
-from experiments.service.attacks.verdicts import NOTHING_MS, Goals, interval, memory_fails, p95_ms, verdict
-from experiments.service.fuzz import fault_of, run_cases
-from experiments.service.fuzzing.case import Case, Server, reduced
-from experiments.service.fuzzing.requests import make_case
+from outrider.experiments.bench.run import arguments
+from outrider.experiments.report.tables import attacks, attacks_around
+from outrider.experiments.service.attacks import rows, run
+from outrider.experiments.service.attacks.calm import CalmClient
+from outrider.experiments.service.attacks.forms import all_forms, chosen
+from outrider.experiments.service.attacks.shots import Reply, Target, fire, get, is_fault
+from outrider.experiments.service.attacks.texts import pdf
+from outrider.experiments.service.attacks.verdicts import NOTHING_MS, Goals, interval, memory_fails, p95_ms, verdict
+from outrider.experiments.service.fuzz import fault_of, run_cases
+from outrider.experiments.service.fuzzing.case import Case, Server, reduced
+from outrider.experiments.service.fuzzing.requests import make_case
 
 SERVER = Server("circle", "key", "operator", None)
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from cluster.http.api import Service
-from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
-from cluster.http.types.responses import ResponsesRequest
-from configs.slices import EngineOptions, SpeculationOptions
-from experiments.bench.run import run
-from experiments.service import parity
-from experiments.service.parity_cases import Said, cases
+from outrider.cluster.http.api import Service
+from outrider.cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
+from outrider.cluster.http.types.responses import ResponsesRequest
+from outrider.configs.slices import EngineOptions, SpeculationOptions
+from outrider.experiments.bench.run import run
+from outrider.experiments.service import parity
+from outrider.experiments.service.parity_cases import Said, cases
 from tests.cluster.circle import TOKENIZER, local_engine, served
 
 NOT_COMPARED = {"model", "messages", "stream", "stream_options", "previous_response_id"}  # in all cases, or in all streamed ones

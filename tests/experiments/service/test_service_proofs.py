@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from experiments.bench.run import Bench, arguments
-from experiments.service import clients, disconnects, fuzz, overload
-from experiments.service.__main__ import TRIALS, main
-from experiments.service.asks import KINDS, Answer, Ask, Choice, ask, make_asks
-from experiments.service.overload import Phase
+from outrider.experiments.bench.run import Bench, arguments
+from outrider.experiments.service import clients, disconnects, fuzz, overload
+from outrider.experiments.service.__main__ import TRIALS, main
+from outrider.experiments.service.asks import KINDS, Answer, Ask, Choice, ask, make_asks
+from outrider.experiments.service.overload import Phase
 
 ENTRY = {"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}
 RIGHT = {"text": "ab", "finish_reason": "stop", "tokens": ["a", "b"], "logprobs": [-0.1, -0.2]}

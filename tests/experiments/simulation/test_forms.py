@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from decoding.request import PLAIN
-from experiments.report.simulation import form_map
-from experiments.simulation.__main__ import main
-from experiments.simulation.forms import Brought, Machine, best_of, read_drafts
-from experiments.simulation.hardware import GPUS, MODELS
-from experiments.simulation.steps import Software
+from outrider.decoding.request import PLAIN
+from outrider.experiments.report.simulation import form_map
+from outrider.experiments.simulation.__main__ import main
+from outrider.experiments.simulation.forms import Brought, Machine, best_of, read_drafts
+from outrider.experiments.simulation.hardware import GPUS, MODELS
+from outrider.experiments.simulation.steps import Software
 
 GPU = GPUS["A100-80"]
 

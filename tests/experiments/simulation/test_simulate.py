@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from decoding.budget.latency import LatencyCurve
-from experiments.bench.engines.traffic import poisson
-from experiments.simulation.__main__ import main
-from experiments.simulation.command import arrivals, cheapest, nearest, read_goal, usd_per_million
-from experiments.simulation.papers import row
+from outrider.decoding.budget.latency import LatencyCurve
+from outrider.experiments.bench.engines.traffic import poisson
+from outrider.experiments.simulation.__main__ import main
+from outrider.experiments.simulation.command import arrivals, cheapest, nearest, read_goal, usd_per_million
+from outrider.experiments.simulation.papers import row
 
 TEXT = "the quick brown fox jumps over the lazy dog and a request travels from the door to the engine and back again"
 

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from configs.slices import EngineOptions
-from decoding.budget.latency import LatencyCurve
-from decoding.replay import KnownText
-from decoding.strategy_choice import parse_strategy
-from experiments.bench.engines.traffic import poisson
-from experiments.simulation.cluster import SimulatedCluster, keyed
-from experiments.simulation.replica import KnownTarget, SimulatedReplica
-from experiments.simulation.steps import Host, StepTimes
+from outrider.configs.slices import EngineOptions
+from outrider.decoding.budget.latency import LatencyCurve
+from outrider.decoding.replay import KnownText
+from outrider.decoding.strategy_choice import parse_strategy
+from outrider.experiments.bench.engines.traffic import poisson
+from outrider.experiments.simulation.cluster import SimulatedCluster, keyed
+from outrider.experiments.simulation.replica import KnownTarget, SimulatedReplica
+from outrider.experiments.simulation.steps import Host, StepTimes
 
 FLAT = LatencyCurve((1, 1000), (0.01, 0.01), 0, 0.0, 0.0)  # 10 ms, however many rows
 VOCAB = 60

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
-from configs.slices import EngineOptions
-from decoding.budget.latency import LatencyCurve
-from decoding.replay import KnownText, replay_workload
-from decoding.strategy_choice import parse_strategy
-from engine.loading.model import LoadedModel
-from engine.text.tokenizer import load_tokenizer
-from experiments.bench.engines.contestants import Prompt, make_request
-from experiments.bench.engines.guided import random_model
-from experiments.bench.engines.shared_model import SharedModel
-from experiments.simulation.replica import TENANT, KnownTarget, Piece, SimulatedReplica
-from experiments.simulation.steps import Host, StepTimes
+from outrider.cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
+from outrider.configs.slices import EngineOptions
+from outrider.decoding.budget.latency import LatencyCurve
+from outrider.decoding.replay import KnownText, replay_workload
+from outrider.decoding.strategy_choice import parse_strategy
+from outrider.engine.loading.model import LoadedModel
+from outrider.engine.text.tokenizer import load_tokenizer
+from outrider.experiments.bench.engines.contestants import Prompt, make_request
+from outrider.experiments.bench.engines.guided import random_model
+from outrider.experiments.bench.engines.shared_model import SharedModel
+from outrider.experiments.simulation.replica import TENANT, KnownTarget, Piece, SimulatedReplica
+from outrider.experiments.simulation.steps import Host, StepTimes
 
 SENTENCE = "The quick brown fox jumps over the lazy dog. "
 RECORDS = (

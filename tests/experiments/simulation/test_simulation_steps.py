@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from decoding.budget.latency import LatencyCurve
-from experiments.simulation.hardware import GPUS, MODELS, find_gpu, find_shape, shape_of
-from experiments.simulation.steps import (
+from outrider.decoding.budget.latency import LatencyCurve
+from outrider.experiments.simulation.hardware import GPUS, MODELS, find_gpu, find_shape, shape_of
+from outrider.experiments.simulation.steps import (
     Host,
     RankLoad,
     Software,

@@ -14,14 +14,14 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from cluster.cli.generate.prompt_file import PromptRecord
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.request import FinishReason, Request, SamplingParams
-from engine.engine import Engine
-from engine.text.chat import render_chat
-from experiments.bench.progress import Progress
-from experiments.training import distill, evaluate, train
-from experiments.training.data import (
+from outrider.cluster.cli.generate.prompt_file import PromptRecord
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.request import FinishReason, Request, SamplingParams
+from outrider.engine.engine import Engine
+from outrider.engine.text.chat import render_chat
+from outrider.experiments.bench.progress import Progress
+from outrider.experiments.training import distill, evaluate, train
+from outrider.experiments.training.data import (
     END_OF_TEXT,
     Windows,
     broken_off_loop,
@@ -31,7 +31,7 @@ from experiments.training.data import (
     relaid,
     train_tokenizer,
 )
-from experiments.training.evaluate import CopyCase, copied, copying_results, distinct_ratio, four_grams, loop_results
+from outrider.experiments.training.evaluate import CopyCase, copied, copying_results, distinct_ratio, four_grams, loop_results
 from tests.experiments.conftest import CORPUS
 from tests.helpers.models import llama_config, run, save_model
 
@@ -156,7 +156,7 @@ def test_training_resumes_and_ends_in_a_model_that_serves(tmp_path: Path) -> Non
 
 def test_curve_has_the_last_row_of_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = list[dict[str, dict[str, dict[str, dict[str, float]]]]]()
-    monkeypatch.setattr("experiments.bench.figure.draw", lambda panels, out: drawn.append(panels))
+    monkeypatch.setattr("outrider.experiments.bench.figure.draw", lambda panels, out: drawn.append(panels))
     rows = [
         {"step": step, "tokens": step * 1e6, "loss": loss, "answer_loss": 1.0, "answer_accuracy": 0.5}
         for step, loss in ((250, 4.0), (500, 3.0), (500, 3.5), (750, 2.0))

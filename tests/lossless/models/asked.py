@@ -9,8 +9,8 @@ from functools import cache
 import numpy as np
 import torch
 
-from decoding.drafters import build_drafter
-from decoding.request import Request, SamplingParams
+from outrider.decoding.drafters import build_drafter
+from outrider.decoding.request import Request, SamplingParams
 from tests.helpers.models import COMPILED, VOCAB, engine_over, nearly, run, tiny_model
 
 DTYPES = [param for param in COMPILED if param.values[0] is not torch.float16]

@@ -15,22 +15,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from actors.lookahead.executor import LookaheadParallelExecutor
-from actors.lookahead.link import connect
-from actors.lookahead.rank import RankServer
-from configs.slices import EngineOptions
-from decoding.drafters import build_drafter
-from decoding.drafters.base import Drafter
-from decoding.request import Request, SamplingParams
-from engine.accelerator import use
-from engine.engine import Engine
-from engine.executor import Executor, LocalExecutor
-from engine.forward.attention import TREE_ATTENTION
-from engine.forward.cuda.static_runner import StaticRunner, lacks_exactness, lacks_graphs
-from engine.forward.runner import ModelRunner, kv_shape
-from engine.forward.runners import make_runner
-from experiments.device_double.gpu import DoubleGpu
-from experiments.device_double.guard import unavailable
+from outrider.actors.lookahead.executor import LookaheadParallelExecutor
+from outrider.actors.lookahead.link import connect
+from outrider.actors.lookahead.rank import RankServer
+from outrider.configs.slices import EngineOptions
+from outrider.decoding.drafters import build_drafter
+from outrider.decoding.drafters.base import Drafter
+from outrider.decoding.request import Request, SamplingParams
+from outrider.engine.accelerator import use
+from outrider.engine.cuda.static_runner import StaticRunner, lacks_exactness, lacks_graphs
+from outrider.engine.engine import Engine
+from outrider.engine.executor import Executor, LocalExecutor
+from outrider.engine.forward.attention import TREE_ATTENTION
+from outrider.engine.forward.runner import ModelRunner, kv_shape
+from outrider.engine.forward.runners import make_runner
+from outrider.experiments.device_double.gpu import DoubleGpu
+from outrider.experiments.device_double.guard import unavailable
 from tests.helpers.models import MAX_DRAFT, VOCAB, TinyTarget, engine_over, nearly, run
 from tests.helpers.ranks import CONNECT_S, PATIENT, SECRET
 from tests.lossless.models.test_families import FAMILIES, config_of

@@ -19,17 +19,17 @@ import transformers
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from configs.slices import EngineOptions, ModelOptions
-from decoding.drafters import build_drafter
-from decoding.drafters.base import Drafter
-from decoding.request import Request, SamplingParams
-from engine.errors import ModelLoadError
-from engine.forward.attention import TREE_ATTENTION
-from engine.forward.cpu.products.row_linear import has_kernels
-from engine.forward.runner import ModelRunner
-from engine.forward.runners import make_runner
-from engine.loading import memory
-from engine.loading.model import load_model
+from outrider.configs.slices import EngineOptions, ModelOptions
+from outrider.decoding.drafters import build_drafter
+from outrider.decoding.drafters.base import Drafter
+from outrider.decoding.request import Request, SamplingParams
+from outrider.engine.cpu.linear import has_kernels
+from outrider.engine.errors import ModelLoadError
+from outrider.engine.forward.attention import TREE_ATTENTION
+from outrider.engine.forward.runner import ModelRunner
+from outrider.engine.forward.runners import make_runner
+from outrider.engine.loading import memory
+from outrider.engine.loading.model import load_model
 from tests.helpers.models import (
     CONTEXT,
     MAX_DRAFT,

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from decoding.drafters import STRATEGIES, build_drafter
-from decoding.request import Request
-from engine.engine import Engine
-from engine.forward import exactness
-from engine.kv.state_cache import StateCache
+from outrider.decoding.drafters import STRATEGIES, build_drafter
+from outrider.decoding.request import Request
+from outrider.engine.engine import Engine
+from outrider.engine.forward import exactness
+from outrider.engine.kv.state_cache import StateCache
 from tests.helpers.hostile import HostileDrafter
 from tests.helpers.models import HYBRIDS, engine_over, prepared, run, tiny_model
 from tests.helpers.ranks import BranchingDrafter, TinyGroup
@@ -126,7 +126,7 @@ def _all_steps(engine: Engine) -> None:
 @quick_families
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_prefixes_are_reused_up_to_a_snapshot(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.kv.state_cache._FIRST", 16)
+    monkeypatch.setattr("outrider.engine.kv.state_cache._FIRST", 16)
     model, drafter = tiny_model(family, name_of(dtype)), build_drafter("llma", {})
     alone = engine_over(model.runner, build_drafter("autoregressive", {}), 1, prefix_caching=False)
     prompt, others = PROMPTS[3], ([5] * 9, [6] * 12, [8] * 20)

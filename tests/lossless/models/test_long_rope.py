@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.drafters import STRATEGIES, build_drafter
-from decoding.request import Request, SamplingParams
-from engine.engine import Engine
-from engine.forward import exactness
-from engine.forward.rope import LengthRope
-from engine.kv.kv_cache import SlotCache
-from engine.kv.prefix_cache import PrefixCache
-from engine.scheduling.placement import SlotPlacement
-from engine.scheduling.scheduler import Scheduler
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.drafters import STRATEGIES, build_drafter
+from outrider.decoding.request import Request, SamplingParams
+from outrider.engine.engine import Engine
+from outrider.engine.forward import exactness
+from outrider.engine.forward.rope import LengthRope
+from outrider.engine.kv.kv_cache import SlotCache
+from outrider.engine.kv.prefix_cache import PrefixCache
+from outrider.engine.scheduling.placement import SlotPlacement
+from outrider.engine.scheduling.scheduler import Scheduler
 from tests.helpers.hostile import HostileDrafter
 from tests.helpers.models import BORDER, ROPES, VOCAB, engine_over, nearly, prepared, run, save_model, tiny_model
 from tests.helpers.ranks import BranchingDrafter, TinyGroup, rank_runner

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from decoding.drafters import STRATEGIES, build_drafter
-from decoding.request import FinishReason, Request, SamplingParams
-from engine.engine import Engine
+from outrider.decoding.drafters import STRATEGIES, build_drafter
+from outrider.decoding.request import FinishReason, Request, SamplingParams
+from outrider.engine.engine import Engine
 from tests.helpers.hostile import HostileDrafter
 from tests.helpers.models import CONTEXT, FAMILIES, VOCAB, engine_over, nearly, prepared, tiny_model
 

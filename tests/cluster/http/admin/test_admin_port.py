@@ -9,14 +9,14 @@ import socket
 import httpx
 import pytest
 
-from cache_service.namespace import hash_key
-from cluster.cli.launch.preflight import LaunchError, check_port
-from cluster.http.admin.port import AdminPort
-from cluster.http.api import Service, create_api
-from cluster.serving.generation import EnginePort
-from configs.schema import ConfigError, load_config
-from configs.server_checks import admin_address
-from configs.slices import ServerOptions, TenancyOptions
+from outrider.cache_service.namespace import hash_key
+from outrider.cluster.cli.launch.preflight import LaunchError, check_port
+from outrider.cluster.http.admin.port import AdminPort
+from outrider.cluster.http.api import Service, create_api
+from outrider.cluster.serving.generation import EnginePort
+from outrider.configs.schema import ConfigError, load_config
+from outrider.configs.server_checks import admin_address
+from outrider.configs.slices import ServerOptions, TenancyOptions
 from tests.cluster.circle import TOKENIZER, bearer, served
 from tests.helpers.network import free_port
 

@@ -11,11 +11,11 @@ import httpx
 import numpy as np
 import pytest
 
-from cluster.http.job_planner import choice_seed
-from cluster.serving.engine_replica import EngineReplica
-from cluster.serving.generation import GenerationJob
-from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
-from decoding.request import SamplingParams
+from outrider.cluster.http.request_planner import choice_seed
+from outrider.cluster.serving.engine_replica import EngineReplica
+from outrider.cluster.serving.generation import GenerationJob
+from outrider.configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
+from outrider.decoding.request import SamplingParams
 from tests.cluster.circle import (
     CHAT,
     CHATS,

@@ -15,14 +15,14 @@ from openai import OpenAI
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from cluster.http.answers.harmony import HarmonyReader
-from cluster.http.answers.reasoning import Thought
-from cluster.http.answers.tool_calls import Arguments, Call, ToolCallReader, call_id, whole_calls
-from cluster.http.api import Service
-from cluster.http.types.tool_grammar import CallMarks, Offered, call_grammar
-from engine.text.chat import bracketed_tokens
-from engine.text.chat_format import CALL_MARKS, CallForm, ChatFormat, added_tokens
-from engine.text.grammar import Grammars
+from outrider.cluster.http.answers.harmony import HarmonyReader
+from outrider.cluster.http.answers.reasoning import Thought
+from outrider.cluster.http.answers.tool_calls import Arguments, Call, ToolCallReader, call_id, whole_calls
+from outrider.cluster.http.api import Service
+from outrider.cluster.http.types.tool_grammar import CallMarks, Offered, call_grammar
+from outrider.engine.text.chat import bracketed_tokens
+from outrider.engine.text.chat_format import CALL_MARKS, CallForm, ChatFormat, added_tokens
+from outrider.engine.text.grammar import Grammars
 from tests.cluster.circle import MESSAGES, build_tokenizer, local_engine, save_saying, served, streamed_calls
 
 SCHEMA: dict[str, Any] = {

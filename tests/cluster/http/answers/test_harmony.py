@@ -13,13 +13,13 @@ from openai import OpenAI
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from cluster.http.answers.harmony import HarmonyReader
-from cluster.http.answers.logprobs import TokenBytes
-from cluster.http.answers.reasoning import ReasoningTokens
-from cluster.http.api import Service
-from cluster.http.types.tool_grammar import CallMarks, Offered, call_grammar
-from engine.text.chat_format import CALL_MARKS, HARMONY, ChatFormat, added_tokens
-from engine.text.grammar import Grammars, behind_analysis, json_grammar
+from outrider.cluster.http.answers.harmony import HarmonyReader
+from outrider.cluster.http.answers.logprobs import TokenBytes
+from outrider.cluster.http.answers.reasoning import ReasoningTokens
+from outrider.cluster.http.api import Service
+from outrider.cluster.http.types.tool_grammar import CallMarks, Offered, call_grammar
+from outrider.engine.text.chat_format import CALL_MARKS, HARMONY, ChatFormat, added_tokens
+from outrider.engine.text.grammar import Grammars, behind_analysis, json_grammar
 from tests.cluster.circle import MESSAGES, LocalEngine, build_tokenizer, local_engine, save_saying, served, streamed_calls
 
 START, CHANNEL, MESSAGE, END, CONSTRAIN, CALL, _ = CALL_MARKS["harmony"]

@@ -12,8 +12,8 @@ from openai import OpenAI
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from cluster.http.answers.logprobs import LogprobWriter, TokenBytes
-from decoding.request import TokenLogprob
+from outrider.cluster.http.answers.logprobs import LogprobWriter, TokenBytes
+from outrider.decoding.request import TokenLogprob
 from tests.cluster.circle import CIRCLE, MESSAGES, byte_ids, read_stream
 
 # The successor of the last token has the logit PEAK, all others 0.

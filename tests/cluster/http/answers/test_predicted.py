@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai import OpenAI
 
-from cluster.http.answers.predicted import Predicted, PredictionMatch
+from outrider.cluster.http.answers.predicted import Predicted, PredictionMatch
 from tests.cluster.circle import CIRCLE, LAP, MESSAGES
 
 

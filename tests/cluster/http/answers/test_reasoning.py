@@ -16,11 +16,11 @@ from openai import OpenAI
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from cluster.http.answers.logprobs import TokenBytes
-from cluster.http.answers.reasoning import ReasoningReader, ReasoningTokens, Thought
-from cluster.http.api import Service
-from engine.text.chat_format import REASONING_TAGS, ChatFormat, Tags, added_tokens
-from engine.text.grammar import Grammars, after_reasoning, json_grammar, regex_grammar
+from outrider.cluster.http.answers.logprobs import TokenBytes
+from outrider.cluster.http.answers.reasoning import ReasoningReader, ReasoningTokens, Thought
+from outrider.cluster.http.api import Service
+from outrider.engine.text.chat_format import REASONING_TAGS, ChatFormat, Tags, added_tokens
+from outrider.engine.text.grammar import Grammars, after_reasoning, json_grammar, regex_grammar
 from tests.cluster.circle import CHATS, MESSAGES, build_tokenizer, check_error, local_engine, save_saying, served
 
 THINK = Tags("<think>", "</think>")

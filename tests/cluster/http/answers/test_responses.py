@@ -14,11 +14,11 @@ from openai import OpenAI
 from openai.types.responses import Response
 from transformers import PreTrainedTokenizerFast
 
-from cluster.admission.controller import AdmissionOptions
-from cluster.http.answers.stream_guard import StreamGuard
-from cluster.http.api import Service
-from cluster.http.types.responses import ResponsesRequest
-from configs.slices import LimitsOptions, ServerOptions
+from outrider.cluster.admission.controller import AdmissionOptions
+from outrider.cluster.http.answers.stream_guard import StreamGuard
+from outrider.cluster.http.api import Service
+from outrider.cluster.http.types.responses import ResponsesRequest
+from outrider.configs.slices import LimitsOptions, ServerOptions
 from tests.cluster.circle import CHATS, LocalEngine, Server, check_error, client_of, local_engine, save_saying, served
 
 RESPONSES = "/v1/responses"

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.http.api import Service
-from configs.slices import TenancyOptions
+from outrider.cluster.http.api import Service
+from outrider.configs.slices import TenancyOptions
 from tests.cluster.circle import CHAT, CHATS, CIRCLE, COMPLETIONS, TEXT, TOKENIZER, LocalEngine, client_of, read_stream
 
 BODIES = {COMPLETIONS: TEXT | {"prompt": "hgf<", "max_tokens": 70}, CHATS: CHAT | {"max_tokens": 70}}

@@ -15,11 +15,11 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from cluster.http.answers.stream_guard import StreamGuard, StreamShape, paced
-from cluster.http.api import Service
-from cluster.serving.generation import EnginePort
-from configs.slices import ServerOptions
-from decoding.step_output import FinishReason, StepOutput, TokenLogprob, merge_outputs
+from outrider.cluster.http.answers.stream_guard import StreamGuard, StreamShape, paced
+from outrider.cluster.http.api import Service
+from outrider.cluster.serving.generation import EnginePort
+from outrider.configs.slices import ServerOptions
+from outrider.decoding.step_output import FinishReason, StepOutput, TokenLogprob, merge_outputs
 from tests.cluster.circle import TEXT, TOKENIZER, served
 from tests.helpers.waiting import eventually
 

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 from openai import OpenAI
 
-from engine.text import grammar as grammar_module
+from outrider.engine.text import grammar as grammar_module
 from tests.cluster.circle import MESSAGES
 
 SCHEMA = {

@@ -12,7 +12,7 @@ import pytest
 from openai import OpenAI
 from transformers import PreTrainedTokenizerFast
 
-from cluster.http.api import Service
+from outrider.cluster.http.api import Service
 from tests.cluster.circle import MESSAGES, local_engine, save_saying, served, streamed_calls
 
 LOOK = '{"name": "look", "arguments": {"at": "é"}}'

@@ -20,10 +20,10 @@ import ray
 from openai import OpenAI
 from ray import serve
 
-from cluster.admission.http_limits import HEADER_TIMEOUT_S
-from cluster.app import build_app
-from configs.schema import Config
-from configs.slices import EngineOptions, ModelOptions, ServerOptions, SpeculationOptions
+from outrider.cluster.admission.http_limits import HEADER_TIMEOUT_S
+from outrider.cluster.app import build_app
+from outrider.configs.schema import Config
+from outrider.configs.slices import EngineOptions, ModelOptions, ServerOptions, SpeculationOptions
 from tests.cluster.circle import (
     CHATS,
     CIRCLE,

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cluster.serving import autoscaling
+from outrider.cluster.serving import autoscaling
 from tests.cluster.circle import Server
 from tests.cluster.service.applications import serving, tiny_config
 

@@ -16,14 +16,14 @@ import httpx
 import pytest
 import torch
 
-import cluster.app
-from cluster.serving.engine_replica import EngineReplica
-from cluster.serving.generation import GenerationJob
-from cluster.serving.handle_engine import Item
-from cluster.serving.shared_answer import FRESH_S
-from decoding.request import SamplingParams
-from engine.executor import VerifyResult
-from engine.forward.batch import ScheduledRequest
+import outrider.cluster.app as app_module
+from outrider.cluster.serving.engine_replica import EngineReplica
+from outrider.cluster.serving.generation import GenerationJob
+from outrider.cluster.serving.handle_engine import Item
+from outrider.cluster.serving.shared_answer import FRESH_S
+from outrider.decoding.request import SamplingParams
+from outrider.engine.executor import VerifyResult
+from outrider.engine.forward.batch import ScheduledRequest
 from tests.cluster.circle import Server
 from tests.cluster.service.applications import PROMPT, Application, plain_answers, serving, tiny_config
 from tests.helpers.waiting import eventually
@@ -72,7 +72,7 @@ class Fragile(EngineReplica):
 def fragile(api_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> Iterator[Application]:
     """A service of two replicas of that kind."""
     (tmp_path / "fault").write_text(kind)
-    monkeypatch.setattr(cluster.app, "EngineReplica", Fragile)
+    monkeypatch.setattr(app_module, "EngineReplica", Fragile)
     with serving(api_server, "fragile", tiny_config(tmp_path, server={"replicas": 2}), TOKENS) as made:
         made.becomes(status="ok", replicas=2)
         yield made

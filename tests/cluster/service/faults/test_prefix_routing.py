@@ -17,10 +17,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
-from cluster.serving.generation import GenerationJob
-from cluster.serving.handle_engine import FIRST_WORD_S, SILENCE_S, HandleEngine
-from cluster.serving.shared_answer import FRESH_S
-from decoding.request import SamplingParams
+from outrider.cluster.serving.generation import GenerationJob
+from outrider.cluster.serving.handle_engine import FIRST_WORD_S, SILENCE_S, HandleEngine
+from outrider.cluster.serving.shared_answer import FRESH_S
+from outrider.decoding.request import SamplingParams
 from tests.cluster.circle import bearer
 from tests.cluster.service.applications import OPERATOR, Application, Twins, kill
 from tests.helpers.models import VOCAB

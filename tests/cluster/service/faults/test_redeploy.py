@@ -17,10 +17,10 @@ import torch
 from ray import serve
 from transformers import LlamaForCausalLM
 
-from cluster.app import application
-from cluster.cli.launch.preflight import check_port
-from configs.schema import Config
-from configs.slices import EngineOptions, ModelOptions, ServerOptions, SpeculationOptions
+from outrider.cluster.app import application
+from outrider.cluster.cli.launch.preflight import check_port
+from outrider.configs.schema import Config
+from outrider.configs.slices import EngineOptions, ModelOptions, ServerOptions, SpeculationOptions
 from tests.cluster.circle import TEXT, Server
 from tests.helpers.network import free_port
 

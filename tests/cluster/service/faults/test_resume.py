@@ -16,12 +16,12 @@ import psutil
 import pytest
 from ray import serve
 
-from cluster.http.errors import ApiError
-from cluster.serving.engine_replica import EngineReplica
-from cluster.serving.generation import GenerationJob
-from cluster.serving.handle_engine import HandleEngine
-from configs.slices import EngineOptions, ParallelismOptions, SpeculationOptions
-from decoding.request import FinishReason, SamplingParams, StepOutput
+from outrider.cluster.http.errors import ApiError
+from outrider.cluster.serving.engine_replica import EngineReplica
+from outrider.cluster.serving.generation import GenerationJob
+from outrider.cluster.serving.handle_engine import HandleEngine
+from outrider.configs.slices import EngineOptions, ParallelismOptions, SpeculationOptions
+from outrider.decoding.request import FinishReason, SamplingParams, StepOutput
 from tests.cluster.service.applications import Twins, kill, tiny_config
 from tests.helpers.models import VOCAB
 from tests.helpers.waiting import eventually

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from engine import accelerator, environment
-from engine.engine import Engine
-from engine.errors import ModelLoadError
-from engine.forward.attention import TREE_ATTENTION
-from engine.loading import memory
-from engine.loading import model as module
-from engine.loading.model import device_of, load_model, load_weights
-from engine.measures.energy import meter_name
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.engine import accelerator, environment
+from outrider.engine.engine import Engine
+from outrider.engine.errors import ModelLoadError
+from outrider.engine.forward.attention import TREE_ATTENTION
+from outrider.engine.loading import memory
+from outrider.engine.loading import model as module
+from outrider.engine.loading.model import device_of, load_model, load_weights
+from outrider.engine.measures.energy import meter_name
 from tests.engine.loading.gpus.fake_gpus import GIB, FakeGpus
 from tests.helpers.gguf_files import save_gguf
 from tests.helpers.models import llama_config, save_model

@@ -12,25 +12,25 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
-from engine.accelerator import accelerator, use
-from engine.engine import runner_over
-from engine.errors import ModelLoadError
-from engine.forward.attention import TREE_ATTENTION
-from engine.forward.cuda import static_runner
-from engine.forward.cuda.static_runner import ROWS, StaticRunner, step_kinds
-from engine.forward.runner import ModelRunner
-from engine.forward.runners import make_runner
-from engine.loading import slot_memory
-from engine.loading.cards import CARDS, find_card, planned
-from engine.loading.model import LoadedModel, served_config
-from engine.loading.outline import Outline, outline
-from engine.loading.plan import Plan, plan
-from engine.loading.roofline import BANDWIDTH_SHARE, FLOPS_SHARE, Roofline
-from engine.loading.slot_memory import STRICT_ROWS, reserved
-from experiments.device_double.guard import unavailable
-from experiments.device_double.meta import MetaGpu
-from experiments.gpu_suite.plan_table import CONFIGS, LARGE, ROUNDED, SERVED, table
+from outrider.configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
+from outrider.engine.accelerator import accelerator, use
+from outrider.engine.cuda import static_runner
+from outrider.engine.cuda.static_runner import ROWS, StaticRunner, step_kinds
+from outrider.engine.engine import runner_over
+from outrider.engine.errors import ModelLoadError
+from outrider.engine.forward.attention import TREE_ATTENTION
+from outrider.engine.forward.runner import ModelRunner
+from outrider.engine.forward.runners import make_runner
+from outrider.engine.loading import slot_memory
+from outrider.engine.loading.cards import CARDS, find_card, planned
+from outrider.engine.loading.model import LoadedModel, served_config
+from outrider.engine.loading.outline import Outline, outline
+from outrider.engine.loading.plan import Plan, plan
+from outrider.engine.loading.roofline import BANDWIDTH_SHARE, FLOPS_SHARE, Roofline
+from outrider.engine.loading.slot_memory import STRICT_ROWS, reserved
+from outrider.experiments.device_double.guard import unavailable
+from outrider.experiments.device_double.meta import MetaGpu
+from outrider.experiments.gpu_suite.plan_table import CONFIGS, LARGE, ROUNDED, SERVED, table
 
 GPU = torch.device("cuda", 0)
 ALL = (*SERVED, *LARGE, *ROUNDED)

@@ -12,15 +12,15 @@ import pytest
 import torch
 from transformers import Gemma2Config, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
 
-from configs.schema import REPOSITORY, load_config
-from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
-from engine import accelerator
-from engine.engine import runner_over
-from engine.errors import ModelLoadError
-from engine.forward import runners
-from engine.loading.footprint import Footprint, footprint
-from engine.loading.model import LoadedModel
-from engine.loading.slot_memory import LENGTHS, STRICT_ROWS, reserved
+from outrider.configs.schema import REPOSITORY, load_config
+from outrider.configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
+from outrider.engine import accelerator
+from outrider.engine.engine import runner_over
+from outrider.engine.errors import ModelLoadError
+from outrider.engine.forward import runners
+from outrider.engine.loading.footprint import Footprint, footprint
+from outrider.engine.loading.model import LoadedModel
+from outrider.engine.loading.slot_memory import LENGTHS, STRICT_ROWS, reserved
 from tests.engine.loading.gpus.fake_gpus import A100_80, GIB, FakeGpus
 from tests.helpers.models import llama_config
 

@@ -1,0 +1,390 @@
+"""Conversion of validated API requests to the engine jobs of their choices."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from outrider.cluster.admission.controller import AdmissionController, AdmittedRequest
+from outrider.cluster.admission.tenancy import Sharing, Tenancy
+from outrider.cluster.http.answers.logprobs import TokenBytes
+from outrider.cluster.http.answers.respond import ReasoningFormat, ToolCallFormat
+from outrider.cluster.http.answers.resume import EventIds, ResumePoint, StreamHeaders
+from outrider.cluster.http.errors import ApiError
+from outrider.cluster.http.grammar_turns import Fault, GrammarTurns
+from outrider.cluster.http.text_threads import SHORT, TextThreads
+from outrider.cluster.http.turns import SENDER
+from outrider.cluster.http.types.openai import MAX_REPORTED_VALUES, ChatCompletionRequest, CompletionFields, CompletionRequest
+from outrider.cluster.http.types.tool_grammar import CallMarks, faulty_tool
+from outrider.cluster.serving.generation import EnginePort, Generation, GenerationJob, Listener
+from outrider.decoding.request import SamplingParams
+from outrider.decoding.sources.embeddings import signs_of
+from outrider.decoding.tree import Int32Array
+from outrider.engine.errors import ContextLengthError, RequestError
+from outrider.engine.loading.model_info import ModelInfo
+from outrider.engine.text.chat import bracketed_tokens, knows_variable, render_chat
+from outrider.engine.text.chat_format import CALL_MARKS, HARMONY, HARMONY_ENDS, ChatFormat, added_tokens
+from outrider.engine.text.grammar import after_reasoning, behind_analysis, reason_of
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; chats default to the rest of the context
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """Return the seed of one of the ``n`` choices of a prompt.
+
+    Choice 0 has the request's own seed, so that ``n`` does not change it. The others have 63 bits of the BLAKE2b hash of
+    ``SEED/CHOICE``: each choice can be requested alone, and neighbouring seeds do not share choices.
+    """
+    if choice == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()) >> 1
+
+
+@dataclass(slots=True)
+class PlannerServices:
+    """Shared parts of all routes that generate."""
+
+    threads: TextThreads
+    tenancy: Tenancy
+    admission: AdmissionController  # counts each choice
+    info: Callable[[], Awaitable[ModelInfo]]  # describes the served model; raises ApiError (503) while no engine answers
+    listeners: tuple[Listener, ...]  # output hooks of all generations
+    stream_key: bytes  # signs event ids; empty disables them
+    chat_format: ChatFormat = dataclasses.field(init=False)  # reasoning and tool call formats of the chat template
+    grammars: GrammarTurns = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.chat_format = ChatFormat.of(self.threads.tokenizer)
+        self.grammars = GrammarTurns(self.threads.tokenizer)
+
+    async def model(self, name: str | None = None) -> ModelInfo:
+        """Return the served model. Raises ``ApiError`` (404) if ``name`` is neither the model nor one of its adapters."""
+        info = await self.info()
+        if name is not None and name not in info.names:
+            message = f"the model {name!r} does not exist; this server has {', '.join(map(repr, info.names))}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return info
+
+    async def planner(
+        self,
+        prefix: str,
+        body: CompletionFields,
+        authorization: str | None,
+        session_id: str | None,
+        headers: StreamHeaders | None = None,
+    ) -> RequestPlanner:
+        """Return the planner of a request's jobs.
+
+        Args:
+            prefix: prefix of the response id, such as ``cmpl-``.
+            session_id: session from the header, used if the body names none.
+
+        Raises:
+            ApiError: wrong key, unknown model, or a stream that cannot be resumed.
+        """
+        sharing, info = self.tenancy.sharing(authorization, body.cache), await self.model(body.model)
+        session = body.prompt_cache_key or session_id or None
+        begin = functools.partial(
+            ResumePoint.of, prefix, body, self.tenancy.tenant_of(authorization), headers or StreamHeaders(), self.stream_key
+        )
+        beginning = await self.threads.run(begin) if SENDER.get().size > SHORT else begin()
+        adapter = None if body.model == info.served_name else body.model
+        return RequestPlanner(
+            self.threads, self.grammars, self.chat_format, info, beginning, sharing, self.admission, session, adapter
+        )
+
+    def generation(self, engine: EnginePort, admitted: AdmittedRequest, n: int = 1, silent: bool = False) -> Generation:
+        """Return the generation of an admitted request; see ``Generation``."""
+        return Generation(engine, admitted.jobs, n, silent, (*self.listeners, *admitted.listeners), admitted.deadline)
+
+
+class RequestPlanner:
+    """Builds the engine jobs of one request: tokenizes it and applies defaults. Work shared by all choices is done once."""
+
+    def __init__(
+        self,
+        threads: TextThreads,
+        grammars: GrammarTurns,
+        chat_format: ChatFormat,
+        info: ModelInfo,
+        beginning: ResumePoint,
+        sharing: Sharing,
+        admission: AdmissionController,
+        session: str | None = None,
+        adapter: str | None = None,
+    ) -> None:
+        self._adapter = adapter
+        self._threads, self._grammars, self._tokenizer, self.info = threads, grammars, threads.tokenizer, info
+        self._format, self._begins_within = chat_format, False if chat_format.reasoning is None else None
+        self.beginning, self._sharing, self._session = beginning, sharing, session
+        self._admission, self._limits = admission, admission.limits
+
+    async def chat(self, body: ChatCompletionRequest) -> list[GenerationJob]:
+        """Return the jobs of a chat, one per choice.
+
+        Raises:
+            RequestError, ApiError: a field cannot be served; the error names it.
+        """
+        ids = await self._threads.run(self._render, body)
+        if body.binds_calls is not None and self._format.calls is None:
+            message = "the format of tool calls in the model's chat template is unknown, so they cannot be constrained"
+            raise RequestError(body.binds_calls, f"{message}; leave it out")
+        self._begins_within = self._format.begins_within(self._tokenizer, ids)
+        return await self._jobs(body, [(ids, self._most_tokens(body, ids, self.info.max_model_len))])
+
+    async def completion(self, body: CompletionRequest) -> list[GenerationJob]:
+        """Return ``n`` jobs per prompt, in order of the prompts. Raises the errors of ``chat``."""
+        prompts: list[tuple[list[int], int]] = []
+        for prompt in body.prompt:
+            ids = await self._threads.encode(prompt) if isinstance(prompt, str) else prompt
+            prompts.append((ids, self._most_tokens(body, ids, COMPLETION_MAX_TOKENS)))
+            await asyncio.sleep(0)  # all prompts together may be as large as a body: do not block the event loop
+        return await self._jobs(body, prompts)
+
+    async def echoes(self, body: CompletionRequest) -> list[str]:
+        """Return the prompt text that each choice begins with, as the client sent it; empty without ``echo``."""
+        if not body.echo:
+            return []
+        texts: list[str] = []
+        for prompt in body.prompt:
+            if not isinstance(prompt, str):
+                prompt = str(await self._threads.run(self._decode, prompt, body.skips_special))
+            texts += [prompt] * (body.n or 1)
+        return texts
+
+    def reads(self, body: ChatCompletionRequest, token_bytes: TokenBytes) -> tuple[ReasoningFormat | None, ToolCallFormat | None]:
+        """Return how to parse reasoning and tool calls from the response to a chat. Call it after ``chat``."""
+        reasoning, calls, form = None, None, self._format
+        if form.reasoning is not None:
+            told = body.include_reasoning is not False
+            reasoning = ReasoningFormat(form.reasoning, self._begins_within, token_bytes, told)
+        if form.calls is not None and body.shown_tools and body.bound_by is None:
+            schemas = {tool.function.name: tool.function.parameters or {} for tool in body.tools or ()}
+            most = 1 if body.parallel_tool_calls is False else None
+            calls = ToolCallFormat(form.calls, most, schemas, CALL_MARKS[form.calls][0] in form.hidden)
+        return reasoning, calls
+
+    def events(self, jobs: Sequence[GenerationJob], paced: bool) -> EventIds | None:
+        """Return the generator of event ids for a planned stream; see ``ResumePoint.events``."""
+        return self.beginning.events(jobs, self.info, paced)
+
+    def _render(self, body: ChatCompletionRequest) -> list[int]:
+        turns = [message.turn() for message in body.messages]
+        return render_chat(self._tokenizer, turns, body.shown_tools, variables=self._variables(body))
+
+    def _variables(self, body: ChatCompletionRequest) -> dict[str, Any]:
+        """Return the chat template's variables. Raises ``RequestError`` if it does not support ``reasoning_effort``."""
+        asked, effort = body.chat_template_kwargs or {}, body.reasoning_effort
+        if effort is None or "reasoning_effort" in asked:
+            return asked
+        if knows_variable(self._tokenizer, "reasoning_effort"):
+            return {"reasoning_effort": effort, **asked}
+        switches = [name for name in ("enable_thinking", "thinking") if knows_variable(self._tokenizer, name)]
+        if effort == "none" and switches:
+            return {switches[0]: False, **asked}
+        advice = 'send "none" or leave it out' if switches else "leave it out"
+        raise RequestError("reasoning_effort", f"the model's chat template has no reasoning_effort; {advice}")
+
+    def _decode(self, ids: list[int], skip_special: bool) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
+
+    async def _jobs(
+        self, body: ChatCompletionRequest | CompletionRequest, prompts: Sequence[tuple[list[int], int]]
+    ) -> list[GenerationJob]:
+        """Return the jobs of all prompts, each given as (token ids, maximum output tokens)."""
+        self.info.check_strategy(body.drafting.strategy)
+        self._check_ids("stop_token_ids", body.stop_token_ids or ())
+        self._check_told(body, prompts)
+        bound = body.bound_by or (isinstance(body, ChatCompletionRequest) and body.binds_calls)
+        grammar = await self._grammars.build(self.info, functools.partial(self._checked_grammar, body)) if bound else None
+        params = [self._params(body, most, grammar) for _, most in prompts]
+        references, vector = await self._references(body), body.reference_embedding
+        embedding = None if vector is None else await self._threads.run(signs_of, vector)
+        jobs: list[GenerationJob] = []
+        for (ids, _), one in zip(prompts, params, strict=True):
+            job = self._bounded(body, self._job(body, ids, one, references, embedding))
+            jobs += self._choices(job, len(jobs), body.n or 1)
+            await asyncio.sleep(0)
+        return jobs
+
+    async def _references(self, body: ChatCompletionRequest | CompletionRequest) -> tuple[Int32Array, ...]:
+        """Tokenize the reference texts. Raises ``ApiError`` (400) as soon as they have too many tokens."""
+        found: list[Int32Array] = []
+        first = len(body.references) - len(body.reference_documents or ())  # index of the first document, after a prediction
+        for place, text in enumerate(body.references):
+            found.append(np.asarray(await self._threads.encode(text, special_tokens=False), np.int32))
+            field = "prediction" if place < first else f"reference_documents[{place - first}]"
+            tokens, most = sum(map(len, found)), self._limits.max_reference_tokens
+            if tokens > most:
+                message = f"{field}: the reference texts have {tokens} tokens, the maximum is {most}"
+                message += " (limits.max_reference_tokens): send less"
+                raise self._admission.refuse(ApiError(400, message, param=field, code="too_many_references"))
+        return tuple(found)
+
+    def _checked_grammar(self, body: ChatCompletionRequest | CompletionRequest, fault: Fault) -> str:
+        """Return the grammar of the response. Raises ``RequestError`` naming the field if the model cannot follow it."""
+        grammar = self._grammar(body)
+        assert grammar is not None, body.bound_by
+        if reason := fault(grammar):
+            field = body.bound_by
+            if field is None and isinstance(body, ChatCompletionRequest):
+                field = faulty_tool(body.tools or (), body.tool_choice, fault)
+            raise RequestError(field or "tools", reason_of(reason))
+        return grammar
+
+    def _grammar(self, body: ChatCompletionRequest | CompletionRequest) -> str | None:
+        if not isinstance(body, ChatCompletionRequest):
+            return body.grammar()
+        tokens, form = added_tokens(self._tokenizer), self._format
+        if body.binds_calls is not None and form.calls is not None:
+            marks = CallMarks(form.calls, form.has_call_names, tokens, bracketed_tokens(self._tokenizer))
+            grammar: str | None = body.calls_grammar(marks)
+        else:
+            grammar = body.grammar()
+        if grammar is None or form.reasoning is None:
+            return grammar
+        if form.reasoning is HARMONY:
+            return behind_analysis(grammar, tokens, self._begins_within, has_header=body.binds_calls is not None)
+        return after_reasoning(grammar, form.reasoning, tokens, self._begins_within)
+
+    def _choices(self, job: GenerationJob, first: int, n: int) -> list[GenerationJob]:
+        """Return the jobs of a prompt's ``n`` choices, numbered from ``first``."""
+        seeds = [choice_seed(job.params.seed, choice) for choice in range(n)]
+        return [
+            dataclasses.replace(
+                job,
+                request_id=f"{self.beginning.answer_id}/{first + choice}",
+                params=dataclasses.replace(job.params, seed=seed),
+                siblings=n > 1,
+            )
+            for choice, seed in enumerate(seeds)
+        ]
+
+    def _most_tokens(self, body: ChatCompletionRequest | CompletionRequest, ids: list[int], default: int) -> int:
+        """Return the maximum output tokens: as requested, otherwise ``default`` or the rest of the context, if that is less."""
+        prompt, (field, wanted) = body.PROMPT, body.most_tokens
+        self._check_ids(prompt, ids)
+        if not ids:
+            raise RequestError(prompt, "must not be empty")
+        context = self.info.max_model_len
+        left = context - len(ids)
+        if left < 1:
+            raise ContextLengthError(prompt, f"the context is {context} tokens, but the prompt has {len(ids)}: shorten it")
+        if wanted is not None and wanted > left:
+            raise ContextLengthError(
+                field,
+                f"the context is {context} tokens, but the prompt's {len(ids)} plus {wanted} make {len(ids) + wanted}: "
+                f"request at most {left}",
+            )
+        return min(default, left) if wanted is None else max(1, wanted)  # for 0, one token is generated and not returned
+
+    def _job(
+        self,
+        body: ChatCompletionRequest | CompletionRequest,
+        ids: list[int],
+        params: SamplingParams,
+        references: tuple[Int32Array, ...],
+        embedding: Int32Array | None,
+    ) -> GenerationJob:
+        """Return the job of a prompt, before ``_choices`` sets its request id and seed."""
+        return GenerationJob(
+            self.beginning.answer_id, np.asarray(ids, np.int32), params, references,
+            self._sharing.tenant, self._sharing.public, self._adapter,
+            strategy=body.drafting.strategy, max_draft_tokens=body.drafting.max_draft_tokens, priority=body.priority or 0,
+            report=bool(body.drafting.report), prompt_logprobs=body.num_prompt_logprobs, embedding=embedding,
+            session=self._session, resumed=bool(self.beginning.sent),
+        )  # fmt: skip
+
+    def _bounded(self, body: ChatCompletionRequest | CompletionRequest, job: GenerationJob) -> GenerationJob:
+        """Apply ``limits.max_prompt_tokens`` and ``limits.max_output_tokens`` to a job.
+
+        Example: with ``max_output_tokens=100`` a chat that names no number of tokens gets 100 at most, and one that asks for 101
+        is refused.
+        """
+        prompt, most = self._limits.max_prompt_tokens, self._limits.max_output_tokens
+        if prompt is not None and len(job.prompt_ids) > prompt:
+            message = f"the prompt has {len(job.prompt_ids)} tokens, the maximum is {prompt}: shorten it"
+            raise ApiError(400, message, param=body.PROMPT, code="context_length_exceeded")
+        if most is None or job.params.max_tokens <= most:
+            return job
+        for field, value in (body.most_tokens, ("min_tokens", body.min_tokens)):
+            if (value or 0) > most:
+                raise RequestError(field, f"must be at most {most} on this server, got {value}")
+        return dataclasses.replace(job, params=dataclasses.replace(job.params, max_tokens=most))
+
+    def _params(self, body: ChatCompletionRequest | CompletionRequest, max_tokens: int, grammar: str | None) -> SamplingParams:
+        """Return the sampling parameters with OpenAI's defaults. Raises ``RequestError`` if they contradict each other."""
+        logit_bias = tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items())
+        self._check_ids("logit_bias", [token for token, _ in logit_bias])
+        if grammar is not None and body.ignore_eos:
+            raise RequestError("ignore_eos", "must be false with structured output, which determines where the answer may end")
+        if (body.min_tokens or 0) > max_tokens:
+            raise RequestError(
+                "min_tokens", f"must be at most the maximum number of tokens ({max_tokens}), got {body.min_tokens}"
+            )
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            top_k=max(0, body.top_k or 0),
+            min_p=body.min_p or 0.0,
+            repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            logit_bias=logit_bias,
+            logprobs=body.num_logprobs,
+            seed=self.beginning.seed if body.seed is None else body.seed,
+            min_tokens=body.min_tokens or 0,
+            stop=tuple(body.stop or ()),
+            stop_token_ids=(*(body.stop_token_ids or ()), *self._ends(body)),
+            ignore_eos=bool(body.ignore_eos),
+            include_stop=bool(body.include_stop_str_in_output),
+            skip_special_tokens=body.skips_special and not self._needs_special(body),
+            grammar=grammar,
+            grammar_field=body.bound_by or "tools",
+        )
+
+    def _ends(self, body: ChatCompletionRequest | CompletionRequest) -> list[int]:
+        """Return the end tokens of the harmony format, which the model's configuration may not list."""
+        if not isinstance(body, ChatCompletionRequest) or self._format.reasoning is not HARMONY or body.ignore_eos:
+            return []
+        tokens = added_tokens(self._tokenizer)
+        return [tokens[mark] for mark in HARMONY_ENDS if mark in tokens]
+
+    def _needs_special(self, body: ChatCompletionRequest | CompletionRequest) -> bool:
+        """Return whether special tokens must be decoded, because reasoning or tool calls are delimited by them."""
+        if not isinstance(body, ChatCompletionRequest):
+            return False
+        form = self._format
+        calls = CALL_MARKS[form.calls] if form.calls is not None and body.shown_tools else ()
+        return not form.hidden.isdisjoint((*(form.reasoning or ()), *calls))
+
+    def _check_told(self, body: ChatCompletionRequest | CompletionRequest, prompts: Sequence[tuple[list[int], int]]) -> None:
+        """Raise ``RequestError`` if the response could hold too many log-probabilities and reported tokens."""
+        n, is_chat, limit = body.n or 1, isinstance(body, ChatCompletionRequest), self._limits.max_output_tokens
+        emitted = n * sum(tokens if limit is None else min(tokens, limit) for _, tokens in prompts)
+        scored = n * sum(len(ids) for ids, _ in prompts)
+        told = {"speculation.report": emitted if body.drafting.report else 0}
+        if body.num_logprobs is not None:
+            tokens = emitted + (scored if isinstance(body, CompletionRequest) and body.echo else 0)
+            told["top_logprobs" if is_chat else "logprobs"] = tokens * (body.num_logprobs + 1)
+        if body.prompt_logprobs is not None:  # a chat returns them once for all choices
+            told["prompt_logprobs"] = scored // (n if is_chat else 1) * (body.prompt_logprobs + 1)
+        if (total := sum(told.values())) > MAX_REPORTED_VALUES:
+            length = "max_completion_tokens" if is_chat else "max_tokens"
+            message = (
+                f"choices x tokens x (alternatives + 1) make {total} log-probabilities and reported tokens, the maximum per "
+                f"answer is {MAX_REPORTED_VALUES}: lower n, {length}, or the alternatives"
+            )
+            raise RequestError(max(told, key=lambda field: told[field]), message)
+
+    def _check_ids(self, field: str, ids: Sequence[int]) -> None:
+        if ids and max(ids) >= self.info.vocab_size:
+            raise RequestError(field, f"token ids must be between 0 and {self.info.vocab_size - 1}, got {max(ids)}")
