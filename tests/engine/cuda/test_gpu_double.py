@@ -97,7 +97,7 @@ def test_a_model_of_several_layers_starts_with_graphs(exact: str, gpu: DoubleGpu
     """A check that shortens the model must not replay a graph of all layers."""
     runner = runner_on(gpu, exact=exact, layers=4)
     assert runner.exact == (exact == "strict")
-    assert runner.form()["graphs"] == ([64] if exact == "strict" else list(runner.sizes))
+    assert runner.calibration_key()["graphs"] == ([64] if exact == "strict" else list(runner.sizes))
     made = len(gpu.graphs)
     run(engine_of(runner), Request("a", list(range(1, 200)), SamplingParams(max_tokens=30)))
     assert len(gpu.graphs) == made and gpu.counts["replays"] > 0  # nothing is captured while requests run
@@ -159,7 +159,7 @@ def test_a_model_that_waits_for_the_device_runs_without_graphs_and_says_so(
     with gpu.current(GPU):
         runner = StaticRunner(model, 2, 100, sizes=(2, 8))
         runner.prepare()
-    assert set(runner.capture_failures) == {2, 8} and runner.form()["graphs"] == []
+    assert set(runner.capture_failures) == {2, 8} and runner.calibration_key()["graphs"] == []
     assert numbers(runner.forward(pack([chain(0, 0, [1, 2, 3])]))).isfinite().all()
     assert [record.levelname for record in caplog.records if "could not be captured" in record.getMessage()] == ["WARNING"]
 

@@ -351,7 +351,7 @@ def test_what_a_drafter_remembers_is_taught_again_to_one_that_goes_on() -> None:
         """A contestant that says how many it has seen since it was renewed."""
 
         name = "remembering"
-        engine = SimpleNamespace(memory=object())
+        engine = SimpleNamespace(histories=object())
 
         def __init__(self) -> None:
             self.seen = 0
@@ -389,7 +389,7 @@ def test_energy_and_texts_of_a_sampled_race() -> None:
     class Sampled:
         def __init__(self, name: str) -> None:
             self.name, self.repeat = name, 0
-            self.engine = SimpleNamespace(memory=None)
+            self.engine = SimpleNamespace(histories=None)
 
         def renew(self) -> None:
             self.repeat += 1
