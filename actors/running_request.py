@@ -7,8 +7,7 @@ import math
 import time
 from dataclasses import dataclass, field
 
-from outrider.decoding.request import QUARANTINE_TOKENS, Request, StepOutput
-from outrider.decoding.step_output import merge_outputs
+from outrider.decoding.request import QUARANTINE_TOKENS, Request, StepOutput, merge_outputs
 
 MOST_HELD = (
     QUARANTINE_TOKENS // 2

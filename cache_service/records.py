@@ -36,7 +36,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outrider.decoding.tree import Int32Array
+from outrider.decoding.arrays import Int32Array
 
 SCHEMA = 1  # another layout gets another number, and so other namespaces
 MAX_BATCH_BYTES = 1 << 20  # longer batches are refused by writer and reader

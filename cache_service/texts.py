@@ -11,8 +11,8 @@ import numpy as np
 from outrider.cache_service.records import CacheDelta, TextBatch
 from outrider.cache_service.server.eviction import worths
 from outrider.cache_service.server.snapshot import Snapshot, SnapshotText, TextTable
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.sources.text_keys import is_passage
-from outrider.decoding.tree import Int32Array
 
 MAX_EVICTED = 1 << 14  # text keys whose late pieces are still refused; the oldest are forgotten
 _PASSAGE_WORTH = 0.1  # worth of a passage relative to an output: prompts usually contain it again

@@ -12,11 +12,10 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from outrider.decoding.budget.attribution import step_report
-from outrider.decoding.drafters import LOSSLESS, build_drafters, check_drafters
 from outrider.decoding.drafters.base import Drafter, count_step
+from outrider.decoding.drafters.registry import LOSSLESS, build_drafters, check_drafters, parse_strategy
 from outrider.decoding.request import FinishReason, Request, StepOutput
 from outrider.decoding.sources.history import Histories
-from outrider.decoding.strategy_choice import parse_strategy
 from outrider.decoding.tree import DraftTree
 from outrider.engine.accelerator import accelerator, device_error, is_out_of_memory
 from outrider.engine.errors import ContextLengthError, RequestError, fault_of, first_line

@@ -12,17 +12,15 @@ import torch
 
 from outrider.decoding.drafters.base import TargetRows
 from outrider.decoding.request import Acceptance, Request, TokenLogprob
-from outrider.decoding.sampling.logit_rows import HostRows, LogitRows
 from outrider.decoding.sampling.nucleus import compile_nucleus
 from outrider.decoding.sampling.penalties import LogitRules
 from outrider.decoding.sampling.ranking import argmax_rows, blocks_of, compile_ranking
 from outrider.decoding.sampling.row_draw import compile_draws
 from outrider.decoding.sampling.sampler import choose, token_logprobs
-from outrider.decoding.tree import DraftTree
+from outrider.decoding.tree import DraftTree, Rule
+from outrider.decoding.tree_rows import compile_rows
 from outrider.decoding.verify.exact import verify_exact
-from outrider.decoding.verify.rules import Rule
-from outrider.decoding.verify.target_probabilities import TargetDistributions
-from outrider.decoding.verify.tree_rows import compile_rows
+from outrider.decoding.verify.target_probabilities import HostRows, LogitRows, TargetDistributions
 from outrider.engine.accelerator import accelerator, device_error, is_out_of_memory
 from outrider.engine.errors import RequestError, fault_of
 from outrider.engine.forward import prompt_scores

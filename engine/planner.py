@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from outrider.decoding.budget.latency import StepLoad
 from outrider.decoding.drafters.base import Drafter
 from outrider.decoding.request import Request
-from outrider.decoding.tree import DraftTree
-from outrider.decoding.verify.grammar import permitted
+from outrider.decoding.tree import DraftTree, permitted
 from outrider.engine.forward.batch import ScheduledRequest
 from outrider.engine.forward.rope import LengthRope
 from outrider.engine.loading.model_info import ModelInfo

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.budget.latency import LatencyCurve
 from outrider.decoding.jit import cache_folder
-from outrider.decoding.tree import Int32Array
 from outrider.engine.forward.batch import ScheduledRequest
 from outrider.engine.forward.runner import ModelRunner
 from outrider.engine.loading.model_info import ModelInfo

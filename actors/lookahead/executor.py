@@ -19,9 +19,9 @@ from outrider.actors.lookahead.rank_state import RankKVState, RankKVStates, Rank
 from outrider.actors.lookahead.results import RankResult, merge_results
 from outrider.actors.lookahead.width import WidthChoice, WidthChoices
 from outrider.configs.slices import ParallelismOptions
-from outrider.decoding.budget.partition import compile_partition
 from outrider.decoding.request import Request
 from outrider.decoding.tree import DraftTree, TreePart
+from outrider.decoding.tree_rows import compile_partition
 from outrider.engine.errors import one_line
 from outrider.engine.executor import LocalExecutor, VerifyResult
 from outrider.engine.forward.batch import ScheduledRequest

@@ -14,8 +14,9 @@ import numpy as np
 from outrider.actors.lookahead.link import LINK_ERRORS, Address, Link, accept, shutdown
 from outrider.actors.lookahead.messages import Detached, Failure, Heartbeat, OutcomeMessage, Reply, StepMessage, WorkMessage
 from outrider.configs.slices import ParallelismOptions
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.request import Request, RequestState
-from outrider.decoding.tree import DraftTree, Int32Array
+from outrider.decoding.tree import DraftTree
 from outrider.engine.accelerator import device_error
 from outrider.engine.errors import DeviceError, one_line
 from outrider.engine.executor import LocalExecutor, VerifyResult

@@ -13,8 +13,9 @@ import numpy as np
 from outrider.actors.lookahead.link import Link
 from outrider.actors.lookahead.messages import OpenMessage, StepMessage, WorkMessage
 from outrider.actors.lookahead.rank import text_digest
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.request import Request, RequestState
-from outrider.decoding.tree import DraftTree, Int32Array, TreePart
+from outrider.decoding.tree import DraftTree, TreePart
 from outrider.engine.forward.batch import ScheduledRequest
 
 READY_LAG = 32  # a rank that lacks at most this many tokens of every request shares steps

@@ -10,9 +10,10 @@ import numpy as np
 
 from outrider.actors.lookahead.messages import OutcomeMessage
 from outrider.actors.lookahead.rank_state import RankKVState
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.drafters.base import TargetRows
 from outrider.decoding.request import Acceptance
-from outrider.decoding.tree import DraftTree, Int32Array, TreePart
+from outrider.decoding.tree import DraftTree, TreePart
 from outrider.engine.executor import VerifyResult
 
 

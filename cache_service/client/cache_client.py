@@ -20,8 +20,8 @@ from outrider.cache_service.namespace import Identity
 from outrider.cache_service.records import CacheDelta, TextBatch, encode_batch, split_deltas
 from outrider.cache_service.store.circuit_breaker import RedisCircuitBreaker
 from outrider.cache_service.store.redis_store import MAX_BLOCK_S
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.request import PUBLIC
-from outrider.decoding.tree import Int32Array
 
 if TYPE_CHECKING:
     from outrider.decoding.sources.history import Histories

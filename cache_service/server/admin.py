@@ -17,9 +17,9 @@ from outrider.cache_service.server.compaction import StreamCompactor, unreadable
 from outrider.cache_service.server.snapshot import CorruptSnapshotError, SnapshotText, decode_snapshot, encode_snapshot
 from outrider.cache_service.store.redis_store import Counts
 from outrider.cache_service.store.stream_ids import compare_ids
-from outrider.decoding.request import PUBLIC, request_of, tenant_of, text_key
-from outrider.decoding.sources.text_keys import MAX_CHOICES, document_hash, is_note, passages_of
-from outrider.decoding.tree import Int32Array
+from outrider.decoding.arrays import Int32Array
+from outrider.decoding.request import PUBLIC, tenant_of
+from outrider.decoding.sources.text_keys import MAX_CHOICES, document_hash, is_note, passages_of, request_of, text_key
 
 DOCUMENT_TOKENS = 4096  # longer documents are split, because texts are evicted as a whole
 _ENTRIES = 4  # entries of up to 1 MiB per round trip

@@ -24,9 +24,9 @@ from outrider.cluster.http.turns import SENDER
 from outrider.cluster.http.types.openai import MAX_REPORTED_VALUES, ChatCompletionRequest, CompletionFields, CompletionRequest
 from outrider.cluster.http.types.tool_grammar import CallMarks, faulty_tool
 from outrider.cluster.serving.generation import EnginePort, Generation, GenerationJob, Listener
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.request import SamplingParams
 from outrider.decoding.sources.embeddings import signs_of
-from outrider.decoding.tree import Int32Array
 from outrider.engine.errors import ContextLengthError, RequestError
 from outrider.engine.loading.model_info import ModelInfo
 from outrider.engine.text.chat import bracketed_tokens, knows_variable, render_chat

@@ -21,7 +21,7 @@ from outrider.cluster.serving.handle_engine import BEAT_S, Item, is_last
 from outrider.cluster.serving.membership import MembershipClient, MembershipOptions
 from outrider.cluster.serving.secrets import node_secret
 from outrider.configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
-from outrider.decoding.tree import Int32Array
+from outrider.decoding.arrays import Int32Array
 from outrider.engine.measures.progress import report_progress
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from outrider.actors.description import Description
 from outrider.cluster.http.errors import ApiError
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.request import FinishReason, Request, SamplingParams, StepOutput, cache_namespace_of
-from outrider.decoding.tree import Int32Array
 from outrider.engine.errors import RequestError
 
 _FOR_ROUTING = ("announced", "session", "avoid_s", "resumed", "version")  # fields of a job that the engine does not need

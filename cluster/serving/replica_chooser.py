@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from outrider.cluster.serving.generation import GenerationJob
-from outrider.decoding.tree import Int32Array
+from outrider.decoding.arrays import Int32Array
 
 BLOCK = 16  # tokens: granularity of known prefixes
 LEAST_SHARE = 0.25  # least share of a prompt that must match: shorter matches are what all prompts of an application begin with

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from outrider.decoding.sampling.ranking import SignedArray
+from outrider.decoding.arrays import SignedArray
 from outrider.decoding.sources.ranked.contexts import signs_of
 from outrider.engine.cpu.attention import request_rows
 from outrider.engine.cpu.buffers import RowBuffers

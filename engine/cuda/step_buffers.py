@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from outrider.decoding.arrays import BoolArray, Int32Array
 from outrider.decoding.jit import compiled
-from outrider.decoding.tree import BoolArray, Int32Array
 from outrider.engine.accelerator import Event, accelerator
 from outrider.engine.forward.batch import Batch, SequenceRows
 

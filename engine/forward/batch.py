@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from outrider.decoding.arrays import BoolArray, Int32Array
 from outrider.decoding.request import Request
-from outrider.decoding.tree import BoolArray, DraftTree, Int32Array
-from outrider.decoding.verify.rules import Rule
-from outrider.decoding.verify.tree_rows import lay_rows
+from outrider.decoding.tree import DraftTree, Rule
+from outrider.decoding.tree_rows import lay_rows
 
 
 @dataclass(slots=True)  # not frozen, for speed: one is created per request and step

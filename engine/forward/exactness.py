@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from outrider.decoding.tree import DraftTree, Int32Array
+from outrider.decoding.arrays import Int32Array
+from outrider.decoding.tree import DraftTree
 from outrider.engine.cuda.slot_attention import SPLIT
 from outrider.engine.cuda.static_runner import StaticRunner
 from outrider.engine.forward.attention import TREE_ATTENTION

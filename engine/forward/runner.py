@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from outrider.decoding.sampling.ranking import SignedArray
+from outrider.decoding.arrays import SignedArray
 from outrider.engine.accelerator import accelerator
 from outrider.engine.cpu.attention import RowAttention, laid_out
 from outrider.engine.cpu.fused_forward import FusedForward

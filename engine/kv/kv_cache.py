@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from outrider.decoding.tree import Int32Array
+from outrider.decoding.arrays import Int32Array
 from outrider.engine.kv.prefix_cache import PrefixCache
 from outrider.engine.kv.state_cache import StateCache
 

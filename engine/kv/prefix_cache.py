@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outrider.decoding.tree import Int32Array
+from outrider.decoding.arrays import Int32Array
 from outrider.engine.kv.state_cache import StateCache
 
 WORTH_COPYING = 16  # tokens; computing fewer is about as fast as copying their entries

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from outrider.decoding.tree import Int32Array
+from outrider.decoding.arrays import Int32Array
 
 _ALIGNED = 64  # bytes; alignment of the state of a layer
 _ANYWHERE, _LOST = -1, -2  # positions: state of no text; state of an unfinished forward

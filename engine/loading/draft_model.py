@@ -11,8 +11,9 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from outrider.configs.slices import SELF, Dtype, ModelOptions
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.request import Request
-from outrider.decoding.tree import DraftTree, Int32Array
+from outrider.decoding.tree import DraftTree
 from outrider.engine.errors import ModelLoadError
 from outrider.engine.forward.batch import DummySequence, ScheduledDummy, pack
 from outrider.engine.forward.rope import length_rope
@@ -70,7 +71,7 @@ class _Slot:
 
 
 class LocalDraftModel:
-    """Draft model (``decoding.drafters.with_model.draft_model.DraftModel``) with the target's slot numbers.
+    """Draft model (``decoding.drafters.base.DraftModel``) with the target's slot numbers.
 
     A KV entry is valid if the tokens up to it are those it was computed from; comparing tokens detects rejected drafts,
     preemption and reused slots. As in the target (``engine.kv.prefix_cache``), requests of one scope share KV, and those without

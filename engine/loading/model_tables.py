@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.private_files import open_private, save_file
-from outrider.decoding.tree import Int32Array
 from outrider.engine.errors import ModelLoadError
 from outrider.engine.forward.batch import Batch, SequenceRows
 from outrider.engine.forward.runner import ModelRunner

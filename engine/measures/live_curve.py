@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from outrider.decoding.budget.latency import LatencyCurve, StepLoad
-from outrider.decoding.budget.step_price import seconds_of
+from outrider.decoding.budget.row_pricing import seconds_of
 from outrider.engine.forward.batch import ScheduledRequest
 
 _KEPT = 0.99  # decay of older steps per step

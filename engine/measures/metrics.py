@@ -18,7 +18,7 @@ from outrider.decoding.request import FinishReason, Request
 from outrider.decoding.tree import SOURCES, DraftTree
 
 if TYPE_CHECKING:
-    from outrider.decoding.step_output import BudgetCounts
+    from outrider.decoding.request import BudgetCounts
     from outrider.engine.forward.batch import ScheduledRequest
 
 _STATM = Path("/proc/self/statm")

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from outrider.decoding.drafters import LOSSLESS
+from outrider.decoding.drafters.registry import LOSSLESS
 from outrider.decoding.request import PLAIN, Request
 
 

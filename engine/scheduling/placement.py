@@ -5,8 +5,9 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 
-from outrider.decoding.request import Request, request_of
+from outrider.decoding.request import Request
 from outrider.decoding.sources.history import Histories
+from outrider.decoding.sources.text_keys import request_of
 from outrider.engine.executor import Executor
 
 

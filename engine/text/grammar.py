@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from outrider.decoding.tree import BoolArray, Int32Array
+from outrider.decoding.arrays import BoolArray, Int32Array
 from outrider.engine.errors import RequestError
 from outrider.engine.text.chat_format import Tags
 from outrider.engine.text.grammar_check import INSTALLED, NO_VOCABULARY, GrammarChecker, Vocabulary, deeply

@@ -11,7 +11,7 @@ from typing import Any, get_args
 from outrider.cluster.cli.generate.prompt_file import PromptFileError
 from outrider.cluster.cli.generate.strategy_option import chosen_strategies, parse_strategy
 from outrider.configs.slices import Dtype, EngineOptions
-from outrider.decoding.drafters import LOSSLESS
+from outrider.decoding.drafters.registry import LOSSLESS
 from outrider.experiments.bench.engines.contestants import Prompt, make_request
 from outrider.experiments.bench.engines.measures import measured, rows_of_a_cell
 from outrider.experiments.bench.engines.models import MAX_TOKENS, Setting, calm, load_setting

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from outrider.configs.slices import EngineOptions, SpeculationOptions
+from outrider.decoding.drafters.registry import parse_strategy
 from outrider.decoding.request import PLAIN
-from outrider.decoding.strategy_choice import parse_strategy
 from outrider.engine.forward.runner import ModelRunner
 from outrider.engine.loading.model import LoadedModel
 from outrider.experiments.bench.engines.contestants import EngineContestant

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from outrider.decoding.strategy_choice import StrategyChoice
+from outrider.decoding.drafters.registry import StrategyChoice
 from outrider.experiments.bench.engines.contestants import EngineContestant, Prompt
 from outrider.experiments.bench.engines.shared_model import SharedModel
 from outrider.experiments.bench.figure import panel

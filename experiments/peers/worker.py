@@ -28,7 +28,7 @@ import psutil
 import torch
 
 from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from outrider.decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
+from outrider.decoding.drafters.registry import LOSSLESS, WITH_DRAFT_MODEL
 from outrider.decoding.request import PLAIN, Request, SamplingParams
 from outrider.decoding.sampling.ranking import argmax_rows
 from outrider.decoding.tree import DraftTree

@@ -22,7 +22,7 @@ import httpx
 from outrider.cluster.cli.launch.serve import EXAMPLE
 from outrider.cluster.serving.shared_answer import FRESH_S
 from outrider.configs.slices import Dtype
-from outrider.decoding.drafters import STRATEGIES
+from outrider.decoding.drafters.registry import STRATEGIES
 from outrider.decoding.request import PLAIN
 from outrider.experiments.bench.options import add_model
 from outrider.experiments.bench.progress import Progress

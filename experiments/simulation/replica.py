@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 
 from outrider.actors.lookahead.width import WidthChoice, WidthChoices
 from outrider.configs.slices import EngineOptions
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.budget.latency import LatencyCurve, StepLoad
+from outrider.decoding.drafters.registry import StrategyChoice
 from outrider.decoding.replay import KnownText, known_rows
-from outrider.decoding.request import PLAIN, Acceptance, Request, SamplingParams, text_key
-from outrider.decoding.strategy_choice import StrategyChoice
-from outrider.decoding.tree import DraftTree, Int32Array, TreePart
+from outrider.decoding.request import PLAIN, Acceptance, Request, SamplingParams
+from outrider.decoding.sources.text_keys import text_key
+from outrider.decoding.tree import DraftTree, TreePart
 from outrider.decoding.verify.exact import verify_exact
 from outrider.engine.kv.prefix_cache import PrefixCache
 from outrider.engine.scheduling.scheduler import RowAllotment, Scheduler

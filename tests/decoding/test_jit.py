@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from outrider.decoding import jit
-from outrider.decoding.drafters import build_drafter
+from outrider.decoding.drafters.registry import build_drafter
 from outrider.decoding.replay import known_rows
 from outrider.decoding.request import Request, SamplingParams
 from outrider.decoding.tree import DraftTree
@@ -69,7 +69,7 @@ def python(program: str, **environment: str) -> str:
     """What a program prints."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     done = subprocess.run(
-        [sys.executable, "-W", "error::RuntimeWarning:outrider.decoding.budget.partition", "-c", program],
+        [sys.executable, "-W", "error::RuntimeWarning:outrider.decoding.tree_rows", "-c", program],
         capture_output=True,
         text=True,
         env=env,
@@ -249,7 +249,7 @@ COUNTED = """
 import sys
 sys.prefix = sys.argv[1]
 {first}
-from decoding import jit
+from outrider.decoding import jit
 from outrider.decoding.budget.candidates import push
 import numpy as np
 heap, keys = np.zeros(4, np.int32), np.array([1.0, 3.0, 2.0])

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.decoding.budget.latency import StepLoad
-from outrider.decoding.drafters import build_drafter
 from outrider.decoding.drafters.base import Drafter, TargetRows
+from outrider.decoding.drafters.registry import build_drafter
 from outrider.decoding.replay import KnownText, ReplayCounts, known_rows, replay_workload
 from outrider.decoding.request import Acceptance, Request
 from outrider.decoding.tree import SOURCES, DraftTree

@@ -23,12 +23,12 @@ from transformers import (
 
 from outrider.configs.schema import REPOSITORY
 from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.arrays import Int32Array, Int64Array
 from outrider.decoding.drafters.llma import LlmaDrafter
 from outrider.decoding.request import FinishReason, Request, SamplingParams, StepOutput
-from outrider.decoding.sources.embeddings import Int64Array
 from outrider.decoding.sources.ranked.contexts import WORDS
 from outrider.decoding.sources.ranked.successors import SuccessorTable
-from outrider.decoding.tree import DraftTree, Int32Array
+from outrider.decoding.tree import DraftTree
 from outrider.engine.engine import Engine
 from outrider.engine.errors import ContextLengthError, ModelLoadError, QueueFullError, RequestError
 from outrider.engine.executor import Verifier

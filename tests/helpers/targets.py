@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.budget.latency import LatencyCurve
-from outrider.decoding.drafters import build_drafter
 from outrider.decoding.drafters.base import Drafter
+from outrider.decoding.drafters.registry import build_drafter
 from outrider.decoding.sources.log.chains import MAX_MATCH, follower, gather
 from outrider.decoding.sources.log.token_log import TokenLog
-from outrider.decoding.tree import DraftTree, Int32Array
+from outrider.decoding.tree import DraftTree
 
 FLAT = LatencyCurve((1, 64), (1.0, 1.0), 0, 0.0, 0.0)  # steps that cost the same for any number of rows
 

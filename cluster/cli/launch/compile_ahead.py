@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 
 from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.budget.latency import LatencyCurve
-from outrider.decoding.drafters import STRATEGIES, build_drafters
+from outrider.decoding.drafters.registry import STRATEGIES, build_drafters
 from outrider.decoding.jit import IMAGE, KINDS, cache_folder, compile_for, compiles_first, kinds_of_processor, set_modes
 from outrider.decoding.request import PLAIN, Request, SamplingParams
-from outrider.decoding.tree import Int32Array
 from outrider.engine.child_process import child_environment, python_module
 
 _COMMAND = python_module("outrider.cluster.cli.launch.compile_ahead")

@@ -160,8 +160,7 @@ def _check_gguf(path: Path, key: str) -> None:
 
 def check_speculation(options: SpeculationOptions, shared: bool = False) -> None:
     """Raise LaunchError for a strategy or option that is unknown or not allowed; ``shared``: ranks share draft trees."""
-    from outrider.decoding.drafters import STRATEGIES, build_drafters, check_drafters
-    from outrider.decoding.strategy_choice import parse_strategy
+    from outrider.decoding.drafters.registry import STRATEGIES, build_drafters, check_drafters, parse_strategy
 
     if options.draft_model is not None and options.draft_model not in SELF:
         check_model(options.draft_model, "speculation.draft_model")

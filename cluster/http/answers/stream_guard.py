@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from outrider.cluster.http.errors import ApiError
 from outrider.cluster.http.types.openai import CompletionFields
 from outrider.configs.slices import ServerOptions
-from outrider.decoding.step_output import StepOutput, merge_outputs
+from outrider.decoding.request import StepOutput, merge_outputs
 
 Outputs = AsyncGenerator[tuple[int, StepOutput], None]  # (index of the choice, output)
 _FIELD = ',"obfuscation":"'

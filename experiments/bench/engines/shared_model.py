@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from outrider.configs.slices import EngineOptions
-from outrider.decoding.drafters import LOSSLESS
-from outrider.decoding.drafters.with_model.draft_model import DraftModel
+from outrider.decoding.drafters.base import DraftModel
+from outrider.decoding.drafters.registry import LOSSLESS, StrategyChoice
 from outrider.decoding.request import PLAIN
-from outrider.decoding.strategy_choice import StrategyChoice
 from outrider.engine.engine import Engine
 from outrider.engine.executor import LocalExecutor
 from outrider.engine.forward.runner import ModelRunner

@@ -32,10 +32,10 @@ from outrider.cache_service.server.cache_server import CacheServer
 from outrider.cache_service.store.embedded import EmbeddedRedis
 from outrider.cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
 from outrider.configs.slices import CacheOptions
-from outrider.decoding.drafters import build_drafter
 from outrider.decoding.drafters.base import Drafter
+from outrider.decoding.drafters.registry import build_drafter
 from outrider.decoding.replay import KnownText, replay_workload
-from outrider.decoding.request import text_key
+from outrider.decoding.sources.text_keys import text_key
 from outrider.experiments.bench.figure import panel
 from outrider.experiments.bench.progress import Progress
 from outrider.experiments.bench.run import Bench, Results, Run

@@ -33,11 +33,11 @@ import psutil
 
 from outrider.cluster.cli.generate.known_texts import TextTokenizer
 from outrider.cluster.cli.generate.prompt_file import PromptFileError
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.drafters.auto import AutoDrafter
 from outrider.decoding.drafters.base import Drafter
 from outrider.decoding.drafters.trie import TrieDrafter
 from outrider.decoding.request import Request, SamplingParams
-from outrider.decoding.tree import Int32Array
 from outrider.experiments.bench.record import spread
 from outrider.experiments.bench.run import Bench, Results, Run
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from outrider.decoding.drafters.registry import parse_strategy
 from outrider.decoding.request import Request
-from outrider.decoding.strategy_choice import parse_strategy
 from outrider.engine.forward.batch import Batch
 from outrider.experiments.bench.engines.contestants import Prompt, make_request
 from outrider.experiments.bench.engines.phases import PHASES, PhaseClock

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.drafters.registry import parse_strategy
 from outrider.decoding.request import PLAIN
-from outrider.decoding.strategy_choice import parse_strategy
 from outrider.engine.engine import load_runner
 from outrider.engine.text.chat import render_chat
 from outrider.experiments.bench.engines.contestants import Prompt, Run

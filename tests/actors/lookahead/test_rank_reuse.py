@@ -8,8 +8,8 @@ import torch
 
 from outrider.actors.lookahead.messages import OpenMessage, StepMessage, WorkMessage
 from outrider.actors.lookahead.rank import Rank
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.request import SamplingParams
-from outrider.decoding.tree import Int32Array
 from outrider.engine.executor import LocalExecutor
 from outrider.engine.forward.runner import ModelRunner
 from tests.helpers.models import VOCAB

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.actors.lookahead.width import WidthChoice, WidthChoices
-from outrider.decoding.drafters import build_drafter
+from outrider.decoding.drafters.registry import build_drafter
 from outrider.decoding.request import Request, SamplingParams
 from tests.helpers.models import prepared, tiny_model
 from tests.helpers.ranks import TinyGroup

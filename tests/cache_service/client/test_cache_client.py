@@ -15,12 +15,13 @@ from outrider.cache_service.client.outbox import Outbox
 from outrider.cache_service.client.stream_reader import StreamReader
 from outrider.cache_service.records import TextBatch
 from outrider.cache_service.store.stream_ids import written_s
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.drafters.llma import LlmaDrafter
-from outrider.decoding.request import PUBLIC, Request, SamplingParams, request_hash, text_key
+from outrider.decoding.request import PUBLIC, Request, SamplingParams
 from outrider.decoding.sources.embeddings import signs_of
 from outrider.decoding.sources.history import Histories
 from outrider.decoding.sources.similar import as_tokens, sketch_of
-from outrider.decoding.tree import Int32Array
+from outrider.decoding.sources.text_keys import request_hash, text_key
 from tests.helpers.shared_memory import IDENTITY, Cluster, Replica, contents, delta, tokens
 from tests.helpers.waiting import eventually
 

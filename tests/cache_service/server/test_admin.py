@@ -13,8 +13,8 @@ from outrider.cache_service.records import MAX_BATCH_BYTES, MAX_ITEMS, TextBatch
 from outrider.cache_service.server.admin import CacheAdmin, ForeignSnapshotError, UnknownTenantError
 from outrider.cache_service.server.snapshot import CorruptSnapshotError, decode_snapshot
 from outrider.cache_service.store.redis_store import Counts
-from outrider.decoding.request import PUBLIC, request_hash, text_key
-from outrider.decoding.sources.text_keys import passage_key
+from outrider.decoding.request import PUBLIC
+from outrider.decoding.sources.text_keys import passage_key, request_hash, text_key
 from tests.helpers.shared_memory import IDENTITY, Cluster, delta, expected, tokens
 from tests.helpers.waiting import wait_for
 

@@ -18,7 +18,8 @@ from outrider.cache_service.server.compaction import StreamCompactor
 from outrider.cache_service.server.snapshot import decode_snapshot
 from outrider.cache_service.store.stream_ids import compare_ids
 from outrider.cache_service.texts import TenantTexts
-from outrider.decoding.request import PUBLIC, request_hash, text_key
+from outrider.decoding.request import PUBLIC
+from outrider.decoding.sources.text_keys import request_hash, text_key
 from outrider.experiments.faults.redis_process import RedisProcess
 from tests.helpers.shared_memory import DAMAGED, IDENTITY, Cluster, expected, tokens
 from tests.helpers.waiting import wait_for

@@ -15,8 +15,7 @@ from outrider.cluster.cli.cache import BATCH_BYTES, PART_CHARACTERS, DocumentFil
 from outrider.cluster.cli.client import ADMIN_KEY
 from outrider.cluster.http.admin.api import MAX_PRELOAD_BYTES
 from outrider.configs.schema import load_config
-from outrider.decoding.request import request_hash
-from outrider.decoding.sources.text_keys import passage_key
+from outrider.decoding.sources.text_keys import passage_key, request_hash
 from tests.cluster import commands
 from tests.cluster.circle import TOKENIZER
 from tests.cluster.commands import Finished, error_line

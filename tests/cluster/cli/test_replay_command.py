@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from outrider.cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
 from outrider.cluster.cli.generate.prompt_file import PromptFileError, read_prompts
 from outrider.cluster.cli.generate.strategy_option import chosen_strategies, parse_strategy
-from outrider.decoding.drafters import STRATEGIES
 from outrider.decoding.drafters.autoregressive import AutoregressiveDrafter
 from outrider.decoding.drafters.base import Drafter
+from outrider.decoding.drafters.registry import STRATEGIES
 from tests.cluster.commands import Finished, error_line, outrider
 from tests.helpers.models import END, llama_config, save_model
 

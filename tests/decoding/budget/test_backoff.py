@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from outrider.decoding.budget.backoff import Backoff, Explorer
+from outrider.decoding.budget.draft_budget import Backoff, Explorer
 
 
 def steps_between(requests: int, proposals: int) -> list[int]:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.budget.latency import LatencyCurve, StepLoad
-from outrider.decoding.budget.row_pricing import RowPricing, TokenTime, rows_to_draft
-from outrider.decoding.budget.step_price import largest_part
-from outrider.decoding.tree import DraftTree, Int32Array
+from outrider.decoding.budget.row_pricing import RowPricing, TokenTime, largest_part, rows_to_draft
+from outrider.decoding.tree import DraftTree
 from tests.helpers.targets import tree_of
 
 ONE, TWO = StepLoad(1, 1, 0), StepLoad(2, 2, 0)

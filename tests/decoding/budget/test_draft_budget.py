@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from outrider.decoding.budget.backoff import Backoff
-from outrider.decoding.budget.draft_budget import DraftBudget
+from outrider.decoding.budget.draft_budget import Backoff, DraftBudget
 from outrider.decoding.budget.latency import LatencyCurve, StepLoad
 from outrider.decoding.budget.tree_builder import TreeRows
 

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.decoding import jit
-from outrider.decoding.budget.partition import compile_partition, partition
-from outrider.decoding.drafters import build_drafter
+from outrider.decoding.drafters.registry import build_drafter
 from outrider.decoding.request import Request, SamplingParams
 from outrider.decoding.sources.jacobi_window import JacobiWindow, WindowRows
 from outrider.decoding.tree import DraftTree, TreePart
+from outrider.decoding.tree_rows import compile_partition, partition
 from tests.helpers.targets import tree_of
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from outrider.decoding.budget.draft_budget import RowBudget
 from outrider.decoding.budget.latency import LatencyCurve, StepLoad
-from outrider.decoding.budget.row_budget import RowBudget
-from outrider.decoding.drafters import build_drafters
 from outrider.decoding.drafters.auto import AutoDrafter
 from outrider.decoding.drafters.base import TargetRows
+from outrider.decoding.drafters.registry import build_drafters
 from outrider.decoding.request import Acceptance, Request, SamplingParams
 from outrider.decoding.tree import DraftTree
 from tests.helpers.targets import Target

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.decoding.budget.candidates import HASH_SLOTS, Float64Array, pop, push
+from outrider.decoding.arrays import Float64Array, Int32Array, Int64Array
+from outrider.decoding.budget.candidates import HASH_SLOTS, pop, push
 from outrider.decoding.budget.features import (
     ALONE,
     BIGRAM,
@@ -44,11 +45,9 @@ from outrider.decoding.budget.features import (
     share_bucket,
 )
 from outrider.decoding.budget.tree_builder import RankedTokens, TreeRows, Workspace, build_tree
-from outrider.decoding.sources.embeddings import Int64Array
 from outrider.decoding.sources.log.chains import MAX_MATCH
 from outrider.decoding.sources.log.token_log import TokenLog
 from outrider.decoding.sources.ranked.contexts import NO_CONTEXTS, WORDS, Contexts, keep_tree
-from outrider.decoding.tree import Int32Array
 
 Path = tuple[int, ...]
 VOCAB = 6

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.budget.latency import LatencyCurve, StepLoad
-from outrider.decoding.drafters import build_drafter, build_drafters
 from outrider.decoding.drafters.base import Drafter, TargetRows
 from outrider.decoding.drafters.by_request import ByRequest
-from outrider.decoding.request import PLAIN, Acceptance, Request, SamplingParams, request_of
-from outrider.decoding.tree import DraftTree, Int32Array
+from outrider.decoding.drafters.registry import build_drafter, build_drafters
+from outrider.decoding.request import PLAIN, Acceptance, Request, SamplingParams
+from outrider.decoding.sources.text_keys import request_of
+from outrider.decoding.tree import DraftTree
 from outrider.decoding.verify.exact import verify_exact
 from tests.helpers.targets import Target
 

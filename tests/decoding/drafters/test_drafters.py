@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.decoding.drafters import LOSSLESS, STRATEGIES, WITH_DRAFT_MODEL, build_drafter
 from outrider.decoding.drafters.base import TargetRows
+from outrider.decoding.drafters.registry import LOSSLESS, STRATEGIES, WITH_DRAFT_MODEL, build_drafter
 from outrider.decoding.replay import KnownText, replay_workload
 from outrider.decoding.request import Acceptance, Request, SamplingParams
 from outrider.decoding.tree import SOURCES, DraftTree

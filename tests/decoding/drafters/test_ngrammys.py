@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.budget.latency import LatencyCurve
 from outrider.decoding.drafters.ngrammys import NgrammysDrafter
 from outrider.decoding.request import Request, SamplingParams
 from outrider.decoding.sources.ngrams import ContextNgrams
-from outrider.decoding.tree import SOURCES, DraftTree, Int32Array
+from outrider.decoding.tree import SOURCES, DraftTree
 from outrider.decoding.verify.exact import verify_exact
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=40)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.decoding.arrays import Int64Array
 from outrider.decoding.drafters.base import TargetRows
 from outrider.decoding.drafters.recycling import RacerDrafter, RecyclingDrafter
 from outrider.decoding.request import Acceptance, Request, SamplingParams
-from outrider.decoding.sources.embeddings import Int64Array
 from outrider.decoding.sources.ranked.contexts import NO_SIGNS, Contexts, most_alike, signs_of
 from outrider.decoding.sources.ranked.successors import SuccessorTable
 from outrider.decoding.sources.window_trie import WindowTrie

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.budget.latency import LatencyCurve
-from outrider.decoding.drafters import STRATEGIES, build_drafter
 from outrider.decoding.drafters.base import Drafter, TargetRows
 from outrider.decoding.drafters.llma import agreements
+from outrider.decoding.drafters.registry import STRATEGIES, build_drafter
 from outrider.decoding.request import Acceptance, Request, SamplingParams
-from outrider.decoding.sources.branches import tree_of
-from outrider.decoding.tree import DraftTree, Int32Array
+from outrider.decoding.tree import DraftTree, tree_of
 from outrider.decoding.verify.exact import verify_exact
 from tests.helpers.targets import Target, is_chain, leaves, paths
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.decoding.drafters import build_drafter
+from outrider.decoding.drafters.registry import build_drafter
 from outrider.decoding.drafters.suffix import OCCURRENCES, SuffixDecodingDrafter
 from outrider.decoding.request import Request, SamplingParams
 from outrider.decoding.sources.suffix_automaton import MAX_CLASSES, CountedAutomaton, SuffixAutomaton

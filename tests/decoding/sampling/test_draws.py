@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.decoding.arrays import UInt64Array
 from outrider.decoding.request import SamplingParams
-from outrider.decoding.sampling.philox import UInt64Array, fill_raw, fill_stream, raw_stream
+from outrider.decoding.sampling.philox import fill_raw, fill_stream, raw_stream
 from outrider.decoding.sampling.row_draw import LANES, draw_row, fill_weights
 from outrider.decoding.sampling.sampler import choose, gumbel, gumbel_noise, warp
 

@@ -11,11 +11,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.decoding.request import PUBLIC, request_hash, text_key
-from outrider.decoding.sources.history import Histories, History
+from outrider.decoding.request import PUBLIC
+from outrider.decoding.sources.history import HELD_TEXTS, HELD_TOKENS, Histories, History
 from outrider.decoding.sources.log.chains import BLOCK
-from outrider.decoding.sources.log.held_pieces import HELD_TEXTS, HELD_TOKENS
 from outrider.decoding.sources.log.token_log import TokenLog
+from outrider.decoding.sources.text_keys import request_hash, text_key
 from tests.helpers.targets import Occurrence, naive_occurrences, occurrences
 
 KEYS = [text_key("a/0"), text_key("a/1"), text_key("b")]

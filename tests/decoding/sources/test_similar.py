@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.decoding.request import Request, SamplingParams, request_hash
+from outrider.decoding.arrays import Int32Array
+from outrider.decoding.request import Request, SamplingParams
 from outrider.decoding.sources.embeddings import EMBEDDING, MAX_EMBEDDING, nearness, signs_of
 from outrider.decoding.sources.history import History, Recalled
 from outrider.decoding.sources.log.chains import BLOCK
 from outrider.decoding.sources.similar import LEAST_SIMILARITY, SKETCH_TOKENS, SimilarRequests, as_tokens, of_tokens, sketch_of
-from outrider.decoding.sources.text_keys import document_hash, passage_key, sketch_key
-from outrider.decoding.tree import Int32Array
+from outrider.decoding.sources.text_keys import document_hash, passage_key, request_hash, sketch_key
 
 VOCAB = 5000
 OUTPUT = [7, 8, 9, 10]

@@ -8,10 +8,11 @@ import math
 import numpy as np
 import pytest
 
+from outrider.decoding.arrays import Float64Array
 from outrider.decoding.sampling.philox import fill_raw, raw_stream
-from outrider.decoding.sampling.probabilities import ACCEPT, DRAFT, RESIDUAL, Float64Array, pick, residual, uniform
+from outrider.decoding.sampling.probabilities import ACCEPT, DRAFT, RESIDUAL, pick, residual, uniform
 from outrider.decoding.sampling.sampler import gumbel, gumbel_noise
-from outrider.decoding.verify.kseq import KSeq, rho_star
+from outrider.decoding.verify.rules import KSeq, rho_star
 
 
 def distributions(vocab: int, seed: int, excluded: int = 0) -> Float64Array:

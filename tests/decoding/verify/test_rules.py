@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.decoding.arrays import Float64Array
 from outrider.decoding.request import Acceptance, Request, SamplingParams
 from outrider.decoding.sampling.penalties import LogitRules
-from outrider.decoding.sampling.probabilities import Float64Array
 from outrider.decoding.sampling.sampler import warp
-from outrider.decoding.tree import DraftTree
-from outrider.decoding.verify.rules import KSeqRule, RejectionRule, Rule
+from outrider.decoding.tree import DraftTree, Rule
+from outrider.decoding.verify.rules import KSeqRule, RejectionRule
 from outrider.decoding.verify.target_probabilities import TargetDistributions, request_distribution
 
 VOCAB, GAMMA, PROMPT = 3, 2, (1, 2)

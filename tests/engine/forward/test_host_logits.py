@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from outrider.decoding.drafters import build_drafter
+from outrider.decoding.drafters.registry import build_drafter
 from outrider.decoding.request import Request, SamplingParams
 from outrider.engine.executor import LocalExecutor
 from outrider.engine.forward.batch import Batch

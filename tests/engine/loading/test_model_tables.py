@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig, OPTConfig, PreTrainedConfig
 
 from outrider.configs.slices import ModelOptions
-from outrider.decoding.tree import Int32Array
+from outrider.decoding.arrays import Int32Array
 from outrider.engine.errors import ModelLoadError
 from outrider.engine.forward.runner import ModelRunner
 from outrider.engine.loading.model import load_model

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.decoding.drafters import build_drafter
+from outrider.decoding.drafters.registry import build_drafter
 from outrider.decoding.request import FinishReason, Request, SamplingParams, StepOutput
 from outrider.decoding.tree import DraftTree
 from outrider.engine.engine import Engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.decoding.drafters import STRATEGIES
+from outrider.decoding.drafters.registry import STRATEGIES
 from outrider.decoding.request import Request, SamplingParams, StepOutput
 from outrider.engine.engine import Engine
 from tests.helpers.models import SENTENCES

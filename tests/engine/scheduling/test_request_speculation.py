@@ -8,9 +8,9 @@ import pytest
 
 from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from outrider.decoding.budget.latency import StepLoad
-from outrider.decoding.drafters import build_drafter, build_drafters
 from outrider.decoding.drafters.base import Drafter, TargetRows
 from outrider.decoding.drafters.by_request import ByRequest
+from outrider.decoding.drafters.registry import build_drafter, build_drafters
 from outrider.decoding.request import PLAIN, Acceptance, Request, SamplingParams
 from outrider.decoding.tree import DraftTree
 from outrider.engine.engine import Engine

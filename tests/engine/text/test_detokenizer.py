@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from outrider.decoding.request import MAX_STOP_CHARS, SamplingParams
-from outrider.decoding.sampling_params import MAX_STOP_STRINGS
+from outrider.decoding.request import MAX_STOP_CHARS, MAX_STOP_STRINGS, SamplingParams
 from outrider.engine.text.detokenizer import Detokenizer
 from outrider.engine.text.tokenizer import load_tokenizer
 from tests.helpers.models import END, SENTENCES

@@ -14,11 +14,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from outrider.cluster.cli.generate.known_texts import TextTokenizer
 from outrider.configs.slices import EngineOptions, ModelOptions
 from outrider.decoding.budget.latency import StepLoad
-from outrider.decoding.drafters import STRATEGIES
 from outrider.decoding.drafters.base import Drafter, TargetRows
+from outrider.decoding.drafters.registry import STRATEGIES, parse_strategy
 from outrider.decoding.replay import replay_workload
 from outrider.decoding.request import Acceptance, Request
-from outrider.decoding.strategy_choice import parse_strategy
 from outrider.decoding.tree import DraftTree
 from outrider.engine.loading.hybrids import is_hybrid
 from outrider.engine.loading.model import LoadedModel, load_model

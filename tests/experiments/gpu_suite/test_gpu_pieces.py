@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outrider.configs.slices import SpeculationOptions
-from outrider.decoding.drafters import build_drafter
+from outrider.decoding.drafters.registry import build_drafter
 from outrider.decoding.replay import replay_workload
 from outrider.engine.forward.runner import ModelRunner
 from outrider.engine.loading.model import LoadedModel

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from outrider.cluster.cli.generate.prompt_file import read_prompts
+from outrider.decoding.drafters.registry import StrategyChoice
 from outrider.decoding.request import Acceptance
-from outrider.decoding.strategy_choice import StrategyChoice
 from outrider.decoding.tree import DraftTree
 from outrider.engine.measures.energy import EnergyMeter
 from outrider.experiments.bench.__main__ import main

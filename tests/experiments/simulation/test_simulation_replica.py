@@ -13,8 +13,8 @@ import torch
 from outrider.cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
 from outrider.configs.slices import EngineOptions
 from outrider.decoding.budget.latency import LatencyCurve
+from outrider.decoding.drafters.registry import parse_strategy
 from outrider.decoding.replay import KnownText, replay_workload
-from outrider.decoding.strategy_choice import parse_strategy
 from outrider.engine.loading.model import LoadedModel
 from outrider.engine.text.tokenizer import load_tokenizer
 from outrider.experiments.bench.engines.contestants import Prompt, make_request

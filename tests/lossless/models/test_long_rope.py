@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from outrider.decoding.drafters import STRATEGIES, build_drafter
+from outrider.decoding.drafters.registry import STRATEGIES, build_drafter
 from outrider.decoding.request import Request, SamplingParams
 from outrider.engine.engine import Engine
 from outrider.engine.forward import exactness
