@@ -163,7 +163,7 @@ def fitted(
 ) -> tuple[LoadedModel, EngineOptions]:
     """Return a model on a GPU with the context that its KV slots have room for, and options with their number.
 
-    A shortened context is logged. Raises ``ModelLoadError`` if the slots do not fit.
+    Raises ``ModelLoadError`` if the slots do not fit.
     """
     model, length = loaded.model, loaded.max_model_len
     accelerator().empty_cache()  # left by loading

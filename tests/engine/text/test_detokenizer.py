@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.decoding.request import MAX_STOP_CHARS, SamplingParams
 from outrider.decoding.sampling_params import MAX_STOP_STRINGS
-from outrider.engine.text.detokenizer import Detokenizer
+from outrider.engine.text.outputs import Detokenizer
 from outrider.engine.text.tokenizer import load_tokenizer
 from tests.helpers.models import END, SENTENCES
 
