@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+# torch's threads spin between jobs, so further threads would compete with them for the cores.
 _LIBRARY = "libgomp.so.1"
 
 

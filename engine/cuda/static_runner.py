@@ -176,11 +176,7 @@ class StaticRunner(ModelRunner):
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Capture the steps of all sizes before any request runs; those that cannot be captured run without graphs.
-
-        Raises:
-            ModelLoadError: a step does not fit into memory, or the kernels do not run.
-        """
+        """Capture the steps of all sizes; failed captures run without graphs. Raises ``ModelLoadError`` if steps fail."""
         device = self.model.device
         if device.type != "cuda":
             return

@@ -1,8 +1,9 @@
 """Length-dependent RoPE (longrope and dynamic NTK), computed row by row.
 
-transformers derives the frequencies of a forward pass from its greatest position. Here a row has those of length
-``max(reach, position + 1)``, as in ``generate`` of transformers 5.23, where the *reach* of a request is the length of its prompt.
-Phi-3 and Phi-MoE recompute a text that outgrows the first set of frequencies: all its rows have the second set.
+transformers derives the frequencies of a forward pass from its greatest position, which another request or a rejected draft may
+have. Here a row has those of length ``max(reach, position + 1)``, as in ``generate`` of transformers 5.23, where the *reach* of a
+request is the length of its prompt. Phi-3 and Phi-MoE recompute a text that outgrows the first set of frequencies: all its rows
+have the second set.
 """
 
 from __future__ import annotations

