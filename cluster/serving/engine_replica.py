@@ -22,7 +22,7 @@ from outrider.cluster.serving.membership import MembershipClient, MembershipOpti
 from outrider.cluster.serving.secrets import node_secret
 from outrider.configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 from outrider.decoding.arrays import Int32Array
-from outrider.engine.measures.progress import report_progress
+from outrider.engine.child_process import report_progress
 
 if TYPE_CHECKING:
     from outrider.actors.ranks import Ranks

@@ -18,10 +18,9 @@ from outrider.decoding.tree_rows import lay_rows
 
 @dataclass(slots=True)  # not frozen, for speed: one is created per request and step
 class ScheduledRequest:
-    """Scheduled work of one request in one step: committed tokens ``start:end`` and a draft tree below the last of them.
+    """Scheduled work of one request in one step: committed tokens ``start:end``, and a draft tree with the last one as root.
 
-    The first ``start`` tokens have KV in the slot. With a tree, ``end`` is the number of committed tokens, and the last of them
-    is the tree's root. Without one (a prefill chunk, also after a preemption), ``end`` is smaller and nothing is verified.
+    With a tree, ``end`` is the number of committed tokens. Without one (a prefill chunk) it is smaller and nothing is verified.
     """
 
     request: Request

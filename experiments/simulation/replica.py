@@ -227,7 +227,7 @@ class SimulatedReplica:
                 history.extend(text_key(piece.key), piece.offset, piece.tokens, piece.finished)
 
     def _plan(self) -> tuple[list[_Work], int]:
-        """Plan a step as ``engine.planner``, and return the number of requests that were drafted for too."""
+        """Plan a step as ``engine.scheduling.planner``, and return the number of requests that were drafted for too."""
         shares = self._scheduler.schedule(self._width)
         load = dataclasses.replace(_step_load(shares), propose_s=self._propose_s)
         asked = [share for share in shares if share.draft_rows > 0 and not self._plain]

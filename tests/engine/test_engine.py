@@ -33,7 +33,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.errors import ContextLengthError, ModelLoadError, QueueFullError, RequestError
 from outrider.engine.executor import Verifier
 from outrider.engine.loading.model import load_model
-from outrider.engine.text.detokenizer import Detokenizer
+from outrider.engine.text.outputs import Detokenizer
 from tests.helpers.models import END, VOCAB, llama_config, save_model
 
 

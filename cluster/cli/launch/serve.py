@@ -39,9 +39,8 @@ from outrider.configs.schema import Config, find_model
 from outrider.configs.server_checks import admin_address
 from outrider.configs.tenancy_checks import key_is_required
 from outrider.decoding.jit import cache_folder, compiles_first
-from outrider.engine.child_process import PIP_VARIABLES, child_environment, python_module
+from outrider.engine.child_process import PIP_VARIABLES, PROGRESS_VARIABLE, child_environment, last_progress, python_module
 from outrider.engine.loading.model_files import FETCHED, PACKAGED_MODELS, base_of
-from outrider.engine.measures.progress import PROGRESS_VARIABLE, last_progress
 
 APPLICATION = "outrider"
 NAMESPACE = "outrider"

@@ -22,7 +22,7 @@ from outrider.cluster.http.turns import Turns
 from outrider.cluster.http.types.strict import Text
 from outrider.cluster.observe.audit import Forget, keeps_nothing
 from outrider.cluster.serving.cache_port import CacheAdminPort, answered
-from outrider.engine.measures.strategy_counts import sum_counts
+from outrider.engine.measures.metrics import sum_counts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -19,8 +19,7 @@ from outrider.decoding.drafters.registry import build_drafter
 from outrider.decoding.request import Request, SamplingParams
 from outrider.decoding.tree import DraftTree
 from outrider.engine.accelerator import accelerator, use
-from outrider.engine.cuda.probe import graph_fault
-from outrider.engine.cuda.slot_attention import SPLIT
+from outrider.engine.cuda.slot_attention import SPLIT, graph_fault
 from outrider.engine.cuda.static_runner import StaticRunner
 from outrider.engine.engine import Engine
 from outrider.engine.errors import DeviceError, ModelLoadError

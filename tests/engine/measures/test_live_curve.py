@@ -15,7 +15,7 @@ from outrider.decoding.request import Request, SamplingParams
 from outrider.decoding.tree import DraftTree
 from outrider.engine.engine import Engine
 from outrider.engine.forward.batch import ScheduledRequest
-from outrider.engine.measures.live_curve import LiveCurve
+from outrider.engine.measures.latency import LiveCurve
 from tests.helpers.models import llama_config, save_model
 
 TIMED = LatencyCurve((1, 9, 64), (0.006, 0.008, 0.028), 256, 1e-4, 1e-6, 5e-7)

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from outrider.decoding.request import MAX_STOP_CHARS, MAX_STOP_STRINGS, SamplingParams
-from outrider.engine.text.detokenizer import Detokenizer
+from outrider.engine.text.outputs import Detokenizer
 from outrider.engine.text.tokenizer import load_tokenizer
 from tests.helpers.models import END, SENTENCES
 

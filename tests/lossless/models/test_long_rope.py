@@ -20,7 +20,7 @@ from outrider.engine.forward import exactness
 from outrider.engine.forward.rope import LengthRope
 from outrider.engine.kv.kv_cache import SlotCache
 from outrider.engine.kv.prefix_cache import PrefixCache
-from outrider.engine.scheduling.placement import SlotPlacement
+from outrider.engine.scheduling.planner import SlotPlacement
 from outrider.engine.scheduling.scheduler import Scheduler
 from tests.helpers.hostile import HostileDrafter
 from tests.helpers.models import BORDER, ROPES, VOCAB, engine_over, nearly, prepared, run, save_model, tiny_model

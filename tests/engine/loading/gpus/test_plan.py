@@ -25,8 +25,7 @@ from outrider.engine.loading import slot_memory
 from outrider.engine.loading.cards import CARDS, find_card, planned
 from outrider.engine.loading.model import LoadedModel, served_config
 from outrider.engine.loading.outline import Outline, outline
-from outrider.engine.loading.plan import Plan, plan
-from outrider.engine.loading.roofline import BANDWIDTH_SHARE, FLOPS_SHARE, Roofline
+from outrider.engine.loading.plan import BANDWIDTH_SHARE, FLOPS_SHARE, Plan, Roofline, plan
 from outrider.engine.loading.slot_memory import STRICT_ROWS, reserved
 from outrider.experiments.device_double.guard import unavailable
 from outrider.experiments.device_double.meta import MetaGpu
