@@ -1,4 +1,4 @@
-"""Cache service: folds the tenants' streams into snapshots and enforces quotas and time to live."""
+"""Cache service: folds the tenants' streams into snapshots and enforces quotas and time to live, by one leader with a lease."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operator routes ``/admin/cache``: inspection, export, import and deletion of the shared cache."""
+"""Operator routes ``/admin/cache``, ``/admin/audit`` and ``/admin/baseline``: shared cache, audits, comparisons."""
 
 from __future__ import annotations
 
