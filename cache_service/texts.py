@@ -67,11 +67,9 @@ class Ledger:
         return AdmittedBatch(cleared, batch.removed, batch.evicted, deltas)
 
     def admit_snapshot(self, snapshot: Snapshot) -> AdmittedBatch | None:
-        """Return the parts of a snapshot for a mirror that reloads its history; None if its epoch is older.
-
-        ``cleared`` means a newer epoch, so texts growing here were deleted. Removals of both sides stay. ``removed`` and
-        ``evicted`` are those not known here, and matter only for texts growing here, since no delta belongs to them.
-        """
+        """Return the parts of a snapshot for a mirror that reloads its history; None if its epoch is older."""
+        # `cleared` means a newer epoch, so texts growing here were deleted. Removals of both sides stay. `removed` and `evicted`
+        # are those not known here, and matter only for texts growing here, since no delta belongs to them.
         if snapshot.epoch < self.epoch:
             return None
         cleared = self._enter(snapshot.epoch)
@@ -195,11 +193,9 @@ class TenantTexts:
         return admitted
 
     def expire(self, ttl_s: float, now_s: float, share: float = 0.1) -> list[int]:
-        """Drop texts, unfinished ones too, that did not grow for ``ttl_s``, and old removals. Return the texts' keys.
-
-        At most a fraction ``share`` of the texts (at least one) goes at once, oldest first, so that a wrong clock is noticed in
-        time.
-        """
+        """Drop up to a fraction ``share`` of the texts, oldest first, that did not grow for ``ttl_s``. Return their keys."""
+        # Unfinished texts and old removals, too; at least one text; not all at once, so that a wrong clock is noticed in time.
+        # Not all at once, so that a wrong clock is noticed in time.
         old = [key for key, text in self._texts.items() if text.updated_s < now_s - ttl_s]
         keys = sorted(old, key=lambda key: (self._texts[key].updated_s, key))[: max(1, int(share * len(self._texts)))]
         self._drop(keys)

@@ -107,11 +107,10 @@ class RankKVStates:
 
 
 class RankState:
-    """One rank of the group, from the leader's side.
+    """One rank of the group, from the leader's side."""
 
-    It is *refilling* until it holds the running requests: it gets their tokens in chunks, one message at a time, whose replies no
-    step waits for. Sent tokens count as computed, because a rank handles its messages in order.
-    """
+    # It is *refilling* until it holds the running requests: it gets their tokens in chunks, one message at a time, whose replies
+    # no step waits for. Sent tokens count as computed, because a rank handles its messages in order.
 
     def __init__(self, rank: int, link: Link, sequences: Iterator[int]) -> None:
         self.rank, self.link, self._sequences = rank, link, sequences

@@ -359,7 +359,6 @@ def _triton(has_gpu: bool) -> Finding:
 
 
 def _graphs() -> Finding:
-    """Capture a small graph on each GPU."""
     import torch
 
     from outrider.engine.accelerator import accelerator

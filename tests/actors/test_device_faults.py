@@ -107,7 +107,7 @@ def test_everyone_is_told_that_the_device_failed_and_then_the_process_ends(
 def test_what_was_emitted_before_comes_first(replica: Replica, ended: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also what streams hold back while many are computed."""
     monkeypatch.setattr(replica_module, "STREAM_PERIOD_S", 3600.0)
-    monkeypatch.setattr("outrider.actors.running_request.MOST_HELD", 4096)
+    monkeypatch.setattr("outrider.actors.replica.MOST_HELD", 4096)
     whole, _ = asyncio.run(collect(replica, request("whole", 60)))
     live: dict[str, Request] = {str(number): request(str(number), 60) for number in range(4)}
     fail_when(replica, lambda works: min(work.request.num_output for work in works) >= 30, torch.AcceleratorError(ILLEGAL))

@@ -362,7 +362,7 @@ def test_a_model_that_cannot_be_loaded_is_an_error_of_the_constructor(tmp_path: 
 def rarely_told(model: ModelOptions, monkeypatch: pytest.MonkeyPatch) -> Iterator[Replica]:
     """A replica of more slots whose streams hold what they can."""
     monkeypatch.setattr(replica_module, "STREAM_PERIOD_S", 3600.0)
-    monkeypatch.setattr("outrider.actors.running_request.MOST_HELD", CONTEXT)
+    monkeypatch.setattr("outrider.actors.replica.MOST_HELD", CONTEXT)
     running = Replica(model, EngineOptions(max_running=8, max_waiting=8), OPTIONS[1])
     yield running
     running.stop()

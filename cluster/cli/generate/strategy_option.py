@@ -10,8 +10,7 @@ __all__ = ["StrategyChoice", "chosen_strategies", "parse_strategy"]
 def chosen_strategies(texts: list[str] | None) -> list[StrategyChoice]:
     """Return the requested strategies, or all of them with defaults; each is built once as a check.
 
-    Raises:
-        ValueError: see ``parse_strategy`` and ``StrategyChoice.build``; or a strategy was given twice.
+    Raises ValueError: see ``parse_strategy`` and ``StrategyChoice.build``; or a strategy was given twice.
     """
     from outrider.decoding.drafters.registry import STRATEGIES
 

@@ -20,12 +20,7 @@ Schemas = Mapping[str, Mapping[str, Any]]  # JSON schemas of the arguments, by t
 
 
 def call_id(form: CallForm, choice: str, place: int) -> str:
-    """Return the id of a tool call: as random as the response id, and the same if the response is generated again.
-
-    Args:
-        choice: ``ANSWER_ID/INDEX``.
-        place: index of the call in the choice.
-    """
+    """Return the id of a tool call of ``choice``, as random as the response id, and equal if the response is generated again."""
     digits = hashlib.blake2b(f"{choice}/{place}".encode(), digest_size=16).hexdigest()
     return digits[:9] if form == "mistral" else f"call_{digits}"  # Mistral's templates accept only ids of 9 characters
 
@@ -67,10 +62,7 @@ class _Taken(NamedTuple):
 
 
 class _Objects:
-    """Base class for calls that are JSON objects, ``{"name": NAME, "arguments": {...}}``.
-
-    If an object has its keys in this order, its arguments are streamed; otherwise it is parsed when it is complete.
-    """
+    """Base class for calls ``{"name": NAME, "arguments": {...}}``. In this order of keys, arguments are streamed."""
 
     _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\<]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
     opening: str
@@ -129,10 +121,9 @@ class _Hermes(_Objects):
 
 
 class _Qwen3Coder(_Hermes):
-    """Format of Qwen3-Coder: ``<tool_call><function=NAME><parameter=NAME>VALUE</parameter></function></tool_call>``.
+    """Format of Qwen3-Coder: ``<tool_call><function=NAME><parameter=NAME>VALUE</parameter></function></tool_call>``."""
 
-    Each tag is on its own line. A value is a string if the tool's schema says so, or if it is not valid JSON.
-    """
+    # Each tag is on its own line. A value is a string if the tool's schema says so, or if it is not valid JSON.
 
     _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
     _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
@@ -256,12 +247,7 @@ class ToolCallReader:
     def __init__(
         self, form: CallForm = "hermes", most: int | None = None, schemas: Schemas | None = None, hidden: bool = False
     ) -> None:
-        """Create a parser for one choice.
-
-        Args:
-            most: maximum calls to report, later ones are dropped; None for no limit.
-            hidden: whether the opening mark is a special token, which is dropped from the text if no call follows.
-        """
+        """Create a parser for one choice and at most ``most`` calls. ``hidden``: the opening mark is a special token."""
         self._form, self._most, self._mark = _FORMS[form](schemas or {}), most, "" if hidden else _FORMS[form].opening
         self._is_llama = form == "llama3_json"
         self._held = ""
@@ -352,12 +338,7 @@ class ToolCallReader:
 
 
 class _JsonScan:
-    """Incremental search for the end of a JSON object. Text with ``<`` outside strings is not JSON, and ends there.
-
-    Args:
-        start: start of the object, or of its remainder.
-        depth: open brackets before ``start``.
-    """
+    """Incremental search for the end of a JSON object from ``start``, with ``depth`` open brackets; a bare ``<`` ends it."""
 
     def __init__(self, start: int, depth: int = 0) -> None:
         self.at, self._depth, self._is_text, self._is_escaped = start, depth, False, False
@@ -404,7 +385,6 @@ def _call(data: Any) -> Call | None:
 
 
 def _value(text: str, schema: Mapping[str, Any]) -> Any:
-    """Parse an unquoted value by its schema."""
     choices = schema.get("enum")
     if schema.get("type") == "string" or (isinstance(choices, list) and text in choices):
         return text

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from outrider.actors.lookahead.executor import RankResult, merge_results
 from outrider.actors.lookahead.messages import OutcomeMessage
 from outrider.actors.lookahead.rank_state import RankKVState, RankKVStates
-from outrider.actors.lookahead.results import RankResult, merge_results
 from outrider.decoding.request import Acceptance, Request, SamplingParams
 from outrider.decoding.tree import DraftTree, TreePart
 from outrider.engine.forward.batch import ScheduledRequest
