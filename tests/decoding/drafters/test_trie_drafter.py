@@ -179,7 +179,7 @@ def quotas(mode: Mode, min_input: int, min_output: int) -> list[tuple[Mode, int]
     return [*(reserved if mode == "mix" else []), (mode, 10**9)]
 
 
-@settings(max_examples=250)
+@settings(max_examples=150)
 @given(SCRIPTS, st.sampled_from(MODES), st.booleans(), st.integers(1, 40))
 def test_the_tree_is_the_explicit_tries(script: Script, mode: Mode, ended_early: bool, budget: int) -> None:
     options = script.options
@@ -242,7 +242,7 @@ def profile_fits(new: Weights, rows: list[Path], room: int, wanted: Sequence[tup
     return False
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(SCRIPTS, st.sampled_from(MODES))
 def test_parallel_is_the_leaves_of_the_tree(script: Script, mode: Mode) -> None:
     both = [prepared(layout=layout, frequencies=mode, **script.options) for layout in ("hierarchical", "parallel")]
@@ -250,7 +250,7 @@ def test_parallel_is_the_leaves_of_the_tree(script: Script, mode: Mode) -> None:
     assert draft(side_by_side) == chains(draft(tree))
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(SCRIPTS, st.sampled_from(MODES))
 def test_single_follows_the_best_child(script: Script, mode: Mode) -> None:
     options = script.options

@@ -38,7 +38,7 @@ def test_noise_of_neighbouring_positions_is_independent() -> None:
 def test_draws_follow_the_softmax() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
     distribution = torch.softmax(logits / 0.7, -1).numpy()
-    draws = 20000
+    draws = 4000
     counts = np.bincount([choose(logits, params(temperature=0.7, seed=9), position) for position in range(draws)], minlength=5)
     statistic = float((((counts - draws * distribution) ** 2) / (draws * distribution)).sum())
     assert statistic < 27.9  # chi-squared, 4 degrees of freedom, p = 1e-5; the draws are fixed by the seed
