@@ -178,6 +178,41 @@ def test_pieces_in_any_order_and_twice_make_the_whole_texts(rng: random.Random, 
     assert not len(mixed._held) and not mixed._held.num_tokens and not mixed.log._open
 
 
+def test_a_removed_text_stays_removed_until_it_starts_again() -> None:
+    history, text, late = History(1000), text_key("a/0"), text_key("a/1")
+    history.start(text)
+    history.extend(text, 0, [1, 2, 3])
+    history.remove_requests([request_hash("a")])
+    history.extend(text, 3, [1, 2, 3])
+    history.extend(late, 0, [1, 2, 3])
+    assert not found(history, [1]) and history.num_tokens == 0 and not history.frequencies.any()
+    history.clear(dead=False)
+    history.extend(text, 0, [1, 2, 3])
+    assert history.num_tokens == 0
+    history.start(text)
+    history.extend(text, 0, [1, 5])
+    history.extend(late, 0, [1, 2, 3])
+    assert found(history, [1]) == [(5, 1)]
+
+
+def test_a_request_that_starts_before_a_deletion_and_writes_after_it_writes_nothing() -> None:
+    history = History(1000)
+    history.start(1)
+    history.clear(dead=True)
+    history.extend(1, 0, [1, 2])
+    assert history.num_tokens == 0
+
+
+def test_a_name_used_again_keeps_both_texts_and_removes_both() -> None:
+    history = History(1000)
+    for follower_token in (5, 6):
+        history.start(1)
+        history.extend(1, 0, [1, follower_token], final=True)
+    assert found(history, [1]) == [(5, 1), (6, 1)]
+    history.remove(1)
+    assert found(history, [1]) == [] and history.num_tokens == 0
+
+
 def test_what_waits_behind_gaps_is_bounded() -> None:
     history = History(1 << 14)
     for text in range(HELD_TEXTS + 1):
