@@ -19,6 +19,7 @@ from outrider.decoding.budget.features import (
     COPY_FRESH,
     EVEN,
     HISTORY,
+    HISTORY_FRESH,
     KIND_FEATURES,
     LEVELS,
     LIKELY,
@@ -337,6 +338,49 @@ def assert_best(got: Grown, naive: Naive, budget: int, max_depth: int, least: fl
 def known(own: list[list[int]], context: list[int], **rest: object) -> Known:
     parts = {"similar": [], "shared": [], "owned": [], "public": [], "recycled": [], "bigrams": [], "frequent": []} | rest
     return Known(own=own, context=context, **parts)  # type: ignore[arg-type]
+
+
+def test_longer_agreement_and_more_occurrences_weigh_more() -> None:
+    chances = np.ones(NUM_FEATURES).reshape(NUM_KINDS, MATCH_BUCKETS, SHARE_BUCKETS, LEVELS)
+    chances[:] = np.linspace(0.1, 0.8, SHARE_BUCKETS)[:, None]  # by share alone
+    # After 1 2: 3 agrees in two tokens and weighs 4; 4 agrees in one, three times, and weighs 6; 5 weighs 2.
+    texts = [[1, 2, 3], [9, 2, 4], [8, 2, 4], [7, 2, 4], [6, 2, 5]]
+    got = grown(known(texts, [1, 2]), 3, chances=chances.ravel())
+    assert sorted(got.paths[:2]) == [(3,), (4,)] and got.paths[2] == (5,)
+    assert got.features[got.paths.index((4,))] == feature(COPY, 0, share_bucket(6 / 12), 0)
+    assert got.features[got.paths.index((3,))] == feature(COPY, 1, share_bucket(4 / 12), 0)
+    # An occurrence elsewhere weighs half: 3 weighs 2 of 10.
+    got = grown(known(texts[1:], [1, 2], shared=[texts[0]]), 3, chances=chances.ravel())
+    assert got.features[got.paths.index((3,))] == feature(HISTORY, 1, share_bucket(2 / 10), 0)
+
+
+def test_below_the_root_shorter_ends_of_the_path_add_children() -> None:
+    # 3 follows 1 2; 4 follows 1 2 3 in the same text, and 5 follows 3 in a text that does not hold 2 3.
+    got = grown(known([[1, 2, 3, 4], [0, 3, 5]], [1, 2]), 8)
+    assert set(got.paths) == {(3,), (3, 4), (3, 5)}
+    assert [got.kinds[got.paths.index(path)] for path in [(3,), (3, 4), (3, 5)]] == [COPY, COPY, COPY_FRESH]
+    got = grown(known([], [1, 2], shared=[[1, 2, 3, 4], [0, 3, 5]]), 8)
+    assert [got.kinds[got.paths.index(path)] for path in [(3,), (3, 4), (3, 5)]] == [HISTORY, HISTORY, HISTORY_FRESH]
+
+
+def test_a_similar_requests_text_counts_as_far_as_the_request_is_similar() -> None:
+    got = grown(known([], [1, 2], similar=[[1, 2, 3, 4]]), 8)  # nothing says otherwise
+    assert got.kinds == [SIMILAR, SIMILAR] and got.features[0] == feature(SIMILAR, 1, share_bucket(SIMILARITY), 0)
+    got = grown(known([[1, 2, 3]], [1, 2], similar=[[1, 2, 3]]), 8)  # what the request's own texts say is no less likely for it
+    assert got.features == [feature(COPY, 1, share_bucket(1.0), 0)]
+
+
+def test_the_blocks_of_the_owner_are_passed_over() -> None:
+    assert grown(known([], [1], owned=[[1, 2, 3]]), 8).paths == []
+    assert set(grown(known([], [1], owned=[[1, 2, 3]], shared=[[1, 4, 1, 2]]), 8).paths) >= {(4,), (2,)}
+    assert (2, 3) not in grown(known([], [1], owned=[[1, 2, 3]], shared=[[1, 4, 1, 2]]), 8).paths
+
+
+def test_public_texts_are_history_of_their_own_log() -> None:
+    got = grown(known([], [1, 2], public=[[1, 2, 3, 4, 0, 3, 5]]), 8)
+    assert [got.kinds[got.paths.index(path)] for path in [(3,), (3, 4), (3, 5)]] == [HISTORY, HISTORY, HISTORY_FRESH]
+    # Number 0 is the owner's in the shared log, and this text's in the public one.
+    assert grown(known([], [1], owned=[[1, 2, 3]], public=[[1, 4]]), 8).paths == [(4,)]
 
 
 def test_ranked_tokens_fill_in_where_no_occurrence_gave_them() -> None:

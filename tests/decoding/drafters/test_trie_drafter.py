@@ -286,6 +286,31 @@ def siblings(trie: FrequencyTrie, mode: Mode) -> list[list[int]]:
     return list(families.values())
 
 
+def test_half_of_a_tree_of_any_size_is_for_outputs() -> None:
+    drafter = prepared(max_query_length=1)
+    for number in range(20):
+        past = request(str(number), [9])
+        propose(drafter, past)
+        past.commit([7, 100 + number])
+        drafter.finish(past)
+    prompt = [token for number in range(20) for token in (7, 200 + number)]
+    asking = request("r", [*prompt, 7])
+    for budget in (8, 20):
+        tree = propose(drafter, asking, budget)
+        assert len(tree) == budget + 1 and ((tree.tokens >= 100) & (tree.tokens < 200)).sum() == (budget + 1) // 2
+
+
+def test_a_quota_counts_what_an_earlier_one_took() -> None:
+    drafter = prepared(max_query_length=1, min_input=2, min_output=1)
+    past = request("past", [9])
+    propose(drafter, past)
+    past.commit([7, 3, 8, 7, 3, 8, 7, 4])
+    drafter.finish(past)
+    asking = request("r", [7, 3, 6, 7, 3, 6, 7, 5, 6, 7])
+    # In the prompt 3 and 3 6 are the best, in the output 3: the quota of outputs is met, and the third row is the prompt's.
+    assert paths(propose(drafter, asking, 3)) == [(3,), (3, 6), (3, 6, 7)]
+
+
 def test_a_prompt_is_drafted_from_by_its_own_request_only_and_not_after_its_end() -> None:
     drafter = prepared()
     first, second = request("a", [5, 6, 7, 5], [[5, 8]]), request("b", [5])

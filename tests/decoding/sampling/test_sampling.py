@@ -44,6 +44,42 @@ def test_draws_follow_the_softmax() -> None:
     assert statistic < 27.9  # chi-squared, 4 degrees of freedom, p = 1e-5; the draws are fixed by the seed
 
 
+def kept(scores: torch.Tensor) -> list[int]:
+    return torch.isfinite(scores).nonzero().flatten().tolist()
+
+
+def test_top_k_keeps_the_k_most_likely_and_ties() -> None:
+    assert kept(warp(torch.tensor([1.0, 3.0, 2.0, 0.0]), params(top_k=2))) == [1, 2]
+    assert kept(warp(torch.tensor([1.0, 2.0, 2.0, 2.0]), params(top_k=2))) == [1, 2, 3]
+    assert kept(warp(torch.tensor([1.0, 2.0]), params(top_k=9))) == [0, 1]
+
+
+def test_top_p_keeps_the_smallest_set_that_holds_the_mass() -> None:
+    logits = torch.log(torch.tensor([0.1, 0.5, 0.15, 0.25], dtype=torch.float64))
+    assert kept(warp(logits, params(top_p=0.45))) == [1]
+    assert kept(warp(logits, params(top_p=0.7))) == [1, 3]
+    assert kept(warp(logits, params(top_p=0.8))) == [1, 2, 3]
+    assert kept(warp(logits, params(top_p=1e-9))) == [1]
+
+
+def test_top_p_acts_on_what_top_k_left() -> None:
+    logits = torch.log(torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64))
+    assert kept(warp(logits, params(top_k=2, top_p=0.5))) == [0]  # 0.4 / 0.7 holds the half that 0.4 / 1.0 does not
+
+
+def test_min_p_keeps_a_share_of_the_most_likely() -> None:
+    logits = torch.log(torch.tensor([0.3, 0.5, 0.05, 0.15], dtype=torch.float64))
+    assert kept(warp(logits, params(min_p=0.29))) == [0, 1, 3]
+    assert kept(warp(logits, params(min_p=0.31))) == [0, 1]
+    assert kept(warp(logits, params(min_p=1.0))) == [1]
+    assert kept(warp(torch.zeros(4), params(min_p=1.0))) == [0, 1, 2, 3]
+    assert kept(warp(logits, params(min_p=0.29, top_k=2))) == [0, 1]
+    # Without min-p the mass before token 3 is 0.8; with it, 0.8 / 0.95 exceeds top_p.
+    assert kept(warp(logits, params(min_p=0.29, top_p=0.82))) == [0, 1]
+    assert kept(warp(logits, params(top_p=0.82))) == [0, 1, 3]
+    assert kept(warp(logits, params(min_p=0.29, temperature=0.5))) == [0, 1]  # after the temperature: 0.09 / 0.25, 0.0225 / 0.25
+
+
 def test_warp_agrees_with_transformers() -> None:
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
