@@ -58,9 +58,8 @@ from outrider.experiments.device_double.guard import unavailable
 from outrider.experiments.gpu_suite import environment
 from outrider.experiments.gpu_suite.device import NO_TIMES
 from outrider.experiments.gpu_suite.jobs import Worker
-from outrider.experiments.gpu_suite.plan import KINDS, PARTS, SIZES, USUAL_KINDS, plan
-from outrider.experiments.gpu_suite.record import NAME, RunningRecord, print_table
 from outrider.experiments.gpu_suite.report import Job, Setting
+from outrider.experiments.gpu_suite.suite import KINDS, NAME, PARTS, SIZES, USUAL_KINDS, RunningRecord, plan, print_table
 
 # Packages beside Python's own, with what they bring. Of this repository the whole checkout is needed.
 NEEDS = {

@@ -9,8 +9,7 @@ from outrider.decoding.drafters.registry import parse_strategy
 from outrider.decoding.request import PLAIN
 from outrider.engine.forward.runner import ModelRunner
 from outrider.engine.loading.model import LoadedModel
-from outrider.experiments.bench.engines.contestants import EngineContestant
-from outrider.experiments.bench.engines.shared_model import SharedModel
+from outrider.experiments.bench.engines.contestants import EngineContestant, SharedModel
 
 STRATEGIES = (PLAIN, "llma", "trie", "auto")
 

@@ -28,7 +28,7 @@ from outrider.experiments.bench.options import add_model
 from outrider.experiments.bench.progress import Progress
 from outrider.experiments.bench.run import Bench, Results, Run
 from outrider.experiments.service.asks import Answer, Ask, ask
-from outrider.experiments.service.parity_cases import GREEDY, Case, Route, Said, cases
+from outrider.experiments.service.parity import GREEDY, Case, Route, Said, cases
 from outrider.experiments.service.served import sample_sums, server_at
 
 PROMPTS = (EXAMPLE, "Repeat after me, twice: the quick brown fox jumps over the lazy dog.")

@@ -16,8 +16,7 @@ from outrider.experiments.peers import revisions, rounds
 from outrider.experiments.peers.__main__ import main
 from outrider.experiments.peers.contestants import CONTESTANTS, Field, Setting
 from outrider.experiments.peers.environments import Environments, MissingPeerError
-from outrider.experiments.peers.rounds import ASKED_ONCE, Prompt, Roof, Rounds, asked, place, settle, turns_of
-from outrider.experiments.peers.speeds import Speeds
+from outrider.experiments.peers.rounds import ASKED_ONCE, Prompt, Roof, Rounds, Speeds, asked, place, settle, turns_of
 from outrider.experiments.report.speeds import peers
 from outrider.experiments.report.values import markdown
 

@@ -20,7 +20,7 @@ from outrider.decoding.budget.latency import LatencyCurve
 from outrider.decoding.request import PLAIN
 from outrider.experiments.bench.figure import panel
 from outrider.experiments.bench.record import ROOT
-from outrider.experiments.bench.scaling.entries import Entry, Form
+from outrider.experiments.bench.scaling.results import Entry, Form
 from outrider.experiments.simulation.cluster import SimulatedCluster
 from outrider.experiments.simulation.hardware import ModelShape
 from outrider.experiments.simulation.replica import KnownTarget, SimulatedReplica

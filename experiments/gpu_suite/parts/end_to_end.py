@@ -14,8 +14,7 @@ from outrider.experiments.bench.engines.contestants import Contestant, Prompt
 from outrider.experiments.bench.engines.stock_generate import StockGenerate
 from outrider.experiments.bench.record import spread
 from outrider.experiments.gpu_suite import models, traces
-from outrider.experiments.gpu_suite.clock import shown
-from outrider.experiments.gpu_suite.device import wait
+from outrider.experiments.gpu_suite.device import shown, wait
 from outrider.experiments.gpu_suite.report import Report, Setting
 from outrider.experiments.gpu_suite.texts import known_of, read_texts
 

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 
 from outrider.decoding.request import PLAIN
-from outrider.experiments.bench.engines.contestants import Prompt
-from outrider.experiments.bench.engines.shared_model import SharedModel
+from outrider.experiments.bench.engines.contestants import Prompt, SharedModel
 from outrider.experiments.gpu_suite import models, traces
+from outrider.experiments.gpu_suite.models import STRATEGIES
 from outrider.experiments.gpu_suite.report import Report, Setting
 from outrider.experiments.gpu_suite.texts import read_texts
-from outrider.experiments.gpu_suite.traces import STRATEGIES
 
 _PROMPT, _OUTPUT = 1024, 64  # tokens: of the end of each prompt, and of an output
 _WRONG_SHARE = 0.1  # tokens of a reference that are others than the output's: drafts are refused in places

@@ -32,8 +32,7 @@ from outrider.engine.loading.model import load_weights
 from outrider.engine.loading.weights.quantized import refuse_unusable
 from outrider.experiments.bench.record import spread
 from outrider.experiments.gpu_suite import models
-from outrider.experiments.gpu_suite.clock import Case, in_turns, ratios, shown
-from outrider.experiments.gpu_suite.device import empty_cache
+from outrider.experiments.gpu_suite.device import Case, empty_cache, in_turns, ratios, shown
 from outrider.experiments.gpu_suite.report import Report, Setting, UnavailableError
 
 _MEASURED = ("awq", "gptq", "w4a16", "fp8-channel", "fp8-blocks")

@@ -14,7 +14,7 @@ from outrider.experiments.bench.progress import Progress
 from outrider.experiments.service.attacks.attacker import Attacker, Load
 from outrider.experiments.service.attacks.calm import CalmClient, Window
 from outrider.experiments.service.attacks.forms import Form
-from outrider.experiments.service.attacks.verdicts import SIDES, p95_ms
+from outrider.experiments.service.attacks.turns import SIDES, p95_ms
 from outrider.experiments.service.served import Served
 
 _WARM_UP_S = 0.4  # of a load, before the calm client's times count

@@ -13,7 +13,7 @@ import yaml
 
 from outrider.experiments.service.attacks.shots import CHAT, head
 from outrider.experiments.service.attacks.texts import nested_html, pdf
-from outrider.experiments.service.fuzzing.case import LEAVINGS, Case, Server
+from outrider.experiments.service.fuzzing.requests import LEAVINGS, Case, Server
 from outrider.experiments.service.fuzzing.values import count, grammar, number, pattern, schema, text, value
 
 RESUMED: dict[str, Any] = {

@@ -295,15 +295,6 @@ def test_a_deleted_tenant_is_gone_everywhere(cluster: Cluster, raw: redis.Redis,
     assert len(raw.xrange(cluster.key("a"))) == 2 + said
 
 
-def test_evicted_texts_go(cluster: Cluster) -> None:
-    a, b = cluster.replica(), cluster.replica()
-    a.write("a", T1, 0, [1, 2, 3], final=True)
-    a.write("a", T2, 0, [4], final=True)
-    eventually(lambda: b.knows("a", [1, 2, 3], [4]))
-    cluster.add("a", TextBatch(9, 0, 0, evicted=(T1,)))
-    eventually(lambda: all(one.knows("a", [4]) for one in (a, b)))
-
-
 @pytest.mark.usefixtures("often")
 def test_one_that_fell_behind_goes_on_from_the_snapshot(cluster: Cluster) -> None:
     a = cluster.replica()

@@ -104,13 +104,6 @@ def test_the_largest_part_of_larger_trees_is_as_small_as_runs_allow(tree: DraftT
     assert max(len(part.rows) for part in tree.partition(ranks)) == largest_part(tree, ranks)
 
 
-def test_the_worked_example() -> None:
-    tree = tree_of([0, 1, 0, 3, 0])
-    first, second = tree.partition(2)
-    assert first.rows.tolist() == [0, 1, 2] and second.rows.tolist() == [0, 3, 4, 5]
-    assert second.tree.tokens.tolist() == [100, 103, 104, 105] and second.tree.parents.tolist() == [-1, 0, 1, 0]
-
-
 def test_what_cannot_be_cut_is_the_first_ranks() -> None:
     tree = tree_of([0, 1, 0])
     (only,) = tree.partition(1)

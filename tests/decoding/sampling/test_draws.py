@@ -102,16 +102,6 @@ def test_the_token_is_that_of_the_long_way(dtype: torch.dtype) -> None:
                     assert choose(logits, params, position) == the_long_way(logits, params, position), (vocab, scale, truncation)
 
 
-def test_a_large_vocabulary_and_a_wide_nucleus() -> None:
-    torch.manual_seed(1)
-    for scale in (0.5, 2.0):
-        logits = torch.randn(50_257) * scale
-        for truncation in ({"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.01, "top_p": 0.99}):
-            params = SamplingParams(seed=3, temperature=1.0, **truncation)  # type: ignore[arg-type]
-            for position in range(4):
-                assert choose(logits, params, position) == the_long_way(logits, params, position)
-
-
 def test_truncations_are_decided_almost_always() -> None:
     torch.manual_seed(2)
     undecided = 0

@@ -178,15 +178,6 @@ def test_pieces_in_any_order_and_twice_make_the_whole_texts(rng: random.Random, 
     assert not len(mixed._held) and not mixed._held.num_tokens and not mixed.log._open
 
 
-def test_the_example_of_the_docstring() -> None:
-    history = History(1000)
-    read = []
-    for offset, tokens in ((0, [1, 2]), (3, [4]), (1, [2, 3])):
-        history.extend(7, offset, tokens)
-        read.append(history.log.tokens_of(history.number(7)).tolist())
-    assert read == [[1, 2], [1, 2], [1, 2, 3, 4]]
-
-
 def test_a_removed_text_stays_removed_until_it_starts_again() -> None:
     history, text, late = History(1000), text_key("a/0"), text_key("a/1")
     history.start(text)

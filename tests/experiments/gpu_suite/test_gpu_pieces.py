@@ -17,12 +17,21 @@ from outrider.engine.loading.model import LoadedModel
 from outrider.experiments.bench.engines.contestants import Prompt
 from outrider.experiments.bench.engines.guided import stock_twin
 from outrider.experiments.gpu_suite import clock
-from outrider.experiments.gpu_suite.models import SIZES, device_model, fill_slot, random_tree, step_bytes, tree_batch
+from outrider.experiments.gpu_suite.models import (
+    SIZES,
+    STRATEGIES,
+    contestants,
+    device_model,
+    engines,
+    fill_slot,
+    random_tree,
+    step_bytes,
+    tree_batch,
+)
 from outrider.experiments.gpu_suite.parts import any_rows, prefill, smoke
 from outrider.experiments.gpu_suite.parts.end_to_end import Trace, summary
 from outrider.experiments.gpu_suite.report import Job, Report, Setting
 from outrider.experiments.gpu_suite.texts import ByteTokenizer, made_up, read_texts, renumbered
-from outrider.experiments.gpu_suite.traces import STRATEGIES, contestants, engines
 
 CONTEXT = 384
 

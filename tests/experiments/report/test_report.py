@@ -12,8 +12,7 @@ import pytest
 
 from outrider.experiments.bench.__main__ import main
 from outrider.experiments.report.page import figures_beside, read_record, render
-from outrider.experiments.report.paper import beside_paper, directions
-from outrider.experiments.report.tables import headlines
+from outrider.experiments.report.tables import beside_paper, directions, headlines
 from outrider.experiments.report.values import blocks_of, text_of
 
 ROOT = Path(__file__).resolve().parents[3]

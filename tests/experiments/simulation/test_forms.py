@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outrider.decoding.request import PLAIN
-from outrider.experiments.report.simulation import form_map
+from outrider.experiments.report.tables import form_map
 from outrider.experiments.simulation.__main__ import main
 from outrider.experiments.simulation.forms import Brought, Machine, best_of, read_drafts
 from outrider.experiments.simulation.hardware import GPUS, MODELS
