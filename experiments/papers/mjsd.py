@@ -10,8 +10,7 @@ from outrider.decoding.request import Request, SamplingParams
 from outrider.decoding.strategy_choice import StrategyChoice, parse_strategy
 from outrider.engine.engine import Engine
 from outrider.engine.loading.draft_model import LocalDraftModel
-from outrider.experiments.bench.engines.contestants import EngineContestant, Prompt, Run
-from outrider.experiments.bench.engines.shared_model import SharedModel
+from outrider.experiments.bench.engines.contestants import EngineContestant, Prompt, Run, SharedModel
 from outrider.experiments.bench.figure import panel
 from outrider.experiments.papers.beside import Found
 from outrider.experiments.papers.jacobi import SampledContestant

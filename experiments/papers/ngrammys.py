@@ -10,8 +10,7 @@ from outrider.decoding.drafters.ngrammys import NgrammysDrafter
 from outrider.decoding.request import Acceptance, Request
 from outrider.decoding.strategy_choice import StrategyChoice
 from outrider.decoding.tree import SOURCES, DraftTree
-from outrider.experiments.bench.engines.contestants import EngineContestant, Prompt
-from outrider.experiments.bench.engines.shared_model import SharedModel
+from outrider.experiments.bench.engines.contestants import EngineContestant, Prompt, SharedModel
 from outrider.experiments.bench.figure import panel
 from outrider.experiments.papers.beside import Found
 from outrider.experiments.papers.devices import step_ms

@@ -21,9 +21,8 @@ from outrider.engine.engine import Engine
 from outrider.engine.loading.draft_model import LocalDraftModel, load_draft_model
 from outrider.engine.loading.model import LoadedModel, load_model
 from outrider.experiments.bench.engines.competition import Lap, Tally, compete, decode_ratios
-from outrider.experiments.bench.engines.contestants import EngineContestant, Prompt
+from outrider.experiments.bench.engines.contestants import EngineContestant, Prompt, SharedModel
 from outrider.experiments.bench.engines.models import MAX_TOKENS, Workload, chat_workload, fitting
-from outrider.experiments.bench.engines.shared_model import SharedModel
 from outrider.experiments.bench.progress import Progress
 from outrider.experiments.bench.record import portable
 from outrider.experiments.bench.workloads import interleaved

@@ -41,8 +41,7 @@ from outrider.experiments.peers.contestants import (
 )
 from outrider.experiments.peers.environments import Environments, MissingPeerError, add_environments
 from outrider.experiments.peers.gguf_file import PACKAGED, packaged_file, write_gguf
-from outrider.experiments.peers.rounds import ASKED_ONCE, ONCE, Prompt, Roof, Rounds, llama_bench, place, turns_of
-from outrider.experiments.peers.speeds import Speeds
+from outrider.experiments.peers.rounds import ASKED_ONCE, ONCE, Prompt, Roof, Rounds, Speeds, llama_bench, place, turns_of
 
 LEVELS = (1, 8, 32)
 TOKENIZER = "smollm2-135m-instruct"  # of models with random weights

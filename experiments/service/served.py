@@ -84,14 +84,7 @@ def running(
 ) -> Iterator[subprocess.Popen[bytes]]:  # fmt: skip
     """Run a serving command until the block ends, then interrupt it together with its children.
 
-    Args:
-        name: for the error message.
-        command: with its arguments.
-        folder: working directory.
-        environment: complete environment.
-        ready: URL that answers 200 once the command serves.
-        log: file for its output.
-        within_s: time for the start.
+    The URL ``ready`` answers 200 once the command serves; ``environment`` is the complete one.
 
     Raises:
         RuntimeError: it does not start; the message ends with its last output.

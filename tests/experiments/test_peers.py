@@ -12,8 +12,7 @@ from outrider.experiments.peers import revisions
 from outrider.experiments.peers.__main__ import main
 from outrider.experiments.peers.contestants import CONTESTANTS
 from outrider.experiments.peers.environments import Environments, MissingPeerError
-from outrider.experiments.peers.rounds import ASKED_ONCE, Prompt, asked, turns_of
-from outrider.experiments.peers.speeds import Speeds
+from outrider.experiments.peers.rounds import ASKED_ONCE, Prompt, Speeds, asked, turns_of
 from outrider.experiments.report.speeds import peers
 from outrider.experiments.report.values import markdown
 

@@ -20,9 +20,8 @@ from outrider.decoding.strategy_choice import parse_strategy
 from outrider.decoding.verify.tree_rows import compile_rows
 from outrider.engine.forward.runner import ModelRunner
 from outrider.engine.loading.model import LoadedModel
-from outrider.experiments.gpu_suite.models import SIZES, device_model
+from outrider.experiments.gpu_suite.models import SIZES, device_model, engines
 from outrider.experiments.gpu_suite.texts import made_up
-from outrider.experiments.gpu_suite.traces import engines
 
 EXECUTOR = "executor"  # in the place of a strategy: what an executor compiles when it is made
 CONTEXT = 256

@@ -24,10 +24,8 @@ from outrider.engine.loading.hybrids import is_hybrid
 from outrider.engine.loading.model import LoadedModel, load_model
 from outrider.engine.text.tokenizer import load_tokenizer
 from outrider.experiments.bench.engines.competition import Tally, decode_ratios, where_time_goes
-from outrider.experiments.bench.engines.contestants import Prompt, Run, make_request
+from outrider.experiments.bench.engines.contestants import Prompt, Run, SharedModel, make_request
 from outrider.experiments.bench.engines.guided import random_model, stock_twin
-from outrider.experiments.bench.engines.measures import full_load_s, measured, rows_of_a_cell
-from outrider.experiments.bench.engines.shared_model import SharedModel
 from outrider.experiments.bench.engines.stock_batching import StockBatching
 from outrider.experiments.bench.engines.stock_generate import StockAssisted, StockGenerate, StockPromptLookup
 from outrider.experiments.bench.engines.traffic import (
@@ -37,7 +35,10 @@ from outrider.experiments.bench.engines.traffic import (
     Server,
     ServerCounts,
     drive,
+    full_load_s,
+    measured,
     poisson,
+    rows_of_a_cell,
 )
 from outrider.experiments.bench.options import SIZES
 from tests.helpers.models import llama_config, save_model

@@ -13,8 +13,7 @@ from outrider.decoding.budget.latency import LatencyCurve
 from outrider.decoding.request import PLAIN
 from outrider.experiments.bench.run import run
 from outrider.experiments.bench.scaling.command import BENCH, parted, results_of
-from outrider.experiments.bench.scaling.entries import COUNTERS, Entry, Form, Round, forms_of
-from outrider.experiments.bench.scaling.results import Prediction, beside, communication
+from outrider.experiments.bench.scaling.results import COUNTERS, Entry, Form, Prediction, Round, beside, communication, forms_of
 from outrider.experiments.papers.beside import NOT_TESTABLE
 from outrider.experiments.report.page import read_record, render
 from outrider.experiments.simulation.hardware import ModelShape

@@ -16,13 +16,21 @@ from outrider.engine.forward.runner import ModelRunner
 from outrider.engine.loading.model import LoadedModel
 from outrider.experiments.bench.engines.contestants import Prompt
 from outrider.experiments.bench.engines.guided import stock_twin
-from outrider.experiments.gpu_suite import clock
-from outrider.experiments.gpu_suite.models import SIZES, device_model, random_tree, step_bytes, tree_batch
+from outrider.experiments.gpu_suite import device
+from outrider.experiments.gpu_suite.models import (
+    SIZES,
+    STRATEGIES,
+    contestants,
+    device_model,
+    engines,
+    random_tree,
+    step_bytes,
+    tree_batch,
+)
 from outrider.experiments.gpu_suite.parts import any_rows, prefill
 from outrider.experiments.gpu_suite.parts.end_to_end import Trace, summary
 from outrider.experiments.gpu_suite.report import Job, Report
 from outrider.experiments.gpu_suite.texts import made_up, renumbered
-from outrider.experiments.gpu_suite.traces import STRATEGIES, contestants, engines
 
 CONTEXT = 384
 
@@ -108,11 +116,11 @@ def test_ratios_are_of_the_same_record_and_round() -> None:
 
 def test_cases_take_turns_and_one_round_at_least_is_made() -> None:
     called: list[str] = []
-    cases = {name: clock.Case(lambda name=name: called.append(name)) for name in "ab"}  # type: ignore[misc]
-    times = clock.in_turns("cpu", cases, 5, 2, over=lambda: True, warm=1)
+    cases = {name: device.Case(lambda name=name: called.append(name)) for name in "ab"}  # type: ignore[misc]
+    times = device.in_turns("cpu", cases, 5, 2, over=lambda: True, warm=1)
     assert called == ["a", "b", "a", "a", "b", "b"]
     assert all(len(taken.wall_s) == 1 and not taken.gpu_s for taken in times.values())
-    assert clock.shown({}) == ("n/a", "") and clock.shown({"median": 2.0, "min": 1.0, "max": 3.0}, " ms") == (
+    assert device.shown({}) == ("n/a", "") and device.shown({"median": 2.0, "min": 1.0, "max": 3.0}, " ms") == (
         "2.00 ms",
         "1.00-3.00",
     )

@@ -22,10 +22,8 @@ from packaging.utils import canonicalize_name
 from outrider.experiments.device_double.guard import unavailable
 from outrider.experiments.gpu_suite.jobs import Worker
 from outrider.experiments.gpu_suite.parts import tests
-from outrider.experiments.gpu_suite.plan import PARTS, plan
-from outrider.experiments.gpu_suite.record import RunningRecord, print_table
 from outrider.experiments.gpu_suite.report import Job, Report, Setting, is_fatal
-from outrider.experiments.gpu_suite.suite import NEEDS, Suite
+from outrider.experiments.gpu_suite.suite import NEEDS, PARTS, RunningRecord, Suite, plan, print_table
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = "tests.experiments.gpu_suite.test_gpu_suite"

@@ -19,10 +19,9 @@ from outrider.experiments.service.attacks import rows, run
 from outrider.experiments.service.attacks.calm import CalmClient
 from outrider.experiments.service.attacks.forms import all_forms, chosen
 from outrider.experiments.service.attacks.shots import Reply, Target, fire, get, is_fault
-from outrider.experiments.service.attacks.verdicts import NOTHING_MS, Goals, interval, memory_fails, p95_ms, verdict
+from outrider.experiments.service.attacks.turns import NOTHING_MS, Goals, interval, memory_fails, p95_ms, verdict
 from outrider.experiments.service.fuzz import fault_of, run_cases
-from outrider.experiments.service.fuzzing.case import Case, Server, reduced
-from outrider.experiments.service.fuzzing.requests import make_case
+from outrider.experiments.service.fuzzing.requests import Case, Server, make_case, reduced
 
 SERVER = Server("circle", "key", "operator", None)
 

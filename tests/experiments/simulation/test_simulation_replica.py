@@ -17,9 +17,8 @@ from outrider.decoding.replay import KnownText, replay_workload
 from outrider.decoding.strategy_choice import parse_strategy
 from outrider.engine.loading.model import LoadedModel
 from outrider.engine.text.tokenizer import load_tokenizer
-from outrider.experiments.bench.engines.contestants import Prompt, make_request
+from outrider.experiments.bench.engines.contestants import Prompt, SharedModel, make_request
 from outrider.experiments.bench.engines.guided import random_model
-from outrider.experiments.bench.engines.shared_model import SharedModel
 from outrider.experiments.simulation.replica import TENANT, KnownTarget, Piece, SimulatedReplica
 from outrider.experiments.simulation.steps import Host, StepTimes
 
