@@ -9,7 +9,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
+from outrider.experiments.bench.engines.contestants import Prompt
 from outrider.experiments.bench.record import Kept
 from outrider.experiments.peers.contestants import Contestant, Field
 from outrider.experiments.peers.environments import MissingPeerError, Say
@@ -111,16 +111,6 @@ ONCE = 0  # level of measurements without prompts
 ASKED_ONCE = {"rows": "ours", "llama-bench": "llama bf16", "llama-bench Q4_1": "llama q4_1"}  # name -> process or file
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt with its references."""
-
-    key: str
-    workload: str
-    ids: list[int]
-    references: list[list[int]]
-
-
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator,unused-ignore]
 def _total(values: npt.NDArray[np.int64]) -> int:
     total = 0
@@ -154,8 +144,8 @@ def place(turn: Turn) -> tuple[Any, ...]:
 
 def asked(contestant: Contestant, prompts: Sequence[Prompt], every: Sequence[Prompt]) -> list[Prompt]:
     """Select the prompts that a contestant is asked: those among the first 1/``share`` of every prompt."""
-    own = {prompt.key for prompt in every[: -(-len(every) // contestant.share)]}
-    return [prompt for prompt in prompts if prompt.key in own]
+    own = {prompt.id for prompt in every[: -(-len(every) // contestant.share)]}
+    return [prompt for prompt in prompts if prompt.id in own]
 
 
 def turns_of(
@@ -243,7 +233,7 @@ class Rounds:
 
     def _measured(self, turn: Turn, contestant: Contestant, prompts: Sequence[Prompt]) -> Turn:
         """Return numbers by prompt, the memory's speed before and after, and hashes of the answers."""
-        asks = [[prompt.key, prompt.ids, prompt.references] for prompt in prompts]
+        asks = [[prompt.id, prompt.ids, prompt.references] for prompt in prompts]
         job = {"mode": contestant.mode, "running": turn["level"], "max_tokens": self._max_tokens, "asks": asks}
         if turn["part"] == 0:  # untimed: loads the model, compiles, reads tables
             self._field.ask(contestant.system, job | {"max_tokens": 4, "asks": asks[:2], "fresh": "warm"})
@@ -253,7 +243,7 @@ class Rounds:
         after = self._roof.read()
         return {
             "roof": [before, after],
-            "asks": [prompt.key for prompt in prompts],
+            "asks": [prompt.id for prompt in prompts],
             "prompt_tokens": [len(prompt.ids) for prompt in prompts],
             "tokens": reply.get("count") or list(map(len, reply["tokens"])),
             "first_s": [round(value, 6) for value in reply["first_s"]],

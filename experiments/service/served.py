@@ -160,12 +160,10 @@ def conducted(
     return measure
 
 
-def replica_settings(args: argparse.Namespace) -> list[str]:
+def replica_settings(dtype: str, replicas: int) -> list[str]:
     """Return the settings of a server whose replicas share one core."""
-    return [
-        f"model.dtype={args.dtype}", "model.threads=1",
-        f"server.replicas={args.replicas}", f"server.cpus_per_replica={1 / args.replicas:.2f}",
-    ]  # fmt: skip
+    shared = [f"server.replicas={replicas}", f"server.cpus_per_replica={1 / replicas:.2f}"]
+    return [f"model.dtype={dtype}", "model.threads=1", *shared]
 
 
 async def until_whole(client: httpx.AsyncClient, replicas: int, timeout_s: float = _BACK_S) -> float | None:

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from outrider.experiments.bench.engines.contestants import Prompt
 from outrider.experiments.peers import revisions
 from outrider.experiments.peers.__main__ import main
 from outrider.experiments.peers.contestants import CONTESTANTS
 from outrider.experiments.peers.environments import Environments, MissingPeerError
-from outrider.experiments.peers.rounds import ASKED_ONCE, Prompt, Speeds, asked, turns_of
+from outrider.experiments.peers.rounds import ASKED_ONCE, Speeds, asked, turns_of
 from outrider.experiments.report.speeds import peers
 from outrider.experiments.report.values import markdown
 
@@ -49,7 +50,7 @@ def test_a_ratio_is_taken_on_the_same_prompts() -> None:
 
 
 def test_turns_are_adjacent_and_change_their_order() -> None:
-    prompts = [Prompt(f"{number}", "w", [1], []) for number in range(5)]
+    prompts = [Prompt(f"{number}", [1], []) for number in range(5)]
     field = [one for one in CONTESTANTS if one.name in ("plain", "auto", "transformers")]
     turns = [
         (turn["level"], turn["part"], turn["contestant"], len(own))
@@ -60,7 +61,7 @@ def test_turns_are_adjacent_and_change_their_order() -> None:
         (8, 0, "plain", 5), (8, 0, "auto", 5),
     ]  # fmt: skip
     assert [turn["contestant"] for turn, _, _ in turns_of("m", 1, field, prompts, [8], 3)][len(ASKED_ONCE) :] == ["auto", "plain"]
-    assert [prompt.key for prompt in asked(field[2], prompts, prompts)] == ["0", "1"]
+    assert [prompt.id for prompt in asked(field[2], prompts, prompts)] == ["0", "1"]
 
 
 def test_missing_systems_are_named(tmp_path: Path) -> None:
