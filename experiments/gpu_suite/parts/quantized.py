@@ -218,14 +218,9 @@ def packings(group: int) -> dict[str, Packing]:
 def save_checkpoints(
     quantized: Path, plain: Path, config: PreTrainedConfig, tensors: dict[str, torch.Tensor], packing: Packing
 ) -> dict[str, torch.Tensor]:
-    """A model as a quantized checkpoint and, with the weights that this stands for, as an ordinary one; returns these weights.
+    """Write a model to two folders: as a quantized checkpoint, and with the weights that this stands for; return these weights.
 
-    Args:
-        quantized: a folder; config.json and model.safetensors are written.
-        plain: another one.
-        config: of the model.
-        tensors: its weights by name; the matrices of its layers are quantized.
-        packing: the format.
+    The matrices of the layers among ``tensors`` are quantized.
     """
     stored, known = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for name, tensor in tensors.items():

@@ -140,12 +140,6 @@ def test_what_another_replica_said_is_drafted_once_it_has_arrived(texts: list[Kn
     assert steps[0.0] < steps[9.0] == len(said)
 
 
-def test_strategies_that_need_a_model_are_refused() -> None:
-    for strategy in ("jacobi", "recycling", "speculative"):
-        with pytest.raises(ValueError, match=f"{strategy} cannot be simulated"):
-            replica(strategy, 20)
-
-
 def known(prompt: Sequence[int], output: Sequence[int]) -> KnownText:
     return KnownText("x", np.array(prompt, np.int32), (), np.array(output, np.int32))
 
