@@ -130,14 +130,15 @@ def test_wrong_contents_are_refused() -> None:
             ShardedStep((), dataclasses.replace(BATCH, **changes))
 
 
-@given(st.sampled_from(MESSAGES), st.data())
-def test_damaged_messages_are_refused_or_read(message: Message, data: st.DataObject) -> None:
-    """Nothing but the named error comes of bytes that were cut or changed on the way."""
+@given(st.binary(max_size=200), st.sampled_from(MESSAGES), st.data())
+def test_damaged_messages_are_refused_or_read(junk: bytes, message: Message, data: st.DataObject) -> None:
+    """Random bytes, and messages that were cut or changed on the way, raise nothing but ``WireError``."""
     raw = bytearray(encode(message))
     at = data.draw(st.integers(0, len(raw) - 1))
     damaged = bytes(raw[:at]) if data.draw(st.booleans()) else bytes([*raw[:at], data.draw(st.integers(0, 255)), *raw[at + 1 :]])
-    with contextlib.suppress(WireError):
-        assert isinstance(decode(damaged), Message)
+    for received in (junk, damaged):
+        with contextlib.suppress(WireError):
+            assert isinstance(decode(received), Message)
 
 
 # Root 7 with the branches 1 2 3 and 4 5.
