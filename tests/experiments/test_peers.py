@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from outrider.experiments.bench.engines.contestants import Prompt
+from outrider.experiments.bench.record import Kept
 from outrider.experiments.peers import revisions
 from outrider.experiments.peers.__main__ import main
-from outrider.experiments.peers.contestants import CONTESTANTS
+from outrider.experiments.peers.contestants import CONTESTANTS, Field, Setting
 from outrider.experiments.peers.environments import Environments, MissingPeerError
-from outrider.experiments.peers.rounds import ASKED_ONCE, Speeds, asked, turns_of
+from outrider.experiments.peers.rounds import ASKED_ONCE, Roof, Rounds, Speeds, asked, place, turns_of
 from outrider.experiments.report.speeds import peers
 from outrider.experiments.report.values import markdown
 
@@ -116,3 +117,33 @@ def test_two_revisions_in_turns_run_the_file_of_their_own(tmp_path: Path, monkey
     assert found["cases"].keys() == {*(name for name, _, _ in revisions.CASES), "prefill"}
     assert all(case["times_as_long"] == 0.5 and case["tokens_per_s"]["other"] == [5.0, 5.0] for case in found["cases"].values())
     assert found["start"]["this"]["peak_mib"] == [1.0, 1.0] and found["start"]["other"]["peak_mib"] == [2.0, 2.0]
+
+
+def test_an_interrupted_run_continues(tmp_path: Path) -> None:
+    path, said, asks = tmp_path / "kept.jsonl", list[str](), list[str]()
+
+    class Cut(Field):
+        """Ends the run at its fourth job, as Ctrl-C does."""
+
+        def __init__(self) -> None:
+            made = Environments(tmp_path, {}, False, said.append)
+            super().__init__(Setting("m", "float32", 1, 64, 64, 8, ()), made, Path, tmp_path)
+            self.left = 4
+
+        def ask(self, system: str, job: dict[str, Any]) -> dict[str, Any]:
+            self.left -= 1
+            if not self.left:
+                raise KeyboardInterrupt
+            asks.append(job["mode"])
+            count = len(job["asks"])
+            return {"tokens": [[1, 2]] * count, "first_s": [0.1] * count, "last_s": [0.2] * count, "wall_s": 0.1}
+
+    field = [one for one in CONTESTANTS if one.name in ("plain", "auto")]
+    turns = list(turns_of("m", 0, field, [Prompt("a", "w", [1], [])], [8], 1))[len(ASKED_ONCE) :]
+    with pytest.raises(KeyboardInterrupt):
+        Rounds(Cut(), Kept(path, {"a": 1}, place), Roof(1), 8, lambda system: {}, said.append).run(turns)
+    assert asks == ["plain", "plain", "auto"]  # the first job of each warms up
+    kept = Kept(path, {"a": 1}, place)
+    assert [turn["contestant"] for turn in kept.found] == ["plain"]
+    Rounds(Cut(), kept, Roof(1), 8, lambda system: {}, said.append).run(turns)
+    assert asks[3:] == ["auto", "auto"] and len(Kept(path, {"a": 1}, place).found) == 2

@@ -141,3 +141,13 @@ def test_a_module_that_follows_the_number_of_rows_is_named(loaded: LoadedModel, 
     monkeypatch.setattr(product, "forward", lambda rows: rows * len(rows))
     found = any_rows.differing(loaded.model, 0)
     assert found[f"Linear {'x'.join(map(str, product.weight.shape))}"] == 3
+
+
+def test_trees_are_valid_deep_and_wide() -> None:
+    for rows in (1, 4, 64, 256):
+        tree = random_tree(rows, 100, rows)
+        tree.check()
+        assert len(tree) == tree.num_candidates == rows
+    assert tree.depths().max() > 20 and len(set(tree.parents.tolist())) < 200
+    (segment,) = tree_batch(random_tree(64, 100, 1), 32).segments
+    assert (segment.start, segment.rows) == (32, 64) and segment.mask is not None

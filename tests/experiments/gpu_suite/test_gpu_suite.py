@@ -23,7 +23,7 @@ from outrider.experiments.device_double.guard import unavailable
 from outrider.experiments.gpu_suite.jobs import Worker
 from outrider.experiments.gpu_suite.parts import tests
 from outrider.experiments.gpu_suite.report import Job, Report, Setting, is_fatal
-from outrider.experiments.gpu_suite.suite import NEEDS, PARTS, RunningRecord, Suite, plan, print_table
+from outrider.experiments.gpu_suite.suite import NEEDS, PARTS, RunningRecord, Suite, arguments, plan, print_table
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = "tests.experiments.gpu_suite.test_gpu_suite"
@@ -350,3 +350,17 @@ def test_only_errors_that_cost_the_device_are_fatal() -> None:
     assert is_fatal(RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"))
     assert not is_fatal(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"))
     assert not is_fatal(RuntimeError("out of resource: shared memory, Required: 300000, Hardware limit: 232448"))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [(None, "holds no record"), ({"device": "cuda"}, "its device is 'cuda'"), ([], "no record of the suite")],
+)
+def test_a_record_of_other_options_is_not_resumed(
+    config: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if config is not None:
+        (tmp_path / "1-gpu-suite.json").write_text(json.dumps({"config": config} if config else []))
+    with pytest.raises(SystemExit):
+        arguments(["--device", "cpu", "--out", str(tmp_path), "--resume"])
+    assert said in capsys.readouterr().err

@@ -35,7 +35,7 @@ from outrider.experiments.papers.beside import (
 )
 from outrider.experiments.papers.commands import PAPERS, bench_of
 from outrider.experiments.papers.jacobi import compression, expected_tokens, fitted
-from outrider.experiments.papers.kept import KeptContestant, KeptRuns
+from outrider.experiments.papers.kept import Entry, KeptContestant, KeptRuns
 from outrider.experiments.papers.llma import counted
 from outrider.experiments.papers.ngrammys import Seen, shares
 from outrider.experiments.papers.numbers import published
@@ -377,3 +377,38 @@ def test_energy_and_texts_of_a_sampled_race() -> None:
     )
     assert {label: row["differing"].mean for label, row in rows.items()} == {"plain": 0.0, "exact": 0.0, "lossy": 1.0}
     assert all(row["J/token"].mean == 3.0 / 3 and row["J/token"].samples == ((6.0, 6.0),) * 4 for row in rows.values())
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_goes_on_and_its_hours_end_it(
+    tiny_model: Path, files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, kept = small("trie", tiny_model, files, tmp_path), tmp_path / "kept.jsonl"
+    assert main([*command, "--hours", "0"]) == 0  # no run begins
+    results = record_of(tmp_path / "out", "trie")
+    assert results["notes"][-1] == "not all of it: 0 hours are over after 0 runs"
+    assert {claim["verdict"] for claim in results["claims"] if claim["dataset"] == "antrag"} <= {NOT_MEASURED, NOT_TESTABLE}
+    assert len(kept.read_text().splitlines()) == 1  # the setting
+    put = KeptRuns.put
+    made: list[str] = []  # the races of the runs that are made
+
+    def some(runs: KeptRuns, key: tuple[str, ...], entry: Entry) -> None:
+        if len(made) == 30:
+            raise KeyboardInterrupt
+        made.append(key[0])
+        put(runs, key, entry)
+
+    monkeypatch.setattr(KeptRuns, "put", some)
+    with pytest.raises(KeyboardInterrupt):
+        main(command)
+    before = kept.read_text()
+    assert len(before.splitlines()) == 1 + 30
+    assert main([*command, "--repeats", "2"]) == 2 and "is of another setting or revision" in capsys.readouterr().err
+    kept.write_text(before + '{"key": ["ant')  # cut off as it was written
+    made.clear()
+    monkeypatch.setattr(KeptRuns, "put", lambda runs, key, entry: (made.append(key[0]), put(runs, key, entry)))
+    monkeypatch.setattr(KeptRuns, "end", lambda runs: None)
+    assert main(command) == 0
+    assert kept.read_text().startswith(before)
+    keys = [tuple(json.loads(line)["key"]) for line in kept.read_text().splitlines()[1:]]
+    assert len(set(keys)) == len(keys) == 30 + len(made) and "written" not in made

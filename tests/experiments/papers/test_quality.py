@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -48,6 +49,14 @@ def test_a_prefix_that_others_may_reuse_is_given_up() -> None:
     runner.cache.prefixes.keep(0, "tenant", np.array([1, 2, 3], np.int32))
     output_nats(runner, PROMPT, OUTPUT)
     assert len(runner.cache.prefixes.tokens(0)) == 0
+
+
+def test_sequences_that_cannot_be_scored_are_refused() -> None:
+    runner = ModelRunner(tiny_model("llama", "float64").runner.model, 1, 12)
+    with pytest.raises(ValueError, match="have 20 tokens, a slot of the model holds 12"):
+        output_nats(runner, PROMPT, OUTPUT)
+    with pytest.raises(ValueError, match="prompt must hold at least one token"):
+        output_nats(runner, [], OUTPUT)
 
 
 def test_perplexity_weighs_tokens_and_not_outputs() -> None:
@@ -101,3 +110,12 @@ def test_a_long_prompt_is_prefilled_in_parts() -> None:
         for rows in (16, 512)
     ]
     assert outputs[0] == outputs[1] and len(outputs[0][0]) > 0
+
+
+def test_beams_find_what_the_brute_force_finds_on_a_small_tree() -> None:
+    """Three tokens at a time with enough beams, scored by hand among a few candidates, are never beaten by them."""
+    model = over_target(loaded(), 3, 64, 512)
+    output = joint_greedy(model, Request("x", PROMPT, SamplingParams(3)), 3, 64, ()).outputs[0]
+    best = nats_by_hand(PROMPT, output).sum()
+    others = [nats_by_hand(PROMPT, list(tokens)).sum() for tokens in product((output[0], 5, 60), (output[1], 9), (output[2], 8))]
+    assert best <= min(others) + 1e-9
