@@ -90,7 +90,7 @@ def plainly(model: ModelOptions, dtype: str) -> list[list[int]]:
     return [run(engine, [request])[0] for request in requests()]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.proof)])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_in_every_company_it_is_plain_decoding(models: dict[str, ModelOptions], family: str, dtype: str) -> None:
     expected = plainly(models[family], dtype)

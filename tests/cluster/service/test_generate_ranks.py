@@ -55,7 +55,7 @@ def test_a_pipeline_changes_no_token(model: Path, prompts: Path, tmp_path: Path)
     assert max(record.get("tokens_per_step", 0.0) for record in records) > 1.0
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_ctrl_c_leaves_no_rank(model: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "many.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": f"record {index} of many"}) for index in range(1_000)))

@@ -26,7 +26,7 @@ RECYCLING = {"strategy": "recycling", "max_draft_tokens": 8}
 without_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install -e '.[baselines]'"
 )
-PARTS = [pytest.param("tensor", marks=without_deepspeed), "pipeline"]
+PARTS = [pytest.param("tensor", marks=without_deepspeed), pytest.param("pipeline", marks=pytest.mark.proof)]
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_a_killed_rank_that_held_a_part_costs_a_pause(mode: str, api_server: Ser
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["plain", *PARTS])
+@pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.proof), *PARTS])
 def test_answers_are_compared_with_a_baseline_that_is_deployed(kind: str, api_server: Server, folder: Path) -> None:
     config = tiny_config(folder, speculation=RECYCLING, baseline={"enabled": True, "kind": kind})
     with serving(api_server, f"beside-{kind}", config, 90) as service:

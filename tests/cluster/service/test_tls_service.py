@@ -136,6 +136,7 @@ def test_nothing_of_ray_s_speaks_in_the_clear(cluster: TlsCluster) -> None:
     assert [place for place, answer in heard.items() if answer[3:4] == b"\x04"] == []  # the settings of a gRPC server
 
 
+@pytest.mark.proof
 def test_ray_answers_who_has_a_certificate(cluster: TlsCluster) -> None:
     command = [
         sys.executable,

@@ -154,7 +154,7 @@ def outcome_of(family: dict[str, Any], gpu: DoubleGpu, exact: str) -> str | Coun
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("exact", ["strict", "rounding"])
+@pytest.mark.parametrize("exact", ["strict", pytest.param("rounding", marks=pytest.mark.proof)])
 @pytest.mark.parametrize(
     "family",
     [pytest.param(each, id=each["family"], marks=[] if each["family"] in SHORT else [pytest.mark.proof]) for each in SERVED],

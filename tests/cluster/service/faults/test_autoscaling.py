@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 TOKENS, CLIENTS = 200, 6
 
 
+@pytest.mark.proof
 def test_a_second_engine_comes_under_load_and_goes_after_it(
     api_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,7 +106,7 @@ def test_choices_of_an_answer_are_computed_by_all_replicas(twins: Twins) -> None
     assert sorted((served(twins) - before).values()) == [ASKED, ASKED]
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_answers_to_one_prefix_are_whole_when_their_replica_is_killed(twins: Twins) -> None:
     twins.becomes_whole()
     running = 3

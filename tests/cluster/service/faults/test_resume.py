@@ -51,7 +51,7 @@ def test_a_stream_goes_on_at_the_other_replica_when_its_own_is_killed(twins: Twi
     assert killed[0] not in twins.engines()
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_all_choices_of_an_answer_go_on_when_their_replicas_are_killed(twins: Twins) -> None:
     twins.becomes_whole()
     before = twins.engines()
@@ -183,7 +183,7 @@ async def lost_with_its_replica(twins: Twins) -> ApiError:
     return raised.value
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_answers_survive_the_loss_of_every_replica_unless_none_comes_back_in_time(twins: Twins) -> None:
     twins.becomes_whole()
     before = twins.engines()
