@@ -190,6 +190,7 @@ def test_a_replica_that_starts_later_is_warm_at_its_first_request(cluster: Clust
     assert cold.tokens == warm.tokens == third.tokens
 
 
+@pytest.mark.slow
 def test_deletions_reach_all_replicas_within_two_seconds(cluster: Cluster) -> None:
     a, b = cluster.replica(), cluster.replica()
     by_request, whole = TENANTS[2:5], TENANTS[5:8]  # one for each replica that is asked afterwards, as it teaches the others then
@@ -264,6 +265,7 @@ def expected(plain: Replica) -> dict[int, list[int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_middle_of_fifty_streams(
     redis: RedisProcess, replicas: list[Replica], expected: dict[int, list[int]], fault: str

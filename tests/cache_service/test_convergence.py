@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -174,6 +175,7 @@ OPERATIONS = st.sampled_from(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(st.lists(st.tuples(OPERATIONS, st.integers(0, 20), st.integers(0, 20)), min_size=40, max_size=100))
 def test_mirrors_service_and_model_agree(operations: list[tuple[str, int, int]]) -> None:

@@ -267,6 +267,7 @@ def started(prefix: Path, home: Path, first: str = "", **environment: str) -> li
     return python(program, XDG_CACHE_HOME=str(home), **environment).split()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not KIND or not jit.NATIVE, reason="no numba, or no kind of processor that an image compiles for")
 def test_what_an_image_brings_is_not_compiled_again(tmp_path: Path) -> None:
     prefix = tmp_path / "environment"

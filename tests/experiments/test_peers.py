@@ -78,7 +78,6 @@ def test_missing_systems_are_named(tmp_path: Path) -> None:
     assert made.of("a==1").parent == tmp_path / "a==1" / "bin"
 
 
-@pytest.mark.slow
 def test_end_to_end_beside_transformers(
     tiny_model: Path, workloads: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -147,6 +147,7 @@ def test_two_ranks_say_what_one_says(running: Running, expected: list[list[int]]
         assert {CORES[1]} in [os.sched_getaffinity(thread.id) for thread in rank.threads()]
 
 
+@pytest.mark.slow
 def test_a_rank_that_stops_changes_no_token_and_comes_back(running: Running, expected: list[list[int]]) -> None:
     """One that is killed in the middle: ``test_parallel_service.py``, and without Ray ``test_lookahead_faults.py``."""
     (rank,) = processes("RankActor")
@@ -184,6 +185,7 @@ def test_a_rank_that_cannot_be_loaded_says_why(model: ModelOptions, tmp_path: Pa
     remove_placement_group(bundles)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("bundles")
 def test_a_rank_with_shorter_slots_than_the_leader_s_is_refused(model: ModelOptions) -> None:
     bundles = placement_group([{"CPU": 1}] * 2, strategy="STRICT_PACK")

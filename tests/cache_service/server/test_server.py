@@ -245,6 +245,7 @@ def test_newer_snapshot_of_another_service_is_taken_over(make: Callable[..., Clu
     assert wait_for(lambda: server.status().tokens == 20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["quiet", "a replica is faster than the service", "its clock was ahead"])
 def test_redis_that_restarts_empty_is_filled_again(make: Callable[..., Cluster], own_redis: RedisProcess, case: str) -> None:
     cluster = make(own_redis.url, snapshot_s=60.0)

@@ -93,6 +93,7 @@ def test_sentinel(tmp_path: Path) -> None:
                 connect(address, 1.0).execute_command("PING")
 
 
+@pytest.mark.slow
 def test_cluster(tmp_path: Path) -> None:
     port = free_port()
     options = ("cluster-enabled yes", f"cluster-config-file {tmp_path}/nodes.conf")

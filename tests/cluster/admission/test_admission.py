@@ -110,6 +110,7 @@ def error_of(response: httpx.Response) -> dict[str, str]:
     return dict(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asks", [0, 2])
 @pytest.mark.parametrize("slow", [b"", b"\r\n", b"GET", b"GET / HTTP/1.1\r\nHost: a\r\n"])
 def test_headers_have_a_deadline(asks: int, slow: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,6 +359,7 @@ def test_a_full_house_refuses_before_it_reads(house: Callable[..., House]) -> No
     assert full.post(SHORT).status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("configured", [None, 0.5])
 def test_deadlines(house: Callable[..., House], configured: float | None) -> None:
     hurried = house(request_timeout_s=configured)
@@ -463,6 +465,7 @@ class NotedTokenizer:
         return call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "body"),
     [

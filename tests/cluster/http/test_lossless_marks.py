@@ -94,6 +94,7 @@ def test_models_say_whether_all_that_they_offer_is_lossless(metered: Metered) ->
     assert model["lossless_strategies"] == ["llma", "speculative", "autoregressive"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 def test_each_answer_and_each_chunk_says_whether_it_is_lossless(metered: Metered, path: str) -> None:
     for speculation, lossless in CHOICES:

@@ -207,6 +207,7 @@ def check_cut_anywhere(services: Pair, path: str, body: dict[str, Any]) -> list[
     return events
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CIRCLES)
 def test_a_stream_goes_on_wherever_it_is_cut(circles: Pair, name: str) -> None:
     path, body = CIRCLES[name]
@@ -215,6 +216,7 @@ def test_a_stream_goes_on_wherever_it_is_cut(circles: Pair, name: str) -> None:
     assert len(events) > (name != "scored")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_reasoning_and_calls_go_on(callers: Pair, name: str) -> None:
     body = {"model": "caller", "messages": MESSAGES, "temperature": 0, "max_tokens": 40} | CALLS[name]
@@ -257,6 +259,7 @@ def refused(http: httpx.Client, body: dict[str, Any], last: str, *words: str, pa
     check_error(answer, 400, LAST, *words, param=LAST, code="invalid_value")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_gone_on_with(circles: Pair) -> None:
     http, body = circles.second, TEXT | {"stream": True}
     last = stream(http, COMPLETIONS, body)[1][0]

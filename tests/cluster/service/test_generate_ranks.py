@@ -32,7 +32,6 @@ def group_command(model: Path, prompts: Path, tmp_path: Path, *arguments: object
     return ["generate", "--prompts", str(prompts), "--config", str(config), "--json", *(str(argument) for argument in arguments)]
 
 
-@pytest.mark.slow
 def test_two_ranks_change_no_token(model: Path, prompts: Path, tmp_path: Path) -> None:
     command = group_command(model, prompts, tmp_path, "--max-tokens", 100, "--temperature", 0.8, "--seed", 3)
     records, summary = lines(outrider_apart(*command))
@@ -45,7 +44,6 @@ def test_two_ranks_change_no_token(model: Path, prompts: Path, tmp_path: Path) -
     assert 0.0 < summary["group"]["exchange_share"] < 1.0
 
 
-@pytest.mark.slow
 def test_a_pipeline_changes_no_token(model: Path, prompts: Path, tmp_path: Path) -> None:
     command = group_command(model, prompts, tmp_path, "--max-tokens", 40, "--temperature", 0.8, "--seed", 3, mode="pipeline")
     records, summary = lines(outrider_apart(*command))

@@ -180,7 +180,6 @@ def test_second_ctrl_c_ends_everything_at_once(launched: Callable[..., Serving])
     check_port("127.0.0.1", serving.port)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "moment",
     [*(pytest.param(each, marks=pytest.mark.proof) for each in ("Redis started", "Ray: starting")), "starting the replicas"],

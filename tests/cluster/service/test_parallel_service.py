@@ -75,7 +75,6 @@ def test_a_follower_killed_in_the_middle_of_a_stream_is_replaced(group: Applicat
     assert len(after) == 1 and after.isdisjoint(before)
 
 
-@pytest.mark.slow
 def test_the_leader_killed_in_the_middle_of_answers_is_replaced_with_its_group(group: Application) -> None:
     becomes_whole(group)
     leaders, followers = group.engines(), processes(FOLLOWER)
@@ -95,7 +94,6 @@ def test_the_leader_killed_in_the_middle_of_answers_is_replaced_with_its_group(g
         assert len(now) == 1 and now.isdisjoint(before)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", PARTS)
 def test_a_killed_rank_that_held_a_part_costs_a_pause(mode: str, api_server: Server, folder: Path) -> None:
     config = tiny_config(folder, speculation=RECYCLING, parallelism={"mode": mode, "world_size": 2})
@@ -114,7 +112,6 @@ def test_a_killed_rank_that_held_a_part_costs_a_pause(mode: str, api_server: Ser
     eventually(lambda: not processes(PART), 120)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.proof), *PARTS])
 def test_answers_are_compared_with_a_baseline_that_is_deployed(kind: str, api_server: Server, folder: Path) -> None:
     config = tiny_config(folder, speculation=RECYCLING, baseline={"enabled": True, "kind": kind})
@@ -128,7 +125,6 @@ def test_answers_are_compared_with_a_baseline_that_is_deployed(kind: str, api_se
         assert answer["baseline"]["tokens_per_step"] == 1.0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", PARTS)
 def test_a_baseline_answers_what_is_served_as_well(kind: str, api_server: Server, folder: Path) -> None:
     """As ``k8s/overlays/cpu-compare``, with all requests instead of a twentieth."""
@@ -153,7 +149,6 @@ def test_a_baseline_answers_what_is_served_as_well(kind: str, api_server: Server
         eventually(lambda: compared in httpx.get(f"{service.url}/metrics", timeout=60).text)
 
 
-@pytest.mark.slow
 def test_two_replicas_serve_one_request_together(api_server: Server, folder: Path) -> None:
     prompts, tokens = SENTENCES[:2], 600
     parallelism = {"mode": "lookahead", "world_size": "auto", "rank_timeout_s": 30.0}

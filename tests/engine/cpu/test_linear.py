@@ -191,6 +191,7 @@ def test_a_model_says_the_same_and_can_be_copied(family: str) -> None:
     assert row_linears(tiny(family, torch.float64)) == 0
 
 
+@pytest.mark.slow
 @bfloat16_only
 @pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 576), (torch.float32, 48)])  # smaller ones torch rounds alike
 def test_torch_in_its_place_is_noticed(dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,7 @@ def check_same(name: str, dtype: torch.dtype, outputs: int, size: int) -> None:
     assert torch.equal(torch.nn.functional.embedding(tokens, made), expected[tokens])
 
 
+@pytest.mark.slow
 @bfloat16_only
 @pytest.mark.parametrize(
     "name",
@@ -78,6 +79,7 @@ def test_it_says_what_the_unpacked_weight_says(name: str) -> None:
     assert form.block_bytes / form.block / 32 <= 1.03 * file_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", COMPILED)
 @pytest.mark.parametrize("name", ["Q4_1", "Q6_K"])
 def test_every_type(name: str, dtype: torch.dtype) -> None:
@@ -141,6 +143,7 @@ def unpacked(model: PreTrainedModel) -> PreTrainedModel:
     return made
 
 
+@pytest.mark.slow
 @bfloat16_only
 @pytest.mark.parametrize("family", KNOWN)
 @pytest.mark.parametrize("weights", ["int8", "int4"])

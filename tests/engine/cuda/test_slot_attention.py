@@ -302,6 +302,7 @@ def test_what_it_takes() -> None:
         rows_per_tile(32, 1, 16)
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
 @pytest.mark.parametrize(

@@ -86,7 +86,6 @@ def test_a_prediction_follows_the_calibration(tiny_model: Path) -> None:
     assert "one worker's threads" in told["left_out"]["1 x 2, plain"]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_groups_and_replicas_say_what_one_worker_says(tiny_model: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "words.jsonl"

@@ -98,7 +98,6 @@ def bare_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     )  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1000)  # where nothing was compiled before
 def test_every_part_runs_on_a_bare_machine_and_one_that_fails_is_named(bare_run: Run) -> None:
     ran, record = bare_run
@@ -114,7 +113,6 @@ def test_every_part_runs_on_a_bare_machine_and_one_that_fails_is_named(bare_run:
     assert "CPU" in record["results"]["environment"]["times"]
 
 
-@pytest.mark.slow
 def test_figures_of_the_parts_fit_together(bare_run: Run) -> None:
     found = {job["part"]: job["found"] for job in bare_run[1]["results"]["jobs"]}
     assert found["steps"]["roof_gb_s"] == found["ceilings"]["read_best_gb_s"]
@@ -143,7 +141,6 @@ def test_figures_of_the_parts_fit_together(bare_run: Run) -> None:
     assert found["ranks"]["identical"] == found["ranks"]["outputs"] > 0 == found["ranks"]["losses"]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1000)
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 def test_the_gpu_path_runs_through_every_part_on_the_double_and_a_run_can_go_on(tmp_path: Path) -> None:
@@ -204,7 +201,6 @@ def hangs(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
     time.sleep(600)
 
 
-@pytest.mark.slow
 def test_a_part_that_fails_dies_or_hangs_leaves_the_others_a_worker() -> None:
     worker, seen = Worker(), []
 

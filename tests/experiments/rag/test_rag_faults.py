@@ -19,7 +19,6 @@ TEXT = "The harbour number {} has {} piers. It was opened in {}."
 ITEMS = [Item((TEXT.format(number, number + 2, 1800 + number),), ("When was it opened?",), ("a",)) for number in range(60)]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_answers_equal_those_without_faults() -> None:
     day = make_day(ITEMS, REQUESTS, 0)

@@ -33,7 +33,6 @@ def url(circle_model: Path) -> Iterator[str]:
         yield address
 
 
-@pytest.mark.slow
 def test_no_parameter_changes_an_answer(url: str, tmp_path: Path) -> None:
     options = ["--strategy", "llma", "--prompt", "abcdefgh-abcdefgh<", "--max-tokens", "13", "--answers", "streamed"]
     assert run(parity.BENCH, ["--url", f"{url}/v1", *options, "--out", str(tmp_path)]) == 0

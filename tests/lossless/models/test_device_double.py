@@ -152,7 +152,6 @@ def outcome_of(family: dict[str, Any], gpu: DoubleGpu, exact: str) -> str | Coun
     return Counter(right)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("exact", ["strict", pytest.param("rounding", marks=pytest.mark.proof)])
 @pytest.mark.parametrize(

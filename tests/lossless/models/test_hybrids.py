@@ -19,9 +19,7 @@ from tests.lossless.models.asked import DTYPES, GREEDY, LONG, MAX_TOKENS, REPEAT
 
 _QUICK = ("lfm2", "qwen3_5", "falcon_h1")  # one of each rule
 _ONE_CALL = ("lfm2", "qwen3_5", "granite4")  # their forwards are one call, those of the others modules'
-every_family = pytest.mark.parametrize(
-    "family", [pytest.param(family, marks=() if family in _QUICK else pytest.mark.slow) for family in HYBRIDS]
-)
+every_family = pytest.mark.parametrize("family", HYBRIDS)
 quick_families = pytest.mark.parametrize(
     "family", [pytest.param(family, marks=() if family in _QUICK else pytest.mark.proof) for family in HYBRIDS]
 )

@@ -28,19 +28,17 @@ from tests.helpers.ranks import BranchingDrafter, TinyGroup, rank_runner
 from tests.lossless.models.asked import DTYPES, LONG, MAX_TOKENS, REPEATED, TWICE, Asked, name_of
 
 _QUICK = "phi3_long"
-FAMILIES = pytest.mark.parametrize(
-    "family", [pytest.param(family, marks=() if family == _QUICK else pytest.mark.slow) for family in ROPES]
-)
+FAMILIES = pytest.mark.parametrize("family", ROPES)
 # Every family with every type is a long proof.
 EVERY_CASE = pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        pytest.param(family, *dtype.values, marks=(*dtype.marks, *(() if family == _QUICK else (mark,))))
+        pytest.param(family, *dtype.values, marks=[*dtype.marks, *(() if family == _QUICK else marks)])
         for family in ROPES
-        for dtype, mark in zip(DTYPES, (pytest.mark.slow, pytest.mark.proof), strict=True)
+        for dtype, marks in zip(DTYPES, ([], [pytest.mark.proof]), strict=True)
     ],
 )
-RECOMPUTING = pytest.mark.parametrize("family", [_QUICK, pytest.param("phimoe_long", marks=pytest.mark.slow)])
+RECOMPUTING = pytest.mark.parametrize("family", [_QUICK, "phimoe_long"])
 ASKED = Asked([7], REPEATED, TWICE, LONG[:BORDER], LONG[: BORDER + 1], LONG, ignore_eos=True)
 PROMPTS, requests, plain = ASKED.prompts, ASKED.requests, ASKED.plain
 

@@ -209,6 +209,7 @@ BINDING: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 1, "seed": 5}])
 @pytest.mark.parametrize("switch", [{}, {"always": True}, {"enable_thinking": False}])
 @pytest.mark.parametrize("binding", BINDING)

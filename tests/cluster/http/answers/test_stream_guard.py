@@ -66,6 +66,7 @@ def text(found: list[bytes], choice: int = 0) -> str:
     return "".join(piece["text"] for piece in pieces)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guard", GUARDS)
 def test_client_reads_the_same(urls: Callable[[str], str], guard: str) -> None:
     def read(url: str) -> tuple[Any, ...]:
@@ -109,6 +110,7 @@ def test_padding_reaches_the_next_multiple(length: int) -> None:
     assert data.pop("obfuscation") is not None and data == {"text": "ü" * length}
 
 
+@pytest.mark.slow
 def test_cadence_sends_one_chunk_a_period(urls: Callable[[str], str]) -> None:
     for guard in ("cadence", "both"):
         began = time.monotonic()

@@ -13,7 +13,6 @@ from outrider.cluster.serving import autoscaling
 from tests.cluster.circle import Server
 from tests.cluster.service.applications import serving, tiny_config
 
-pytestmark = pytest.mark.slow
 TOKENS, CLIENTS = 200, 6
 
 

@@ -24,7 +24,6 @@ from outrider.configs.slices import EngineOptions, ModelOptions, ServerOptions, 
 from tests.cluster.circle import TEXT, Server
 from tests.helpers.network import free_port
 
-pytestmark = pytest.mark.slow
 NAME = "redeployed"
 STOP_S = 90.0
 TOKENS = 2000
