@@ -103,7 +103,7 @@ def test_in_every_company_it_is_plain_decoding(models: dict[str, ModelOptions], 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.proof)])
 @pytest.mark.parametrize("strategy", DRAFTING)
 def test_with_every_strategy_it_is_plain_decoding(models: dict[str, ModelOptions], strategy: str, dtype: str) -> None:
     engine = load(models["llama"], strategy, dtype, (4, 64))

@@ -197,7 +197,7 @@ def test_a_rank_with_shorter_slots_than_the_leader_s_is_refused(model: ModelOpti
     remove_placement_group(bundles)
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.usefixtures("bundles")
 def test_ranks_end_with_their_leader(model: ModelOptions) -> None:
     bundles = placement_group([{"CPU": 1}] * 2, strategy="STRICT_PACK")

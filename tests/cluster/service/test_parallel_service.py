@@ -94,6 +94,7 @@ def test_the_leader_killed_in_the_middle_of_answers_is_replaced_with_its_group(g
         assert len(now) == 1 and now.isdisjoint(before)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("mode", PARTS)
 def test_a_killed_rank_that_held_a_part_costs_a_pause(mode: str, api_server: Server, folder: Path) -> None:
     config = tiny_config(folder, speculation=RECYCLING, parallelism={"mode": mode, "world_size": 2})
@@ -125,6 +126,7 @@ def test_answers_are_compared_with_a_baseline_that_is_deployed(kind: str, api_se
         assert answer["baseline"]["tokens_per_step"] == 1.0
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("kind", PARTS)
 def test_a_baseline_answers_what_is_served_as_well(kind: str, api_server: Server, folder: Path) -> None:
     """As ``k8s/overlays/cpu-compare``, with all requests instead of a twentieth."""

@@ -149,6 +149,7 @@ def test_a_deadline_ends_what_runs(http: httpx.Client) -> None:
     check_error(http.post(COMPLETIONS, json=ENDLESS | {"timeout": 0.5}), 504, code="deadline_exceeded")
 
 
+@pytest.mark.proof
 def test_a_replica_that_dies(api_server: Server, http: httpx.Client) -> None:
     """/health says 503 until the next replica is there, and a stream that the former one was at goes on then."""
     seen: set[int] = set()
