@@ -379,9 +379,11 @@ class Replica:
         now_s, period_s = time.monotonic(), STREAM_PERIOD_S if len(outputs) >= MANY else 0.0
         for output in outputs:
             self._deliver(output, now_s, period_s)
-        told = {output.request_id for output in outputs}
+        delivered = {output.request_id for output in outputs}
         for request_id, live in self._live.items():
-            if live.held is not None and request_id not in told:  # the time of its next step is unknown, so send held output now
+            if (
+                live.held is not None and request_id not in delivered
+            ):  # the time of its next step is unknown, so send held output now
                 live.put(StepOutput(request_id, (), ""))
 
     def _notify_quarantine(self, alone: Request | None) -> None:

@@ -240,7 +240,7 @@ class LookaheadParallelExecutor:
         partitioned: dict[RankState, SentStep],
         replies: dict[RankState, Reply],
     ) -> list[VerifyResult | None]:
-        told = {rank_state: iter(reply.outcomes) for rank_state, reply in replies.items()}
+        outcomes_by_rank = {rank_state: iter(reply.outcomes) for rank_state, reply in replies.items()}
         outcomes: list[VerifyResult | None] = []
         for at, (work, part, mine) in enumerate(zip(works, parts, own.outcomes, strict=True)):
             if mine is None or all(len(one.tree) == 1 for one in part[1:]):
@@ -249,7 +249,7 @@ class LookaheadParallelExecutor:
             said = own.said[at]
             assert said is not None and work.tree is not None
             shares = [RankResult(part[0], own.held[at], said)]
-            for rank_state, others in told.items():
+            for rank_state, others in outcomes_by_rank.items():
                 share = partitioned[rank_state].awaited[at]
                 if share is not None:
                     shares.append(RankResult(share, rank_state.kv_states.align(work), next(others)))

@@ -58,8 +58,8 @@ class Rank:
         works = [work for work in made if work is not None]
         began = time.perf_counter()
         outcomes = self._executor.execute(works) if works else []
-        told = tuple(outcome_message(outcome, message.top_k) for outcome in outcomes if outcome is not None)
-        return Reply(message.sequence, time.perf_counter() - began, told)
+        messages = tuple(outcome_message(outcome, message.top_k) for outcome in outcomes if outcome is not None)
+        return Reply(message.sequence, time.perf_counter() - began, messages)
 
     def forget(self, failed: bool = False) -> None:
         """Drop all requests and free their slots. After a failure, also clear the prefix cache."""

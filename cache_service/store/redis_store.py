@@ -325,8 +325,11 @@ class RedisStore:
         """Start a rewrite of Redis' append-only file, to remove deleted data. Return False if one is already running."""
         client: Any = self._client()
         nodes = {"target_nodes": RedisCluster.PRIMARIES} if isinstance(client, RedisCluster) else {}
-        told = client.execute_command("INFO", "persistence", **nodes)
-        if not any(int(one["aof_enabled"]) for one in (told.values() if nodes and "aof_enabled" not in told else [told])):
+        persistence = client.execute_command("INFO", "persistence", **nodes)
+        if not any(
+            int(one["aof_enabled"])
+            for one in (persistence.values() if nodes and "aof_enabled" not in persistence else [persistence])
+        ):
             return True
         try:
             client.execute_command("BGREWRITEAOF", **nodes)

@@ -324,11 +324,11 @@ def _telling(account: Account, rates: Rates, now_s: float) -> Iterator[None]:
         raise
 
 
-def _accounted(jobs: Sequence[GenerationJob], caller: Caller, asked: int | None) -> list[GenerationJob]:
+def _accounted(jobs: Sequence[GenerationJob], caller: Caller, requested: int | None) -> list[GenerationJob]:
     """Return jobs with the caller's account, weight and an allowed priority."""
     least, account = caller.options.min_priority, "" if caller.tenant is None else caller.tenant
-    if asked is not None and asked < least:
-        message = f"must be at least {least} with this API key (its tenant's min_priority), got {asked}"
+    if requested is not None and requested < least:
+        message = f"must be at least {least} with this API key (its tenant's min_priority), got {requested}"
         raise RequestError("priority", message)
-    priority = max(0, least) if asked is None else asked
+    priority = max(0, least) if requested is None else requested
     return [dataclasses.replace(job, account=account, weight=caller.options.weight, priority=priority) for job in jobs]

@@ -93,12 +93,12 @@ def api_error(error: Exception) -> ApiError:
 
 def logged_error(error: Exception, event: str) -> ApiError:
     """Convert an exception that ended a stream to an error response, and log it; client errors without a traceback."""
-    told = api_error(error)
-    if told.status < 500:
-        logger.info("%s: %d %s", event, told.status, told.message)
+    reported = api_error(error)
+    if reported.status < 500:
+        logger.info("%s: %d %s", event, reported.status, reported.message)
     else:
         logger.error("%s", event, exc_info=error)
-    return told
+    return reported
 
 
 def renamed(error: Exception) -> Exception:
@@ -175,11 +175,11 @@ def _invalid(findings: Sequence[Mapping[str, Any]], body: Any, url_path: str) ->
     return ApiError(400, message, param=param, code="invalid_value")
 
 
-def _others(paths: Sequence[Sequence[int | str]], told: Sequence[int | str]) -> str:
+def _others(paths: Sequence[Sequence[int | str]], reported: Sequence[int | str]) -> str:
     """Return a note on the number of other wrong fields; containers of wrong fields do not count."""
     found = {tuple(path) for path in paths}
-    holding = {path[:length] for path in (*found, tuple(told)) for length in range(len(path))}
-    count = len(found - holding - {tuple(told)})
+    holding = {path[:length] for path in (*found, tuple(reported)) for length in range(len(path))}
+    count = len(found - holding - {tuple(reported)})
     return f" (and {count} more {'field is' if count == 1 else 'fields are'} wrong)" if count else ""
 
 

@@ -39,9 +39,9 @@ class Family:
     value: Callable[[ReplicaMetrics], Value | Labelled]
     labels: tuple[str, ...] = ()  # in addition to ``model_name`` and ``engine``
 
-    def samples(self, told: ReplicaMetrics) -> Labelled:
+    def samples(self, source: ReplicaMetrics) -> Labelled:
         """Return the values of one replica, by label values."""
-        found = self.value(told)
+        found = self.value(source)
         return found if isinstance(found, Mapping) else {} if found is None else {(): found}
 
 
@@ -53,43 +53,43 @@ def _by(counts: Mapping[str, float]) -> Labelled:
 
 
 def _strategies(value: Callable[[StrategyCounts], Value]) -> Callable[[ReplicaMetrics], Labelled]:
-    def samples(told: ReplicaMetrics) -> Labelled:
-        found = {(one.strategy, "true" if one.lossless else "false"): value(one) for one in told.replica.strategies}
+    def samples(source: ReplicaMetrics) -> Labelled:
+        found = {(one.strategy, "true" if one.lossless else "false"): value(one) for one in source.replica.strategies}
         return {labels: count for labels, count in found.items() if count is not None}
 
     return samples
 
 
 def _mirror(value: Callable[[CacheClientCounts], float]) -> Callable[[ReplicaMetrics], Value]:
-    return lambda told: None if told.replica.cache is None else value(told.replica.cache)
+    return lambda source: None if source.replica.cache is None else value(source.replica.cache)
 
 
 def _budget(value: Callable[[BudgetCounts], float]) -> Callable[[ReplicaMetrics], Value]:
-    return lambda told: None if told.metrics.budget is None else value(told.metrics.budget)
+    return lambda source: None if source.metrics.budget is None else value(source.metrics.budget)
 
 
 def _group(value: Callable[[GroupState], float], alone: Value = None) -> Callable[[ReplicaMetrics], Value]:
     """Return a function that reads the group of ranks, or ``alone`` for a replica without one."""
-    return lambda told: alone if told.replica.group is None else value(told.replica.group)
+    return lambda source: alone if source.replica.group is None else value(source.replica.group)
 
 
-def _kv_usage(told: ReplicaMetrics) -> float:
-    counts = told.replica.counts
+def _kv_usage(source: ReplicaMetrics) -> float:
+    counts = source.replica.counts
     return counts.running / max(1, counts.running + counts.free_slots)
 
 
-def _cache_config(told: ReplicaMetrics) -> Labelled:
-    info, counts = told.replica.info, told.replica.counts
+def _cache_config(source: ReplicaMetrics) -> Labelled:
+    info, counts = source.replica.info, source.replica.counts
     return {(str(info.max_model_len), str(counts.running + counts.free_slots), info.dtype): 1.0}
 
 
-def _energy(told: ReplicaMetrics) -> Labelled:
-    energy = told.replica.energy
+def _energy(source: ReplicaMetrics) -> Labelled:
+    energy = source.replica.energy
     return {} if energy is None else {(energy.source,): energy.steps_j}
 
 
-def _accepted_by_position(told: ReplicaMetrics) -> Labelled:
-    return {(str(at),): count for at, count in enumerate(told.metrics.accepted_per_position)}
+def _accepted_by_position(source: ReplicaMetrics) -> Labelled:
+    return {(str(at),): count for at, count in enumerate(source.metrics.accepted_per_position)}
 
 
 VLLM: tuple[Family, ...] = (

@@ -114,8 +114,8 @@ class CacheActor:
     """``CacheServerActor`` as an actor. It returns errors as values, like the engine replicas."""
 
     def __init__(self, engine: DeploymentHandle[Any], place: CacheSettings, quotas: dict[str, int]) -> None:
-        asked = for_threads(engine)
-        self._cache_server = CacheServerActor(place.access(), quotas, lambda: _identity(asked, place.version))
+        threaded = for_threads(engine)
+        self._cache_server = CacheServerActor(place.access(), quotas, lambda: _identity(threaded, place.version))
 
     async def call(self, verb: str, *arguments: object) -> object:
         """Return the result of a method of ``CacheAdmin``, or the exception that it raises."""

@@ -40,10 +40,10 @@ class PrefixRouter(RequestRouter):
             del self._unsent[given_up]
             self._chooser.release(given_up)
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        told = {name: self.replica_queue_len_cache.get(replica.replica_id) or 0 for name, replica in replicas.items()}
+        queue_lengths = {name: self.replica_queue_len_cache.get(replica.replica_id) or 0 for name, replica in replicas.items()}
         call = pending_request.metadata.internal_request_id
         self._unsent[call] = weakref.ref(pending_request)
-        return [[replicas[name]] for name in self._chooser.choose(call, jobs, told)]
+        return [[replicas[name]] for name in self._chooser.choose(call, jobs, queue_lengths)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Record which replica has taken a call; see ``RequestRouter``."""

@@ -68,7 +68,7 @@ def origins(request: Request, tree: DraftTree, rows: Sequence[int], memory: Hist
         Per row ``prompt``, ``output`` (the request's own), ``document`` (one of its references), ``trie`` (past outputs of its
         tenant), ``public`` (public texts), or the name of a drafter that does not copy (``SOURCES``).
     """
-    told: list[str] = []
+    sources: list[str] = []
     sequence = np.concatenate([request.tokens, tree.tokens[list(rows)]])
     copy: _CopySource | None = None
     for end, row in enumerate(rows, start=request.num_tokens):
@@ -76,15 +76,15 @@ def origins(request: Request, tree: DraftTree, rows: Sequence[int], memory: Hist
         groups = _COPIES.get(drafter)
         if groups is None:
             copy = None
-            told.append(drafter)
+            sources.append(drafter)
             continue
         copy = None if copy is None else copy.next(token, end)
         if copy is None:
             found = (_longest(request, group, sequence, end, memory) for group in groups)
             copy = next((candidate for candidate in found if candidate is not None), None)
         # No match means a past text that the ring buffer has overwritten. Texts of the request itself stay.
-        told.append(copy.source(request.num_prompt) if copy is not None else TRIE)
-    return told
+        sources.append(copy.source(request.num_prompt) if copy is not None else TRIE)
+    return sources
 
 
 def _longest(

@@ -75,9 +75,11 @@ class ByRequest(Drafter):
                 continue
             mine = places[name]
             propose_s = load.propose_s if name == self._alone else None
-            told = StepLoad(load.sequences, rows, load.context, load.prefill_rows, propose_s)
+            drafter_load = StepLoad(load.sequences, rows, load.context, load.prefill_rows, propose_s)
             drafter.ranks = self.ranks
-            proposed = drafter.propose([requests[at] for at in mine], self._bounded(name, mine, budgets, told), told)
+            proposed = drafter.propose(
+                [requests[at] for at in mine], self._bounded(name, mine, budgets, drafter_load), drafter_load
+            )
             for at, tree in zip(mine, proposed, strict=True):
                 trees[at] = tree
             rows += sum(map(len, proposed)) - len(proposed)

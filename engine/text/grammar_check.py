@@ -69,14 +69,14 @@ class GrammarChecker:
         key = hashlib.blake2b(grammar.encode(), digest_size=16).digest()
         with self._lock:
             verdict = self._verdicts.get(key)
-            asked = None if verdict is not None else self._ask()
-        if asked is None:
+            connection = None if verdict is not None else self._connect()
+        if connection is None:
             assert verdict is not None
             return verdict
-        with asked:
-            asked.sendall(grammar.encode())
-            asked.shutdown(socket.SHUT_WR)
-            answer = _read(asked)
+        with connection:
+            connection.sendall(grammar.encode())
+            connection.shutdown(socket.SHUT_WR)
+            answer = _read(connection)
         verdict = answer[1:].decode() if answer.startswith(_ANSWERED) else TOO_COSTLY
         with self._lock:
             self._verdicts[key] = verdict
@@ -96,7 +96,7 @@ class GrammarChecker:
             self._process.wait()
         self._control = self._process = None
 
-    def _ask(self) -> socket.socket:
+    def _connect(self) -> socket.socket:
         """Return a connection to a fork of the process."""
         ours, theirs = socket.socketpair()
         with theirs:
@@ -171,8 +171,8 @@ def main() -> None:
     size = int.from_bytes(_exactly(control, 8))
     vocabulary = _vocabulary(*json.loads(_exactly(control, size))) if size else None
     while True:
-        asked, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-        if not asked:
+        received, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not received:
             return
         with socket.socket(fileno=descriptors[0]) as connection:
             if os.fork() == 0:

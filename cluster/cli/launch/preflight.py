@@ -69,8 +69,8 @@ def with_threads(config: Config) -> Config:
     alone = (
         server.ray_address is None and server.most_replicas * group_size(config.parallelism) == 1 and not config.baseline.enabled
     )
-    told = config.model.threads is not None or server.cpus_per_replica != ServerOptions().cpus_per_replica
-    if not alone or told or "OMP_NUM_THREADS" in os.environ:
+    configured = config.model.threads is not None or server.cpus_per_replica != ServerOptions().cpus_per_replica
+    if not alone or configured or "OMP_NUM_THREADS" in os.environ:
         return config
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = min(psutil.cpu_count(logical=False) or cores, cores)

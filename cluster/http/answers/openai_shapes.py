@@ -200,8 +200,8 @@ class AnswerBuilder:
 
     def call(self, index: int, part: Call | Arguments, position: int) -> Answer:
         """Return a chunk with a tool call, or with more of its arguments; ``position`` is its index in the choice."""
-        told = _called(part) if isinstance(part, Call) else {"function": {"arguments": part.text}}
-        return self._object([self._chunk(index, "", Delta(tool_calls=[{"index": position, **told}]))])
+        fields = _called(part) if isinstance(part, Call) else {"function": {"arguments": part.text}}
+        return self._object([self._chunk(index, "", Delta(tool_calls=[{"index": position, **fields}]))])
 
     def end(self, index: int, reason: Any) -> Answer:
         """Return the last chunk of a choice."""

@@ -100,6 +100,6 @@ class StreamGuard:
         if self._is_on and body.speculation is not None and getattr(body.speculation, "report", None):
             message = "speculation.report is not available with server.stream_guard, which hides steps: leave it out"
             raise ApiError(400, message, param="speculation.report", code="unsupported_parameter")
-        asked = None if body.stream_options is None else body.stream_options.include_obfuscation
-        pads = self._pads if asked is None else asked
+        requested = None if body.stream_options is None else body.stream_options.include_obfuscation
+        pads = self._pads if requested is None else requested
         return StreamShape(self._period_s, self._pad_bytes if pads else None)

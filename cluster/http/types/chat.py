@@ -81,8 +81,10 @@ class ChatMessage(Strict):
     @model_validator(mode="before")
     @classmethod
     def _fill_content(cls, data: Any) -> Any:
-        told = isinstance(data, dict) and any(data.get(name) for name in ("tool_calls", "reasoning", "reasoning_content"))
-        return data | {"content": ""} if told and data.get("content") is None else data
+        has_other_parts = isinstance(data, dict) and any(
+            data.get(name) for name in ("tool_calls", "reasoning", "reasoning_content")
+        )
+        return data | {"content": ""} if has_other_parts and data.get("content") is None else data
 
     @model_validator(mode="after")
     def _check_role(self) -> ChatMessage:

@@ -60,12 +60,12 @@ def beam_search(
         active = [at for at, depth in enumerate(depths) if level < depth and len(alive[at][0].tokens) == level]
         if not active:
             break
-        asked = [requests[at] for at in active]
+        active_requests = [requests[at] for at in active]
         trees = [
             tree_of(request.root, ((beam.tokens, source) for beam in alive[at]), beams * level)
-            for at, request in zip(active, asked, strict=True)
+            for at, request in zip(active, active_requests, strict=True)
         ]
-        for at, tree, logits in zip(active, trees, model.tree_logits(asked, trees), strict=True):
+        for at, tree, logits in zip(active, trees, model.tree_logits(active_requests, trees), strict=True):
             leaves = [_row_of(tree.tokens.tolist(), tree.parents.tolist(), beam.tokens) for beam in alive[at]]
             logprobs = score(requests[at], [beam.tokens for beam in alive[at]], logits[torch.tensor(leaves).to(logits.device)])
             added = None if noise is None else noise(requests[at], level, logprobs.numel()).to(logprobs)

@@ -178,8 +178,8 @@ def refuse_missing(path: str, found: dict[str, Any], stated: bool) -> None:
     if missing:
         advice = "download all of its files"
         if any(name.rpartition(".")[2] in COMPANIONS for name in found["unexpected_keys"]):
-            told = "has a different" if stated else "has no"
-            advice = f"its weights are quantized, and config.json {told} quantization_config"
+            verb = "has a different" if stated else "has no"
+            advice = f"its weights are quantized, and config.json {verb} quantization_config"
         raise ModelLoadError(f"model {path!r} lacks {len(missing)} of its weights, {missing[0]} among them: {advice}")
 
 
