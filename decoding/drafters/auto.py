@@ -23,7 +23,8 @@ from outrider.decoding.budget.features import (
 )
 from outrider.decoding.budget.latency import StepLoad
 from outrider.decoding.budget.tree_builder import TreeRows, Workspace, build_tree
-from outrider.decoding.drafters.base import Drafter, Target, TargetRows, check_least
+from outrider.decoding.drafters.base import Drafter, Target, TargetRows
+from outrider.decoding.drafters.options import check_options
 from outrider.decoding.request import Acceptance, BudgetCounts, Request, SamplingParams
 from outrider.decoding.sources.history import Histories, History, compile_recall
 from outrider.decoding.sources.log.chains import BLOCK, MAX_MATCH
@@ -123,10 +124,10 @@ class AutoDrafter(Drafter):
         all_rows: bool = False,
         similar_requests: int = 4,
     ) -> None:
-        check_least(1, max_depth=max_depth)
-        check_least(
-            0, history_tokens=history_tokens, frequent_tokens=frequent_tokens, bigrams=bigrams, similar_requests=similar_requests
-        )
+        check_options(
+            "auto", max_depth=max_depth, history_tokens=history_tokens, frequent_tokens=frequent_tokens, bigrams=bigrams,
+            similar_requests=similar_requests,
+        )  # fmt: skip
         self._max_depth, self._num_frequent, self._num_bigrams = max_depth, frequent_tokens, bigrams
         self._all_rows, self._recycling, self._num_similar = all_rows, recycling, similar_requests
         self.histories = Histories(history_tokens) if history_tokens else None

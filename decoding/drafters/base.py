@@ -158,6 +158,7 @@ class Drafter(ABC):
     needs_logits = False  # drafts from the target's logits, so that it cannot be replayed on known outputs
     looks_ahead = False  # computes guesses for later steps beside its candidates
     own_rules = False  # some of its trees have a ``DraftTree.rule`` instead of ``verify_exact``
+    published_rows = 0  # rows below the root that its options ask for in a step, per rank; 0: it decides itself
     draft_rows = 0  # rows that its draft model holds after a request's tokens; 0: no draft model
     histories: Histories | None = None  # past outputs by tenant and public texts to draft from; None: none
 
@@ -252,17 +253,3 @@ class CopyDrafter(RequestDrafter[State]):
             return DraftTree.chain(request.root, next(copies, ()), self.source)
         rows = ((np.asarray(copy, np.int32).tolist(), self.source) for copy in islice(copies, _LOOKED_AT * self.ranks))
         return tree_of(request.root, rows, budget, self.ranks)
-
-
-def check_least(least: int, **options: int) -> None:
-    """Raise ``ValueError`` for the first option below the minimum."""
-    for name, value in options.items():
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
-def check_choice(known: Collection[str], **option: str) -> None:
-    """Raise ``ValueError`` for the first option that is not one of the known values."""
-    for name, value in option.items():
-        if value not in known:
-            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
