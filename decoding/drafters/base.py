@@ -152,6 +152,10 @@ class DraftModel(Protocol):
         ...
 
 
+class TooManySettingsError(ValueError):
+    """Options of a request that need a further drafter, while all that may exist have live requests."""
+
+
 class Drafter(ABC):
     """Source of draft trees. Wrong drafts never change the output, and a drafter never changes a request."""
 
@@ -179,6 +183,13 @@ class Drafter(ABC):
     def prepare(self, target: Target) -> None:  # noqa: B027  most drafters need nothing of the target
         """Prepare for the loaded target. Called once, before the first request."""
 
+    def admit(self, request: Request) -> None:  # noqa: B027  only drafters of several strategies need it
+        """Prepare to draft for a request, which ``finish`` ends.
+
+        Raises:
+            ValueError: it cannot be drafted for with its options; ``TooManySettingsError``: not now.
+        """
+
     @abstractmethod
     def propose(self, requests: Sequence[Request], budgets: Sequence[int], load: StepLoad | None = None) -> list[DraftTree]:
         """Return one tree per request, in order, rooted at its last committed token.
@@ -190,6 +201,16 @@ class Drafter(ABC):
 
     def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:  # noqa: B027
         """Learn from a step and its computed tree, after its tokens were committed. Not called for a request's last step."""
+
+    def cut_rows(self, request: Request, tree: DraftTree, budget: int) -> tuple[int, bool]:
+        """Return the rows that the options ask for if the request's last tree was cut to fewer, else 0; whether more do not pay.
+
+        ``tree`` is the one that ``propose`` returned, ``budget`` the number of rows that it got.
+        """
+        wanted = self.published_rows * self.ranks
+        # A strategy that looks ahead drafts nothing rather than a part of its rows.
+        cut = budget < wanted and (self.looks_ahead or len(tree) > budget)
+        return wanted if cut else 0, False
 
     def budget(self) -> BudgetCounts | None:
         """Return the decisions of the row budget, or None if the strategy has none. Callable from any thread."""
