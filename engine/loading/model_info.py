@@ -90,7 +90,11 @@ class ModelInfo:
             raise RequestError("speculation.strategy", message)
         if not self.takes_options:
             raise RequestError("speculation.options", "this server takes no options of requests (speculation.max_settings is 0)")
-        fault = check_given(self.method_of(setting), parse_strategy(strategy).options, self.request_options)
+        try:
+            given = parse_strategy(strategy).options
+        except ValueError as error:
+            raise RequestError("speculation.strategy", str(error)) from None
+        fault = check_given(self.method_of(setting), given, self.request_options)
         if fault is not None:
             raise RequestError("speculation.options", fault)
 
