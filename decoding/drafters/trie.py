@@ -68,8 +68,9 @@ class TrieDrafter(RequestDrafter[_OwnTexts]):
     The trie is implicit, see ``decoding.sources.log.token_log``; tests compare it with the explicit one in
     ``experiments/papers/ablation/frequency_trie.py``, which also lists the defects of the published code that are fixed here.
     Further departures: frequencies count at most ``max_occurrences`` occurrences; equally frequent nodes are ordered by depth;
-    an output can be drafted from as soon as it is emitted, not ``branch_length`` tokens later; pruning is continuous. References
-    count like outputs, for their request only, and so do public texts. A request without a tenant has a private trie.
+    an output can be drafted from at once, not ``branch_length`` tokens later; pruning is continuous. With ``mix``
+    exactly ``min_input`` and ``min_output`` rows are reserved; the published code keeps all nodes that tie with the last of them.
+    References count like outputs, for their request only, and so do public texts. A request without a tenant has a private trie.
 
     Args:
         decoding_length: maximum rows of a tree per rank that shares the step, the root included, at least 1.
