@@ -89,20 +89,20 @@ class SpeculationOptions:
     strategy: str = "auto"
     # Most drafted rows of a request per step and rank; when absent as many as pay off on the device, up to 64.
     max_draft_tokens: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)  # arguments of the strategy, such as match_length
+    # strategies that requests may choose instead: "NAME" or "NAME:option=value,..."; several settings of one strategy with a name
+    # each, "SETTING = NAME:option=value,..."
+    strategies: tuple[str, ...] = ()
+    # Like model.path, or self:int8, self:int4: the model itself, quantized. Required by speculative, spectr, bild and mjsd
+    draft_model: str | None = None
+    exact: bool = True  # refuse strategies that do not preserve the model's output (bild, mjsd)
     # Strategies draft all rows that their options ask for, as in their papers, and not only as many as pay off; the default of
     # requests, which may choose
     as_published: bool = False
     # Most drafted rows of such a request per step and rank; when absent 64, with as_published 512
     largest_tree: int | None = None
-    options: dict[str, Any] = field(default_factory=dict)  # arguments of the strategy, such as match_length
-    # strategies that requests may choose instead: "NAME" or "NAME:option=value,..."; several settings of one strategy with a name
-    # each, "SETTING = NAME:option=value,..."
-    strategies: tuple[str, ...] = ()
     max_settings: int = 8  # sets of options that requests may use at a time, beside the configured ones; 0: requests set none
     request_options: tuple[str, ...] = ()  # costly options that requests may set too, such as trie.capacity
-    # Like model.path, or self:int8, self:int4: the model itself, quantized. Required by speculative, spectr, bild and mjsd
-    draft_model: str | None = None
-    exact: bool = True  # refuse strategies that do not preserve the model's output (bild, mjsd)
 
     @property
     def most_draft_tokens(self) -> int:
