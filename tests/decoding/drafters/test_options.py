@@ -78,3 +78,11 @@ def test_requests_may_set_what_costs_no_memory() -> None:
     assert "did you mean 'copy_length'" in (check_given("llma", {"copy_len": 3}) or "")
     assert "must be of type int" in (check_given("llma", {"copy_length": True}) or "")
     assert check_given("mjsd", {"threshold": 1}) is None
+
+
+def test_costly_options_are_exactly_those_that_take_memory_or_time_to_prepare() -> None:
+    costly = {f"{strategy}.{name}" for strategy, options in OPTIONS.items() for name, one in options.items() if one.costly}
+    assert costly == {
+        "auto.history_tokens", "auto.recycling", "auto.bigrams", "llma.history_tokens", "trie.capacity",
+        "suffix_decoding.capacity", "recycling.start", "racer.capacity",
+    }  # fmt: skip
