@@ -204,6 +204,12 @@ def test_a_verification_that_accepts_anything_is_found_out(
     assert run.returncode == 1 and "different" in run.stdout and "'Z'" in run.stdout and "'a'" in run.stdout
     assert "error: 1 different; the first: " in run.stderr
 
+    (one,) = server.auditor.last(1)
+    job = dataclasses.replace(one.job, params=dataclasses.replace(one.job.params, max_tokens=100_000))  # more than fits
+    server.auditor.keep(dataclasses.replace(one, job=job))
+    run = outrider("audit", "--url", server.url, "--last", "1")
+    assert run.returncode == 1 and "error: 1 failed; the first: " in run.stderr
+
 
 def test_what_a_tenant_deletes_is_in_no_audit(audited: Callable[..., Audited], careless: None) -> None:
     server = audited()
@@ -217,6 +223,8 @@ def test_what_a_tenant_deletes_is_in_no_audit(audited: Callable[..., Audited], c
     assert httpx.delete(f"{answers}/{first}", headers=ADMIN).status_code == 404
     left = [str(line) for line in server.counters()["last_differences"]]
     assert server.counters()["kept"] == 2 == len(left) and not any(first in name for name in left) and third in left[-1]
+    (one,) = server.auditor.last(1)
+    server.auditor.keep(dataclasses.replace(one, job=dataclasses.replace(one.job, adapter="style")))
     assert httpx.delete(f"{server.url}/v1/cache").status_code == 404
     assert (server.counters()["kept"], server.counters()["last_differences"]) == (0, [])
     server.complete()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.decoding.arrays import Float64Array, Int32Array, Int64Array
-from outrider.decoding.budget.candidates import HASH_SLOTS, pop, push
+from outrider.decoding.budget.candidates import HASH_SLOTS, clear_slots, pop, push, slot_of
 from outrider.decoding.budget.features import (
     ALONE,
     BIGRAM,
@@ -491,6 +491,21 @@ def test_the_heap_sorts(keys: list[int]) -> None:
         order.append(int(heap[size]))
     assert sorted(order) == list(range(len(keys)))
     assert [keys[candidate] for candidate in order] == sorted(keys, reverse=True)
+
+
+@given(st.lists(st.integers(0, 300), unique=True, max_size=12), st.sampled_from([16, 128]))
+def test_children_that_collide_leave_no_slot_behind(children: list[int], size: int) -> None:
+    tokens, slots = (
+        np.array([9, 9, *children], np.int32),
+        np.full(size, -1, np.int32),
+    )  # behind two of another node
+    for child in range(2, len(tokens)):
+        slot = slot_of(int(tokens[child]), slots, tokens)
+        assert slots[slot] == -1
+        slots[slot] = child
+    assert all(slots[slot_of(int(tokens[child]), slots, tokens)] == child for child in range(2, len(tokens)))
+    clear_slots(2, len(tokens), slots, tokens)
+    assert (slots == -1).all()
 
 
 def test_buckets_are_steps() -> None:
