@@ -137,6 +137,7 @@ class _Replay:
     def _step(self, tree: DraftTree) -> None:
         request, counts = self._request, self._counts
         upcoming: Iterator[int] = iter(self._known[request.num_output :])
+        # Rows are verified in order of depth, so that each answer is the next known token.
         acceptance = verify_exact(tree, lambda row: next(upcoming), request.remaining, frozenset())
         rows = acceptance.rows
         request.commit([*tree.tokens[list(rows)].tolist(), acceptance.next_token])

@@ -109,10 +109,9 @@ def learn(
 
 
 class AcceptanceTable:
-    """Beta means of acceptance given the parent's, per feature of ``decoding.budget.features``. It takes 55 KB.
+    """Beta means of acceptance given the parent's, per feature of ``decoding.budget.features``, in 55 KB.
 
-    A kind of feature whose rows keep failing (for example a poisoned history) is set aside: nothing is drafted from it for a
-    number of steps. It then restarts from the prior, and is set aside for twice as long if it fails again.
+    A kind of feature whose rows keep failing (for example a poisoned history) is set aside for a number of steps.
     """
 
     def __init__(self) -> None:
@@ -126,6 +125,7 @@ class AcceptanceTable:
 
     def chances(self) -> Float64Array:
         """Return [NUM_FEATURES] chances of a child given its parent; 0 for kinds set aside. Valid until the next ``observe``."""
+        # Written at each call, because another request of the tenant may have observed a tree with such rows since.
         for kind in self.disabled_sources:
             self._chances[kind * KIND_FEATURES : (kind + 1) * KIND_FEATURES] = 0.0
         return self._chances
@@ -150,6 +150,7 @@ class AcceptanceTable:
     def _verdict(self) -> None:
         for kind in np.flatnonzero(self._expected > _TRIAL).tolist():
             if self._hits[kind] < _LEAST_SHARE * self._expected[kind]:
+                # A kind that fails again after its restart from the prior is set aside for twice as long.
                 self._backed_off[kind] = self._backoffs[kind]
                 self._backoffs[kind] = min(2 * self._backoffs[kind], _LONGEST_BACKOFF)
             else:
@@ -182,6 +183,7 @@ class AcceptanceTables:
         if tenant is None:
             return AcceptanceTable()
         table = self._tenants.pop(tenant, None) or AcceptanceTable()
+        # Reinserted at the end: the first tenant is the one not asked for the longest.
         self._tenants[tenant] = table
         if len(self._tenants) > _MAX_TENANTS:
             del self._tenants[next(iter(self._tenants))]

@@ -1,7 +1,4 @@
-"""Best-first growth of a draft tree from all draft sources.
-
-The children with the highest product of chances along their path (``decoding.budget.acceptance``) become rows.
-"""
+"""Best-first growth of a draft tree from all draft sources: the nodes with the highest chance along their path become rows."""
 
 from __future__ import annotations
 
@@ -188,6 +185,7 @@ def fresh_occurrences(
     mask = len(tokens) - 1
     p = log.heads1[unigram_bucket(token, len(log.heads1))]
     looked = 0
+    # The cap counts occurrences that are passed over too, so that a frequent token costs a bounded number of reads.
     while p >= oldest and looked < cap and used < len(pool.positions):
         looked += 1
         # Occurrences after the parent's token were added with the parent.
@@ -302,6 +300,7 @@ def add_recycled(
     two, one, token = three
     contexts = Contexts(*ranked.contexts)
     for word in range(len(ranked.above)):
+        # A drafted parent has no hidden state yet: that of the stored row most like it is used, all 0 if there is none.
         known = pool.alike[parent] if parent >= 0 else -1
         signs = contexts.signs[known, word] if known >= 0 else 0
         pool.above[word] = ranked.above[word] if parent < 0 else signs
@@ -314,6 +313,7 @@ def add_recycled(
     near = distance_bucket(distance)
     entry = contexts.ranked[place]
     if agreed > 1 or near <= _NEAR:
+        # From ``UNKNOWN``, 0, to ``UNRANKED``; the ranked ones are then raised further.
         for child in range(begin, count):
             pool.features[child] += UNRANKED
         for rank in range(len(entry)):
@@ -386,6 +386,7 @@ def build_tree(
             return grown
         size = pop(pool.heap, size, pool.chances)
         best = pool.heap[size]
+        # The minimum has risen since this candidate was pushed, and all others are worse.
         if pool.chances[best] < least_chance:
             return grown
         row_chances[grown] = pool.chances[best]

@@ -89,18 +89,14 @@ class AutoDrafter(Drafter):
       tokens that it last ranked after the token alone, for the same tenant.
     * ``bigram`` (N-Grammys, arXiv 2411.03786; optional): tokens that the target ranks after the token alone, without context.
     * ``unigram``, below the root only: the most frequent tokens of the tenant's outputs, the public texts and the prompt.
+    * ``grammar``: the only text that the request's grammar allows, drafted instead of a tree that does not hold it.
 
-    If the request's grammar allows one text only and the tree does not hold it, that text is drafted instead (``grammar``).
-
-    The chance of a child given its parent is a learned acceptance rate (``AcceptanceTable``). The ranking in a similar context
-    also adjusts the chances of occurrences (as AdaPLD, arXiv 2606.05742, uses the rows of copied positions). If several sources
-    give a child, the highest chance counts. Rows are ordered by the product of chances along the path, and as many are drafted as
-    are expected to pay off on this device (``DraftBudget``). If ranks share a step, more rows pay off, so there are more frequent
-    tokens, more occurrences per node, and rows with lower chances.
+    The chance of a child given its parent is a learned acceptance rate (``AcceptanceTable``), adjusted for occurrences by the
+    ranking in a similar context (as AdaPLD, arXiv 2606.05742, uses the rows of copied positions). Rows are ordered by the product
+    of chances along the path, and as many are drafted as are expected to pay off on this device (``DraftBudget``).
 
     **Privacy**: no text of a tenant reaches another. A request without a tenant drafts only from its own texts, its own rankings
-    and, if allowed, public texts, with separate acceptance rates, and leaves nothing behind. Only step and row costs, which
-    contain no tokens, are shared by all.
+    and, if allowed, public texts, with separate acceptance rates, and leaves nothing behind.
 
     Args:
         max_depth: maximum depth of the tree, at least 1.
@@ -146,6 +142,7 @@ class AutoDrafter(Drafter):
         if self._num_bigrams:
             self._bigrams = target.bigram_table(self._num_bigrams)
         if not self._all_rows:
+            # Shared by all tenants: step and row costs contain no tokens.
             self._selection = DraftBudget(target.latency)
         self._compile()
 
@@ -169,6 +166,7 @@ class AutoDrafter(Drafter):
         states = [self._state(request) for request in requests]
 
         def grown(at: int, least_chances: Float64Array = ANY_CHANCE) -> TreeRows:
+            # Ranks that share a step make rows cheaper, so that less likely ones pay off.
             least = np.maximum(least_chances, _LEAST_CHANCE / self.ranks)
             return self._grow(requests[at], states[at], budgets[at], least)
 
@@ -199,6 +197,7 @@ class AutoDrafter(Drafter):
         if self.histories is not None and request.public:
             public = self.histories.public.log
         chances, aside = state.table.chances(), state.table.disabled_sources
+        # All chances of the source are 0: an empty log saves the search. Occurrences of both kinds come from the same log.
         if aside and HISTORY in aside and HISTORY_FRESH in aside:
             tenant = public = self._nothing
         similar = self._nothing if state.similar is None or (SIMILAR in aside and SIMILAR_FRESH in aside) else state.similar
@@ -208,8 +207,10 @@ class AutoDrafter(Drafter):
         kept = _UNRANKED if recycled is None else (recycled.entries, recycled.contexts[:])
         ranked = frequent, *kept, state.parent_signs, self._bigrams  # see ``RankedTokens``
         logs = state.log.without(-1), similar.without(-1), tenant.without(owner), public.without(-1)
+        # If ranks share a step more rows pay off, so that further occurrences are worth their search.
         caps = _CAPS + (self.ranks - 1) * _MORE if self.ranks > 1 else _CAPS
         measures = chances, self._weights, _HISTORY_WEIGHT, state.similarities, caps
+        # The bonus token takes the last place of the request.
         limits = budget, min(self._max_depth, request.remaining - 1), least_chances
         count = build_tree(
             logs, request.tokens[-MAX_MATCH:], ranked, measures, limits, self._pool, rows.numbers, rows.chances
@@ -280,10 +281,12 @@ class AutoDrafter(Drafter):
         """Learn from a verified tree: acceptance rates, and the tokens that the target ranked."""
         state, size = self._state(request), len(tree.tokens)
         state.accepted = len(acceptance.rows)
+        # After a preemption or a cut the computed tree is not the proposed one, and the features do not describe it.
         if size == len(state.features):
             if self._selection is not None:
                 self._selection.emitted(acceptance.count)
             state.table.observe(tree.parents, state.features, acceptance.rows)
+        # Unknown in the next step if this one returns early.
         above, state.parent_signs = state.parent_signs, NO_SIGNS
         if self._recycled is None or (size == 1 and self._proposed > _LEARNING_REQUESTS):
             return
