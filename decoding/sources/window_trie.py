@@ -126,7 +126,7 @@ def _learn(nodes: _Nodes, tokens: Int32Array, known: int, window: int, capacity:
 
 @compiled
 def _grow(nodes: _Nodes, tail: Int32Array, longest: int, least: int, count: int, tokens: Int32Array, parents: Int32Array) -> int:
-    """Fill rows from 1 on (see ``WindowTrie.build_tree``); return the number of rows, with the root, row 0."""
+    """Fill rows from 1 on (see ``WindowTrie.grow``); return the number of rows, with the root, row 0."""
     # Candidates: negative count, tokens below the suffix, order of entry, node, and row of its parent.
     # Empty, but of a type that numba can infer.
     heap = [(np.int64(0), np.int64(0), np.int64(0), np.int64(0), np.int64(0)) for _ in range(0)]
