@@ -126,7 +126,7 @@ class Replica:
         Raises ModelLoadError, GroupError, or ValueError for an option or Redis address.
         """
         self._ranks, self._end = ranks, end
-        self._mirror: CacheClient | None = None
+        self._cache_client: CacheClient | None = None
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._live: dict[str, RunningRequest] = {}  # by request id; for the engine's thread, except in `_close`
         self._closing = threading.Lock()  # after the inbox was drained for the last time, no command may enter it
@@ -145,7 +145,7 @@ class Replica:
             else:
                 self._engine = Engine.load(model, engine, speculation, ranks.world_size, ranks.executor, ranks.runner)
             self._info, self._counts = self._engine.info, self._engine.counts()
-            self._mirror = self._open_cache_client(cache)
+            self._cache_client = self._open_cache_client(cache)
             if ranks is not None:
                 ranks.start()
             if meter is not None:
@@ -154,7 +154,7 @@ class Replica:
         self._engine.on_step = self._notify_quarantine
         if ranks is not None and end is not None:
             ranks.device_failed = self._lose_device
-        self._chores_from_s = time.monotonic() + SETTLED_S
+        self._warmup_from_s = time.monotonic() + SETTLED_S
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -216,7 +216,7 @@ class Replica:
     def describe(self) -> Description:
         """Return the model info and the counts after the last step. Raises the errors of ``check_health``."""
         self.check_health()
-        cache = None if self._mirror is None else self._mirror.counts()
+        cache = None if self._cache_client is None else self._cache_client.counts()
         group = None if self._ranks is None else self._ranks.state()
         engine = self._engine
         return Description(self._info, self._counts, cache, group, engine.by_strategy(), engine.energy(), engine.metrics())
@@ -240,8 +240,8 @@ class Replica:
     def _close_parts(self) -> None:
         if self._ranks is not None:
             self._ranks.close()
-        if self._mirror is not None:
-            self._mirror.close()
+        if self._cache_client is not None:
+            self._cache_client.close()
 
     def _open_meter(self, opened: Callable[[Sequence[str]], EnergyMeter]) -> None:
         """Enable energy metering if every device of the replica and its ranks has a counter. Takes ``IDLE_S``."""
@@ -272,11 +272,11 @@ class Replica:
         try:
             while self._take_commands():
                 self._counts = self._engine.counts()
-                self._unapplied = self._mirror is not None and self._mirror.apply()
+                self._unapplied = self._cache_client is not None and self._cache_client.apply()
                 self._tell_ranks()
                 if self._engine.has_work:
                     self._step()
-                    self._chores_from_s = max(self._chores_from_s, time.monotonic() + QUIET_S)
+                    self._warmup_from_s = max(self._warmup_from_s, time.monotonic() + QUIET_S)
                     self._counts = self._engine.counts()
                     self._tell_ranks()
                 elif self._until_warmup_s() == 0.0:
@@ -314,7 +314,7 @@ class Replica:
         """Return the seconds until background warm-up may continue; None if it is complete."""
         if not self._engine.has_warmup:
             return None
-        return max(self._chores_from_s - time.monotonic(), 0.0)
+        return max(self._warmup_from_s - time.monotonic(), 0.0)
 
     def _add(self, live: RunningRequest) -> None:
         request_id = live.request.request_id
@@ -349,19 +349,19 @@ class Replica:
     def _publish(self, live: RunningRequest, final: bool) -> None:
         """Send the tokens emitted since the last call to the tenant's other replicas."""
         request = live.request
-        if self._mirror is None or request.cache_namespace is None or not self._engine.keeps_output(request):
+        if self._cache_client is None or request.cache_namespace is None or not self._engine.keeps_output(request):
             return
         # The first call also sends tokens that another replica emitted: that replica may have crashed before it sent them.
         # Receivers ignore duplicates.
         if request.num_output:
-            self._mirror.publish(
+            self._cache_client.publish(
                 request.cache_namespace, request.text, live.published, request.output_ids[live.published :], final
             )
             live.published = request.num_output
         history = self._engine.histories.of(request.cache_namespace) if final and self._engine.histories is not None else None
         for key, tokens in [] if history is None else history.notes(request):
             if tokens.max() < self._info.vocab_size:  # in very small vocabularies a note's numbers may not be valid tokens
-                self._mirror.publish(request.cache_namespace, key, 0, tokens, True)
+                self._cache_client.publish(request.cache_namespace, key, 0, tokens, True)
 
     def _step(self) -> None:
         self._step_began = time.monotonic()

@@ -30,7 +30,7 @@ class AdmittedBatch:
 
 
 class Ledger:
-    """Deletions of a tenant. Mirror and service share these rules, so both keep the same texts in any order of batches.
+    """Deletions of a tenant. Cache client and service share these rules, so both keep the same texts in any order of batches.
 
     A batch of an older epoch is dropped; one of a newer epoch clears everything first. Within an epoch the sets of removed
     requests and evicted texts only grow (2P-set of Shapiro et al., INRIA RR-7506: removal always wins, and nothing removed

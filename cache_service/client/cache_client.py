@@ -1,4 +1,4 @@
-"""Mirror: exchanges texts with other replicas through Redis without ever blocking a step of the engine."""
+"""Cache client: exchanges texts with other replicas through Redis without ever blocking a step of the engine."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class CacheClient:
         self._published_tokens = self._unwritable_tokens = 0
         self._look_at_s = 0.0
         self._closing = threading.Event()
-        self._threads = [threading.Thread(target=loop, name=f"mirror-{name}", daemon=True) for name, loop in (
+        self._threads = [threading.Thread(target=loop, name=f"cache-client-{name}", daemon=True) for name, loop in (
             ("reader", self._read_until_closed), ("writer", self._write_until_closed),
         )]  # fmt: skip
 
@@ -147,7 +147,7 @@ class CacheClient:
             if thread.is_alive():
                 thread.join(max(0.1, deadline_s - time.monotonic()))
 
-    # -- the mirror's threads --------------------------------------------------------------------------------------------------
+    # -- the threads -----------------------------------------------------------------------------------------------------------
 
     def _read_until_closed(self) -> None:
         while not self._closing.is_set():

@@ -68,7 +68,7 @@ class AdminService:
         """Return the cache size of each tenant and the replicas' counters; ``error`` is set if Redis does not answer."""
         port = self._allowed(request)
         replicas = await self.replicas()
-        mirrors = [replica.cache for replica in replicas]
+        cache_clients = [replica.cache for replica in replicas]
         tenants: Sequence[TenantStats] = ()
         error = None
         try:
@@ -78,7 +78,7 @@ class AdminService:
             error = str(refusal)
         return {
             "tenants": [dataclasses.asdict(entry) for entry in tenants],
-            "replicas": [dataclasses.asdict(counts) for counts in mirrors if counts is not None],
+            "replicas": [dataclasses.asdict(counts) for counts in cache_clients if counts is not None],
             "prefix_queries": sum(replica.counts.prefix_queries for replica in replicas),
             "prefix_hits": sum(replica.counts.prefix_hits for replica in replicas),
             "strategies": [dataclasses.asdict(counts) for counts in sum_counts(replica.strategies for replica in replicas)],
