@@ -1,8 +1,7 @@
-"""Replica: one engine and the one thread that steps it, behind an async generator.
+"""Replica: one engine and the one thread that steps it, behind an async generator."""
 
-The engine is not thread-safe and steps are long, so the event loop never calls it. Requests reach the engine's thread through an
-inbox, outputs return through ``loop.call_soon_threadsafe``.
-"""
+# The engine is not thread-safe and steps are long, so the event loop never calls it. Requests reach the engine's thread through
+# an inbox, outputs return through `loop.call_soon_threadsafe`.
 
 from __future__ import annotations
 
@@ -150,6 +149,7 @@ class Replica:
                 ranks.start()
             if meter is not None:
                 self._open_meter(meter)
+            # All parts have started: from here on, `stop` closes them.
             parts.pop_all()
         self._engine.on_step = self._notify_quarantine
         if ranks is not None and end is not None:
@@ -161,21 +161,18 @@ class Replica:
     async def generate(
         self, request: Request, resumed: bool = False, announced: bool = False
     ) -> AsyncGenerator[StepOutput, None]:
-        """Yield the outputs of one request as they are computed; the last has a finish reason.
+        """Yield the outputs of one request as they are computed; the first is empty, the last has a finish reason.
 
-        The first output is empty: it confirms that the engine took the request. If the consumer stops, the slot is freed at the
-        next step. Tokens that the request emitted on another replica (``Request.emitted``) are not yielded again.
+        Tokens that the request emitted on another replica (``Request.emitted``) are not yielded again.
 
         Args:
-            resumed: abort a running request of the same id and account, whose consumer may have disconnected unnoticed. That
-                request ends with a ``StreamTakenError``; if it was itself resumed within ``RESUME_PERIOD_S``, this one gets the
-                error instead.
+            resumed: abort a running request of the same id and account, which ends with a ``StreamTakenError``; this one gets the
+                error instead if that one was itself resumed within ``RESUME_PERIOD_S``.
             announced: also yield outputs without tokens that report whether the next step runs this quarantined request alone.
 
         Raises:
             engine.errors.QueueFullError, engine.errors.RequestError: the engine refuses the request (before the first output).
-            ReplicaError: the replica has failed or stopped (``DeviceLostError``: its device failed). Another one can continue the
-                request.
+            ReplicaError: the replica has failed or stopped (``DeviceLostError``: its device failed); another one can continue.
         """
         if request.params.grammar is not None:
             try:
@@ -202,6 +199,7 @@ class Replica:
                 yield item
         finally:
             if not finished:
+                # The consumer has stopped reading: the engine frees the slot before its next step.
                 self._send(AbortRequest(live))
 
     async def _compile(self, request: Request) -> None:
@@ -302,6 +300,7 @@ class Replica:
                 command = self._inbox.get(wait, self._until_warmup_s() if wait else None)
             except queue.Empty:
                 return True
+            # Wait for the first command only, then drain the inbox: one step serves all requests that have arrived.
             wait = False
             if command is None:
                 return False
@@ -325,6 +324,7 @@ class Replica:
                     raise RequestError("request_id", f"{request_id!r} is in use by a live request")
                 if other.resumed and time.monotonic() - other.began_s < RESUME_PERIOD_S:
                     raise StreamTakenError(_LAST_EVENT, "another client resumed this stream less than a second ago")
+                # The consumer of the older stream may have disconnected unnoticed.
                 self._abort(other)
                 other.put(StreamTakenError(_LAST_EVENT, "another client has resumed this stream"))
             self._engine.add(live.request)
@@ -336,6 +336,7 @@ class Replica:
             live.put(_failure(request_id, error))
             return
         self._live[request_id] = live
+        # The empty output confirms that the engine took the request: a response may start now.
         live.put(StepOutput(request_id, (), ""))
 
     def _abort(self, live: RunningRequest) -> None:
@@ -426,6 +427,7 @@ class Replica:
         if self._close(DeviceLostError(self._engine.metrics().engine, error.kind, error.reason)):
             text = "device_failed: %s on %s, %d requests move to other replicas and this process ends: %s"
             logger.critical(text, error.kind, device, count, error.reason, exc_info=error)
+            # Not `_send`, which refuses commands now: the engine's thread may be waiting for one, and has to end.
             self._inbox.put(None)
             if self._end is not None:
                 self._end()
@@ -441,6 +443,7 @@ class Replica:
                 command = self._inbox.get_nowait()
                 if isinstance(command, RunningRequest):
                     command.put(_again(fault))
+        # A copy: this may run in another thread than the engine's.
         for live in list(self._live.values()):
             live.put(_again(fault))
         self._live.clear()
@@ -448,6 +451,7 @@ class Replica:
 
 
 def _again(fault: ReplicaError) -> ReplicaError:
+    # A new object for each consumer: one that several tasks raise collects all their tracebacks.
     return type(fault)(*fault.args)
 
 
