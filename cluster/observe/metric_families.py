@@ -1,8 +1,7 @@
-"""Metrics of an engine replica in ``/metrics``: name, help, labels, and how to read the value from the replica's counts.
+"""Metrics of an engine replica in ``/metrics``: name, help, labels, and how to read the value from the replica's counts."""
 
-``vllm:`` metrics have vLLM's names, types and labels, so that its dashboards and load generators work; ``outrider:`` metrics have
-no counterpart there. Names of counters lack the ``_total`` that the text format adds.
-"""
+# `vllm:` metrics have vLLM's names, types and labels, so that its dashboards and load generators work; `outrider:` metrics have
+# no counterpart there. Names of counters lack the `_total` that the text format adds.
 
 from __future__ import annotations
 

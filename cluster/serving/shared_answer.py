@@ -21,10 +21,11 @@ class SharedAnswer(Generic[T]):
         self._answered_s = 0.0
 
     async def __call__(self) -> T:
-        """Return the answer. A caller that is cancelled does not cancel the call."""
+        """Return the answer."""
         asked = self._asked
         if asked is None or (asked.done() and self._clock() - self._answered_s >= FRESH_S):
             asked = self._asked = asyncio.create_task(self._answer())
+        # One caller's cancellation must not end the call for the others.
         return await asyncio.shield(asked)
 
     async def _answer(self) -> T:

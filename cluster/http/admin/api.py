@@ -119,6 +119,7 @@ class AdminService:
 
     async def delete_tenant(self, request: Request, tenant: str) -> dict[str, Any]:
         """Delete a tenant's texts and audit records."""
+        # Checks the admin key, and works without a shared cache, which `_allowed` requires.
         await self._forget(request, tenant)
         port = self._allowed(request)
         with answered():
@@ -293,6 +294,7 @@ class BaselineService:
 async def read_body(request: Request, limit: int, advice: str = "") -> bytes:
     """Return the body. Raises ``ApiError`` (413) as soon as it is known to exceed ``limit`` bytes."""
     too_long = ApiError(413, f"the body is longer than {limit} bytes{advice}", code="body_too_long")
+    # A client may declare less than it sends, or nothing: the received bytes are counted as well.
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared) > limit:
         raise too_long
