@@ -141,8 +141,7 @@ class Ingress:
 def build_app(config: Config) -> serve.Application:
     """Build the application for ``serve.run`` and for Serve configuration files (``cluster.app:build_app``).
 
-    Each deployment gets its slices as plain data. Without ``redis_url`` replicas share nothing. Raises ``ConfigError`` for a
-    value that is not allowed, an unusable key file, or shared outputs without a secret in the environment.
+    Raises ``ConfigError`` for a value that is not allowed, an unusable key file, or shared outputs without a secret.
     """
     check_values(config)
     check_address(config)

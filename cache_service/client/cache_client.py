@@ -1,4 +1,4 @@
-"""Mirror: exchanges texts with other replicas through Redis without ever blocking a step of the engine."""
+"""Cache client: exchanges texts with other replicas through Redis without ever blocking a step of the engine."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class CacheClient:
         self._published_tokens = self._unwritable_tokens = 0
         self._look_at_s = 0.0
         self._closing = threading.Event()
-        self._threads = [threading.Thread(target=loop, name=f"mirror-{name}", daemon=True) for name, loop in (
+        self._threads = [threading.Thread(target=loop, name=f"cache-client-{name}", daemon=True) for name, loop in (
             ("reader", self._read_until_closed), ("writer", self._write_until_closed),
         )]  # fmt: skip
 
@@ -93,6 +93,7 @@ class CacheClient:
             caught_up = self._tail.catch_up(deadline_s)
 
         while not caught_up and time.monotonic() < deadline_s and not self._reading.attempt(catch_up):
+            # The engine's thread does not run yet, so this one applies what the inbox holds before more is read.
             while self._inbox.apply(1 << 20):
                 pass
         tokens = sum(history.num_tokens for name in self._namespaces if (history := self._memory.of(name)) is not None)
@@ -137,6 +138,7 @@ class CacheClient:
     def close(self, timeout_s: float = 2.0) -> None:
         """Write what waits, for at most ``timeout_s`` and only while Redis works, then stop the threads. Idempotent."""
         deadline_s = time.monotonic() + timeout_s
+        # Without a writer the outbox would never become idle.
         if self._threads[1].is_alive():
             while not self._outbox.idle and self._writing.state == "closed" and time.monotonic() < deadline_s:
                 time.sleep(0.002)
@@ -147,7 +149,7 @@ class CacheClient:
             if thread.is_alive():
                 thread.join(max(0.1, deadline_s - time.monotonic()))
 
-    # -- the mirror's threads --------------------------------------------------------------------------------------------------
+    # -- the threads -----------------------------------------------------------------------------------------------------------
 
     def _read_until_closed(self) -> None:
         while not self._closing.is_set():
@@ -175,6 +177,7 @@ class CacheClient:
         while not self._closing.is_set():
             if not self._outbox.wait(_IDLE_S) or self._closing.is_set():
                 continue
+            # One round trip carries the tokens of several steps.
             self._closing.wait(self._options.flush_s)
             wait_s = self._writing.attempt(self._write_once)
             if wait_s:
@@ -182,6 +185,7 @@ class CacheClient:
 
     def _write_once(self) -> None:
         """Write waiting deltas to Redis; put them back if that fails."""
+        # Epochs and tokens are read together: after a deletion in between, old texts would leave under the new epoch.
         with self._tail.deleting:
             epochs = {tenant: place.ledger.epoch for tenant, place in self._tail.places.items()}
             taken = self._outbox.take(TAKE_TOKENS)

@@ -60,6 +60,7 @@ class Lease:
     def acquire_or_renew(self, work_s: float = 0.0) -> None:
         """Acquire or extend the lease before ``work_s`` seconds of work. Raises ``LeaseLostError`` if another one holds it."""
         # If Redis fails, the lease stays valid until it expires.
+        # Read before the request: the lease then never seems longer here than it is in Redis.
         now = time.monotonic()
         if now < self._renew_at and now + work_s < self._until:
             return
@@ -155,11 +156,11 @@ class ServerStatus:
 
 
 class CacheServer:
-    """One of any number of cache services. The holder of the lease works, the others stand by.
+    """One of any number of cache services. The holder of the lease works, the others stand by."""
 
-    The lease only saves work. Correctness does not depend on it: applying is idempotent, a snapshot never replaces one of a later
-    entry, and a stream is trimmed only up to a stored snapshot. So a service that lost the lease unnoticed cannot do harm.
-    """
+    # The lease only saves work. Correctness does not depend on it: applying is idempotent, a snapshot never replaces one of a
+    # later entry, and a stream is trimmed only up to a stored snapshot. So a service that lost the lease unnoticed cannot do
+    # harm.
 
     def __init__(self, access: CacheAccess, identity: Identity, quotas: Mapping[str, int]) -> None:
         """Prepare the service. ``quotas`` are bytes by tenant. Raises ``ValueError`` for a bad address or empty secret."""
@@ -236,6 +237,7 @@ class CacheServer:
             self._check()
         found = self._store.read({name: fold.cursor for name, fold in self._folds.items()}, _BLOCK_S, READ_ENTRIES)
         for name, entries in found.items():
+            # Renew for each tenant, because a turn over many of them may outlast the lease.
             self._lease.acquire_or_renew()
             for entry_id, data in entries:
                 self._corrupt += not self._folds[name].add(entry_id, data)
@@ -315,6 +317,7 @@ class CacheServer:
         if now_s is None:
             return
         for name, fold in self._folds.items():
+            # Texts of the public corpus do not expire: the operator loaded them.
             if self._tenants[name] != PUBLIC:
                 self._let_go(fold, fold.texts.expire(self._options.ttl_s, now_s, share))
 
@@ -355,6 +358,7 @@ class CacheServer:
         while fold.unsaid:
             keys = tuple(fold.unsaid[:_EVICTED_KEYS])
             self._say(fold, fold.epoch, keys)
+            # Only once they are in the stream: if Redis fails, they are written again.
             del fold.unsaid[: len(keys)]
         if fold.due(self._options.snapshot_s):
             self._lease.acquire_or_renew(fold.texts.num_tokens * _WORK_S_PER_TOKEN)

@@ -1,7 +1,6 @@
-"""Admission control: the number of requests held at once, the limits of each API key, and the deadline of each answer.
+"""Admission control: the number of requests held at once, the limits of each API key, and the deadline of each answer."""
 
-A request holds a ticket from before its body is parsed until its answer ends. All in one event loop without await: no locks.
-"""
+# A request holds a ticket from before its body is parsed until its answer ends. All in one event loop without await: no locks.
 
 from __future__ import annotations
 
@@ -221,10 +220,8 @@ class AdmissionController:
     def admit(self, jobs: Sequence[GenerationJob], body: CompletionFields) -> AdmittedRequest:
         """Admit the jobs of the current task's request, ``n`` per prompt side by side.
 
-        Raises:
-            ApiError: 429, too many choices are held, in all or by the key, or the key has too few tokens left; 400, the key may
-                never have this many choices at once.
-            RequestError: the tenant may not have this priority.
+        Raises ApiError: 429, too many choices are held, in all or by the key, or too few tokens are left; 400, the key may never
+        have this many choices at once. Raises RequestError: the tenant may not have this priority.
         """
         ticket, listeners = CURRENT.get(), list[Listener]()
         if ticket is not None:
@@ -245,6 +242,7 @@ class AdmissionController:
         """Take a ticket back, with its places and unused tokens. If answered, its time counts for retry times."""
         ticket.account.running -= ticket.places
         for take, spending in ticket.taken:
+            # The most that the request could use was taken; the rest is given back.
             ticket.account.tokens.correct(take, spending.tokens)
         self._held -= ticket.places
         self._held_by[ticket.caller.tenant] -= ticket.places
@@ -254,6 +252,7 @@ class AdmissionController:
             stays_s.append(time.monotonic() - ticket.arrived_s)
 
     def _account(self, caller: Caller) -> Account:
+        # Bounded: unknown keys are refused before, so entries exist only for keys that the configuration has, or has had.
         return self._accounts.setdefault(caller.key, Account())
 
     def _check_uploads(self, account: Account) -> None:

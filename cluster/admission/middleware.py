@@ -96,12 +96,11 @@ def _is_own(host: str, names: frozenset[str]) -> bool:
 
 
 class AdmissionMiddleware:
-    """Middleware that requires keys on public routes and gives tickets to requests that generate.
+    """Middleware that requires keys on public routes and gives tickets to requests that generate."""
 
-    Checks in order: the key (401), the limits of key and server (429), the size of the body (413). Then the whole body is read
-    before a ticket is taken, so that a slow sender holds no place. Bodies are limited per key (429), in all (503) and in time
-    (408). A key that repeats refused requests without waiting gets its 429 later.
-    """
+    # Checks in order: the key (401), the limits of key and server (429), the size of the body (413). Then the whole body is read
+    # before a ticket is taken, so that a slow sender holds no place. Bodies are limited per key (429), in all (503) and in time
+    # (408). A key that repeats refused requests without waiting gets its 429 later.
 
     def __init__(self, app: ASGIApp, admission: AdmissionController) -> None:
         self._app, self._admission = app, admission

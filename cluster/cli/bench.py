@@ -51,5 +51,6 @@ def become_experiment(module: str, arguments: Sequence[str]) -> None:
     """Replace this process by a module of ``experiments``; exit with code 1 if that package is not installed."""
     if find_spec("outrider.experiments") is None:
         fail("the package `experiments` is not installed: run this in the repository, or install outrider from it")
+    # execv drops what Python has not written yet.
     sys.stdout.flush()
     os.execv(sys.executable, python_module(f"outrider.experiments.{module}", *arguments))

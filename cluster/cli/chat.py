@@ -141,6 +141,7 @@ def _answer(partner: ChatBackend, messages: list[Message], shown: MarkdownStream
         interrupted = True  # remembered, because an exception is lost if it is raised in a finalizer
         raise KeyboardInterrupt
 
+    # Ctrl-C stops the answer, not the command.
     before = signal.signal(signal.SIGINT, interrupt)
     began, tokens = time.perf_counter(), 0
     try:

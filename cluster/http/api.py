@@ -249,6 +249,7 @@ def create_api(
     add_playground(app)
     if has_operator_routes:
         add_operator_routes(app, service)
+    # The middleware that is added last runs first: a foreign host is refused before its key is looked up.
     app.add_middleware(AdmissionMiddleware, admission=service.admission)
     app.add_middleware(service.draining.middleware)
     app.add_middleware(HostMiddleware, names=service.admission.allowed_names, refuse=service.admission.refuse)

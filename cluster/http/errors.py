@@ -88,6 +88,7 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(409, str(error), param=error.field, code="stream_taken", headers={"Retry-After": "1"})
         code = "context_length_exceeded" if isinstance(error, ContextLengthError) else "invalid_value"
         return ApiError(400, str(error), param=error.field, code=code)
+    # The exception's text may hold data of other requests, or of the operator.
     return ApiError(500, "internal error; see the server's log", code="internal_error")
 
 
@@ -152,6 +153,7 @@ def _refused(error: HTTPException, request: Request) -> ApiError:
 def _invalid(findings: Sequence[Mapping[str, Any]], body: Any, url_path: str) -> ApiError:
     """Return a 400 for one of pydantic's findings: the one that reaches deepest into the body."""
     paths = [_resolve(finding["loc"], body, finding["type"] == "missing") for finding in findings]
+    # Of a union, pydantic reports findings of every member: the deepest one is most likely of the member that was meant.
     best = max(range(len(findings)), key=lambda index: (len(paths[index]), -index))
     finding, path = findings[best], paths[best]
     kind, context = finding["type"], finding.get("ctx", {})

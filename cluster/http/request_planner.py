@@ -41,11 +41,9 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; chats default to
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """Return the seed of one of the ``n`` choices of a prompt.
-
-    Choice 0 has the request's own seed, so that ``n`` does not change it. The others have 63 bits of the BLAKE2b hash of
-    ``SEED/CHOICE``: each choice can be requested alone, and neighbouring seeds do not share choices.
-    """
+    """Return the seed of a prompt's choice: the request's for choice 0, else 63 bits of the BLAKE2b hash of ``SEED/CHOICE``."""
+    # So `n` does not change the first choice. With a hash, each of the others can be requested alone, and neighbouring seeds do
+    # not share choices.
     if choice == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()) >> 1
@@ -84,11 +82,9 @@ class PlannerServices:
         session_id: str | None,
         headers: StreamHeaders | None = None,
     ) -> RequestPlanner:
-        """Return the planner of a request's jobs. ``prefix`` is that of the response id; a session in the body wins.
-
-        Raises ``ApiError``: wrong key, unknown model, or a stream that cannot be resumed.
-        """
+        """Return a request's planner; ``prefix`` is the response id's. Raises ApiError: wrong key, model or event id."""
         sharing, info = self.tenancy.sharing(authorization, body.cache), await self.model(body.model)
+        # A session in the body wins over the header.
         session = body.prompt_cache_key or session_id or None
         begin = functools.partial(
             ResumePoint.of, prefix, body, self.tenancy.tenant_of(authorization), headers or StreamHeaders(), self.stream_key
@@ -398,6 +394,7 @@ class GrammarTurns:
         return await self._turns.run(lambda: build(lambda grammar: self._fault(info, grammar)))
 
     def _fault(self, info: ModelInfo, grammar: str) -> str:
+        # Making the checker takes long: threads wait for one instead of making it several times.
         with self._lock:
             if self._known != (info.vocab_size, info.eos_token_ids):
                 try:

@@ -1,4 +1,4 @@
-"""The memory of a cluster in a real Redis: what replicas write to it, what is there, and services and mirrors over it."""
+"""The memory of a cluster in a real Redis: what replicas write to it, what is there, and services and cache clients over it."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def contents(history: History) -> list[list[int]]:
 
 
 class Replica:
-    """A mirror, and the thread that would be the engine's."""
+    """A cache client, and the thread that would be the engine's."""
 
     def __init__(self, access: CacheAccess, identity: Identity = IDENTITY) -> None:
         self.memory, self.woken = Histories(100_000), 0
-        self.mirror = CacheClient(access, identity, self.memory, self._wake)
-        self.mirror.start(access.options.start_timeout_s)
+        self.cache_client = CacheClient(access, identity, self.memory, self._wake)
+        self.cache_client.start(access.options.start_timeout_s)
 
     def _wake(self) -> None:
         self.woken += 1
@@ -65,7 +65,7 @@ class Replica:
     def write(self, tenant: str, text: int, offset: int, tokens: Sequence[int], final: bool = False) -> None:
         """As an engine does: into its own history, and out."""
         self.history(tenant).extend(text, offset, tokens, final)
-        self.mirror.publish(tenant, text, offset, tokens, final)
+        self.cache_client.publish(tenant, text, offset, tokens, final)
 
     def history(self, tenant: str) -> History:
         history = self.memory.of(tenant)
@@ -74,7 +74,7 @@ class Replica:
 
     def texts(self, tenant: str) -> list[list[int]]:
         """What can be drafted from, once what has arrived is applied."""
-        while self.mirror.apply():
+        while self.cache_client.apply():
             pass
         return contents(self.history(tenant))
 
@@ -159,7 +159,7 @@ class Cluster:
 
     def close(self) -> None:
         for replica in self.replicas:
-            replica.mirror.close(0.5)
+            replica.cache_client.close(0.5)
         for server in self.servers:
             server.stop()
         self.admin.close()

@@ -186,6 +186,7 @@ async def _events(
     except Exception as error:  # noqa: BLE001  # told_error logs it
         yield shape.pad(f"data: {json.dumps(errors.logged_error(error, 'a stream broke off').body())}\n\n")
     finally:
+        # Also when the client has left: the slots must be freed.
         await outputs.aclose()
         await generation.__aexit__()
 

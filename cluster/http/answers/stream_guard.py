@@ -1,14 +1,14 @@
 """Padding and cadence of streams, so that sizes and times of packets do not reveal their content.
 
-An observer of encrypted packets sees their times and sizes. With speculative decoding both follow the number of accepted tokens,
-and this sequence has been shown to identify prompts (https://arxiv.org/abs/2411.01076). Two guards, alone or together (``both``):
-
 * ``cadence``: one chunk per period, empty if there are no new tokens. This hides when steps end.
 * ``pad``: each event is padded to a multiple of some bytes by ``obfuscation``, a field of random characters like OpenAI's.
 
 Example: with 100 ms and 512 bytes, 3 + 5 tokens that came in two steps within a period leave as one chunk of 512 bytes, and so
 do none. What is left to see is how long the answer takes, and a chunk with so much text that it needs another 512 bytes.
 """
+
+# An observer of encrypted packets sees their times and sizes. With speculative decoding both follow the number of accepted
+# tokens, and this sequence has been shown to identify prompts (https://arxiv.org/abs/2411.01076).
 
 from __future__ import annotations
 

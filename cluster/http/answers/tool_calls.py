@@ -237,9 +237,6 @@ _FORMS: dict[CallForm, type[_Hermes | _Json]] = {
 class ToolCallReader:
     """Incremental parser of tool calls.
 
-    A call with JSON arguments is reported when its arguments begin, and these are streamed. Text after a mark that is not a call,
-    such as JSON without a ``name``, remains text. Whitespace before a call and at the end of a text with calls is dropped.
-
     Example: ``push("Let me see. <tool")`` gives ``["Let me see."]``, then ``push('_call>{"name": "f", "arguments": {"a"')`` gives
     ``[Call("f", ""), Arguments('{"a"')]``, and ``push(": 1}}</tool_call>")`` gives ``[Arguments(": 1}")]``.
     """
@@ -262,6 +259,7 @@ class ToolCallReader:
         self._held += text
         found: list[str | Call | Arguments] = []
         while True:
+            # A call with JSON arguments is reported when its arguments begin, and these are streamed.
             if self._scan is not None:
                 end = self._scan.end(self._held)
                 if (length := self._scan.at) and self._is_told:
@@ -285,6 +283,7 @@ class ToolCallReader:
                         found.append(kept)
                         self._held = self._held[len(kept) :]
                     return found
+                # Text after a mark that is not a call, such as JSON without a `name`, remains text.
                 if not taken.calls:
                     mark = self._mark if place[0] < place[1] else ""
                     if shown := before + mark + rest[: taken.length]:
@@ -371,6 +370,7 @@ class _JsonScan:
 def _loaded(text: str) -> Any:
     try:
         return json.loads(text)
+    # Deeply nested JSON of a model raises RecursionError.
     except (ValueError, RecursionError):
         return None
 

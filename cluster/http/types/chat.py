@@ -81,6 +81,7 @@ class ChatMessage(Strict):
     @model_validator(mode="before")
     @classmethod
     def _fill_content(cls, data: Any) -> Any:
+        # `content` may be left out, or null, beside these fields only.
         has_other_parts = isinstance(data, dict) and any(
             data.get(name) for name in ("tool_calls", "reasoning", "reasoning_content")
         )

@@ -104,10 +104,10 @@ def test_full_tenant_lets_go_and_says_so(make: Callable[..., Cluster]) -> None:
     assert text_key("r99") in left  # of texts that were said once the oldest go
     assert server.status().evicted_texts == 100 - len(left)
     # Who read the stream alone, without a snapshot, lets go of the same.
-    mirror = TenantTexts()
+    cache_client = TenantTexts()
     for _, data in cluster.store.read({cluster.name(): "0-0"}, 0.0, 1000)[cluster.name()]:
-        mirror.apply(decode_batch(data or b"", IDENTITY.vocab_size), 0.0)
-    assert {key: (text.tokens.tolist(), text.final) for key, text in mirror.texts.items()} == left
+        cache_client.apply(decode_batch(data or b"", IDENTITY.vocab_size), 0.0)
+    assert {key: (text.tokens.tolist(), text.final) for key, text in cache_client.texts.items()} == left
 
 
 def test_flood_of_one_tenant_leaves_the_other(make: Callable[..., Cluster]) -> None:

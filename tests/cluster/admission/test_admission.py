@@ -182,7 +182,7 @@ def test_keys_are_rotated_without_a_restart(house: Callable[..., House], tmp_pat
     engine = rotated.engine
     engine.jobs.clear()
     assert rotated.post(SHORT, "late").status_code == 200
-    assert engine.jobs[0].tenant is None  # no mirror was told of this tenant
+    assert engine.jobs[0].tenant is None  # no cache client was told of this tenant
     refused = rotated.post(SHORT | {"cache": "tenant"}, "late")
     assert (refused.status_code, error_of(refused)["param"]) == (400, "cache")
     with rotated.streaming("late"):

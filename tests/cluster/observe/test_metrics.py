@@ -213,10 +213,10 @@ def test_beyond_loopback_it_is_the_operator_s(keys: tuple[str, ...], header: str
 
 def test_memory_energy_and_ranks(engines: LocalEngine) -> None:
     (description,) = asyncio.run(engines.describe())
-    mirror = CacheClientCounts(False, "open", 1, {"timeout": 3, "full": 2}, 10, 20, 30, 4, 5, 6, 7, 80, 9, 11, 2.5)
+    cache_client = CacheClientCounts(False, "open", 1, {"timeout": 3, "full": 2}, 10, 20, 30, 4, 5, 6, 7, 80, 9, 11, 2.5)
     group = GroupState(3, (0, 2), (1,), 4, "rank 1: gone", 5, 6, exchange_s=0.5, exchange_bytes=700)
     energy = EnergyCounts("rapl", 12.5, 3.0)
-    told = dataclasses.replace(description, cache=mirror, group=group, energy=energy)
+    told = dataclasses.replace(description, cache=cache_client, group=group, energy=energy)
     text = exposition([told], 1).decode()
     found = {sample.name: sample for family in text_string_to_metric_families(text) for sample in family.samples}
     expected = {
