@@ -220,10 +220,10 @@ def test_memory_energy_and_ranks(engines: LocalEngine) -> None:
     text = exposition([told], 1).decode()
     found = {sample.name: sample for family in text_string_to_metric_families(text) for sample in family.samples}
     expected = {
-        "outrider:mirror_connected": 0, "outrider:mirror_lag_seconds": 2.5, "outrider:mirror_waiting_tokens": 11,
-        "outrider:mirror_outbox_bytes": 80, "outrider:mirror_published_tokens_total": 10,
-        "outrider:mirror_dropped_tokens_total": 30,
-        "outrider:mirror_corrupt_records_total": 9, "outrider:mirror_lost_records_total": 6, "outrider:idle_power_watts": 3,
+        "outrider:cache_connected": 0, "outrider:cache_lag_seconds": 2.5, "outrider:cache_waiting_tokens": 11,
+        "outrider:cache_outbox_bytes": 80, "outrider:cache_published_tokens_total": 10,
+        "outrider:cache_dropped_tokens_total": 30,
+        "outrider:cache_corrupt_records_total": 9, "outrider:cache_lost_records_total": 6, "outrider:idle_power_watts": 3,
         "outrider:energy_joules_total": 12.5, "outrider:ranks": 3, "outrider:ranks_ready": 2, "outrider:group_width": 2,
         "outrider:rank_losses_total": 4, "outrider:rank_divergences_total": 5, "outrider:rank_disagreements_total": 6,
         "outrider:exchange_seconds_total": 0.5, "outrider:exchange_bytes_total": 700,
