@@ -18,7 +18,7 @@ from outrider.engine.loading.model_tables import bigram_rows, bigram_table, cach
 from outrider.engine.measures.calibration import CalibrationFile
 from outrider.engine.measures.latency import LiveCurve, quick_curve
 
-_CHORE_ROWS = 64  # rows of a deferred forward, small because a request may arrive and wait for it
+_WARMUP_ROWS = 64  # rows of a deferred forward, small because a request may arrive and wait for it
 _BETWEEN_TEXTS = "<|endoftext|>"  # in GPT-2's tokenizer and its descendants
 _TABLE_WIDTH = 32  # least width on disk, so that drafters share one file
 
@@ -70,7 +70,7 @@ class LocalTarget:
         if kept is not None:
             given[:] = kept[:, : given.shape[1]]
             return
-        for done in bigram_rows(self._runner, table, self._before, _CHORE_ROWS):
+        for done in bigram_rows(self._runner, table, self._before, _WARMUP_ROWS):
             given[:done] = table[:done, : given.shape[1]]
             yield
         save_table(self._folder, name, table)
