@@ -72,8 +72,10 @@ class LookaheadParallelExecutor:
     it lacks the KV, and the other's with 5.
     """
 
+    check_steps = 64  # steps between comparisons of the committed texts' hashes
+
     def __init__(self, local: LocalExecutor, options: ParallelismOptions, chunk: int) -> None:
-        self._local, self._check_steps, self._adaptive = local, options.check_steps, options.adaptive
+        self._local, self._adaptive = local, options.adaptive
         self._leader_states = RankKVStates()  # requests as the leader holds them
         self._membership = RankMembership(options, chunk)
         self._lock = threading.Lock()  # one step at a time; links are only read with it
@@ -206,7 +208,7 @@ class LookaheadParallelExecutor:
     def _partition(
         self, works: Sequence[ScheduledRequest], parts: Sequence[list[TreePart]], rank_states: Sequence[RankState], top_k: int
     ) -> dict[RankState, SentStep]:
-        compare = self._steps % self._check_steps == 0
+        compare = self._steps % self.check_steps == 0
         partitioned = {}
         for at, rank_state in enumerate(rank_states, start=1):
             try:
