@@ -70,9 +70,10 @@ class LookaheadParallelExecutor:
     # Messages hold token ids and row numbers, no activations and no KV: a rank recomputes tokens accepted elsewhere as a longer
     # spine of its next step. `WidthChoice` decides by measured speed whether a step is shared; if not, the leader computes the
     # whole tree and the ranks only the accepted tokens.
+    check_steps = 64  # steps between comparisons of the committed texts' hashes
 
     def __init__(self, local: LocalExecutor, options: ParallelismOptions, chunk: int) -> None:
-        self._local, self._check_steps, self._adaptive = local, options.check_steps, options.adaptive
+        self._local, self._adaptive = local, options.adaptive
         self._leader_states = RankKVStates()  # requests as the leader holds them
         self._membership = RankMembership(options, chunk)
         self._lock = threading.Lock()  # one step at a time; links are only read with it
@@ -206,7 +207,7 @@ class LookaheadParallelExecutor:
     def _partition(
         self, works: Sequence[ScheduledRequest], parts: Sequence[list[TreePart]], rank_states: Sequence[RankState], top_k: int
     ) -> dict[RankState, SentStep]:
-        compare = self._steps % self._check_steps == 0
+        compare = self._steps % self.check_steps == 0
         partitioned = {}
         for at, rank_state in enumerate(rank_states, start=1):
             try:

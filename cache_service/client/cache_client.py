@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+FLUSH_S = 0.02  # delay of new tokens, to send several together
+OUTBOX_BYTES = 8 * 2**20  # tokens of one tenant kept for sending while Redis is away
+RETRY_S = 1.0  # pause after a failure of Redis
 LOOK_S = 1.0  # period of comparisons with the state of the streams
 TAKE_TOKENS = 1 << 16  # tokens of all tenants written per round trip
 _PAUSE_S = 0.01  # pause while the engine's thread is behind
@@ -63,14 +66,14 @@ class CacheClient:
 
     def __init__(self, access: CacheAccess, identity: Identity, memory: Histories, wake: Callable[[], None]) -> None:
         """Prepare threads. One calls ``wake`` when updates can be applied. Raises ``ValueError`` for a bad address or secret."""
-        options = self._options = access.options
+        options = access.options
         self._memory, self._wake, self._vocab_size = memory, wake, identity.vocab_size
         self._namespaces, self._store = access.namespaces(identity), access.store()
-        self._outbox = Outbox(int(options.outbox_mib * 2**20))
+        self._outbox = Outbox(OUTBOX_BYTES)
         self._inbox = Inbox(memory)
         self._tail = StreamReader(self._store, identity, self._namespaces, self._inbox, self._outbox, options.ttl_s)
-        self._reading = RedisCircuitBreaker("reading shared texts from Redis", options.retry_s)
-        self._writing = RedisCircuitBreaker("writing shared texts to Redis", options.retry_s)
+        self._reading = RedisCircuitBreaker("reading shared texts from Redis", RETRY_S)
+        self._writing = RedisCircuitBreaker("writing shared texts to Redis", RETRY_S)
         self._origin = secrets.randbits(64)
         self._sequences = dict.fromkeys(self._namespaces, 0)
         self._published_tokens = self._unwritable_tokens = 0
@@ -178,7 +181,7 @@ class CacheClient:
             if not self._outbox.wait(_IDLE_S) or self._closing.is_set():
                 continue
             # One round trip carries the tokens of several steps.
-            self._closing.wait(self._options.flush_s)
+            self._closing.wait(FLUSH_S)
             wait_s = self._writing.attempt(self._write_once)
             if wait_s:
                 self._closing.wait(wait_s)

@@ -30,7 +30,7 @@ REFUSALS = (
     "too_many_references", "host_not_allowed", "origin_not_allowed", "too_many_uploads", "uploads_full", "body_timeout",
     "too_many_texts",
 )  # fmt: skip
-_UPLOADS, _KEY_UPLOADS = 32, 8  # default limits in multiples of the largest body, in all and per key
+UPLOADS, KEY_UPLOADS = 32, 8  # total size of the bodies being received, in multiples of the largest: in all and per key
 _STAYS_KEPT = 64  # latest holding times per tenant, whose mean is the retry time
 _LONGEST_RETRY_S = 60.0
 _SHORTEST_RETRY_S = 1.0
@@ -256,13 +256,12 @@ class AdmissionController:
         return self._accounts.setdefault(caller.key, Account())
 
     def _check_uploads(self, account: Account) -> None:
-        limits = self.limits
-        own, most = limits.max_key_upload_bytes, limits.max_upload_bytes
-        if account.uploading > (_KEY_UPLOADS * limits.max_request_bytes if own is None else own):
+        largest = self.limits.max_request_bytes
+        if account.uploading > KEY_UPLOADS * largest:
             message = "the request bodies being received with this API key are too large in total"
-            raise too_many(f"{message} (limits.max_key_upload_bytes)", "too_many_uploads", BUSY_S)
-        if self._uploading > (_UPLOADS * limits.max_request_bytes if most is None else most):
-            message = "the request bodies being received are too large in total (limits.max_upload_bytes): try again"
+            raise too_many(f"{message} (above {KEY_UPLOADS} * limits.max_request_bytes)", "too_many_uploads", BUSY_S)
+        if self._uploading > UPLOADS * largest:
+            message = f"the request bodies being received are above {UPLOADS} * limits.max_request_bytes in total: try again"
             raise ApiError(503, message, code="uploads_full", headers={"Retry-After": str(math.ceil(BUSY_S))})
 
     def _plan(self, ticket: Ticket, jobs: Sequence[GenerationJob], n: int) -> TokenUsage | None:

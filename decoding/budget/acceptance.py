@@ -9,7 +9,6 @@ import numpy as np
 from outrider.decoding.arrays import Float32Array, Float64Array, Int32Array
 from outrider.decoding.budget.features import (
     ALONE,
-    BIGRAM,
     COPY,
     COPY_FRESH,
     HISTORY,
@@ -42,7 +41,6 @@ _UNKNOWN_DISTANCE = np.array([0.35, 0.55, 0.65])  # unknown distance, by number 
 _RECYCLING_CONTEXT = np.array([0.65, 0.6, 0.5, 0.35, 0.25, 0.2, 0.15, 0.1])  # by context bucket: ranked after a token alone
 _UNRANKED = 0.5  # factor on the chance of an occurrence that the target did not rank
 _LIKELY, _HISTORY_LIKELY = 0.35, 0.15  # fraction of (1 - chance) added if the target finds it likely
-_BIGRAM = 0.25 / (1.0 + np.arange(MATCH_BUCKETS)) ** 1.3
 _PRIOR_WEIGHT = 4.0  # weight of the prior in observations
 _HALVE_AT = 4096.0  # observations of one feature at which its counts are halved
 _MAX_TENANTS = 1024
@@ -62,7 +60,6 @@ def prior() -> Float64Array:
     table[RECYCLING] = (_RECYCLING[:, None] * _DISTANCE)[:, :, None]
     table[RECYCLING, :, -1, ALONE + 1 :] = _RECYCLING[:, None] * _UNKNOWN_DISTANCE
     table[RECYCLING, :, :, ALONE] = _RECYCLING[:, None] * _RECYCLING_CONTEXT
-    table[BIGRAM] = (_BIGRAM[:, None] * _CONTEXT)[:, :, None]
     return table.ravel()
 
 

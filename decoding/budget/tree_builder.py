@@ -10,7 +10,6 @@ from outrider.decoding.arrays import Float64Array, Int32Array, Int64Array
 from outrider.decoding.budget.candidates import HASH_SLOTS, MAX_CHILDREN, clear_slots, pop, push, slot_of
 from outrider.decoding.budget.features import (
     ALONE,
-    BIGRAM,
     COPY_FRESH,
     EVEN,
     HISTORY,
@@ -104,7 +103,6 @@ class RankedTokens(NamedTuple):
     recycled: Int32Array
     contexts: PlainContexts  # contexts of rows that the target computed
     above: Int64Array  # [WORDS] sign hash of the hidden state before the root
-    bigrams: Int32Array  # [vocab, k] tokens that the target ranks after each token alone; [0, 0] if not used
 
 
 class TreeRows:
@@ -142,7 +140,7 @@ PlainPool = tuple[
     Int32Array, Int32Array, Int64Array, Int32Array, Int32Array, Float64Array, Int32Array, Int32Array, Int64Array,
     Int32Array, Int32Array,
 ]  # fmt: skip
-PlainRanked = tuple[Int32Array, Int32Array, PlainContexts, Int64Array, Int32Array]
+PlainRanked = tuple[Int32Array, Int32Array, PlainContexts, Int64Array]
 # Logs of: the request's own texts, texts of similar requests, outputs of its tenant, public texts.
 Logs = tuple[Log, Log, Log, Log]
 LogTokens = tuple[Int32Array, Int32Array, Int32Array, Int32Array]  # tokens of ``Logs``
@@ -350,8 +348,6 @@ def open_node(
     ends = context_bucket(longest)
     if token < len(ranked.recycled):
         count = add_recycled(ranked, three, ends, row, parent, depth, chance, table, begin, count, pool)
-    if token < len(ranked.bigrams):
-        count = add_ranked(ranked.bigrams[token], BIGRAM, ends, 0, row, depth, chance, table, begin, count, pool)
     if depth == 0:
         count = add_ranked(ranked.frequent, UNIGRAM, ends, 0, row, depth, chance, table, begin, count, pool)
     clear_slots(begin, count, pool.slots, pool.tokens)

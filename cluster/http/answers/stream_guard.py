@@ -23,6 +23,8 @@ from outrider.configs.slices import ServerOptions
 from outrider.decoding.request import StepOutput, merge_outputs
 
 Outputs = AsyncGenerator[tuple[int, StepOutput], None]  # (index of the choice, output)
+PERIOD_S = 0.1  # cadence: time between two chunks
+PAD_BYTES = 512  # pad: lengths of events are multiples of it
 _FIELD = ',"obfuscation":"'
 _TAIL = "}\n\n"
 
@@ -88,8 +90,8 @@ class StreamGuard:
     """Stream guard of the server, applied to requests."""
 
     def __init__(self, server: ServerOptions) -> None:
-        guard, self._pad_bytes = server.stream_guard, server.stream_pad_bytes
-        self._period_s = server.stream_period_s if guard in ("cadence", "both") else None
+        guard = server.stream_guard
+        self._period_s = PERIOD_S if guard in ("cadence", "both") else None
         self._pads, self._is_on = guard in ("pad", "both"), guard != "none"
 
     def shape(self, body: CompletionFields) -> StreamShape:
@@ -102,4 +104,4 @@ class StreamGuard:
             raise ApiError(400, message, param="speculation.report", code="unsupported_parameter")
         requested = None if body.stream_options is None else body.stream_options.include_obfuscation
         pads = self._pads if requested is None else requested
-        return StreamShape(self._period_s, self._pad_bytes if pads else None)
+        return StreamShape(self._period_s, PAD_BYTES if pads else None)

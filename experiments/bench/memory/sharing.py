@@ -42,7 +42,7 @@ from outrider.experiments.bench.run import Bench, Results, Run
 
 _STRATEGY, _BUDGET = "auto", 64  # maximum draft tokens per step
 _QUOTA_BYTES = 1 << 30  # large enough that nothing is evicted
-_START_S, _SETTLE_S, _SNAPSHOT_S = 60.0, 60.0, 30.0
+_START_S, _SETTLE_S, _SNAPSHOT_S = 60.0, 60.0, 90.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
     texts = {path.stem: read_known_texts(path, cutter, None) for path in args.workloads}
     tenants = tuple(part for name in texts for part in (name, f"{name}.halves"))
     with EmbeddedRedis.start() as redis:
-        access = CacheAccess(CacheOptions(snapshot_s=1.0), redis.url, secrets.token_bytes(32), tenants)
+        access = CacheAccess(CacheOptions(), redis.url, secrets.token_bytes(32), tenants)
         identity = Identity("known", "known", cutter.vocab_size)
         server = CacheServer(access, identity, dict.fromkeys(tenants, _QUOTA_BYTES))
         server.start()

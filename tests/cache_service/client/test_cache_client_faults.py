@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 import pytest
 import redis
 
+from outrider.cache_service.client import cache_client
 from outrider.cache_service.records import TextBatch, encode_batch
 from outrider.cache_service.store.circuit_breaker import RedisCircuitBreaker, failure_kind
 from outrider.cache_service.store.redis_store import RedisStore
@@ -24,9 +25,7 @@ from tests.helpers.waiting import eventually
 
 T1, T2, T3 = (text_key(name) for name in ("one", "two", "three"))
 LATE = [text_key(f"late {number}") for number in range(40)]
-OPTIONS: dict[str, object] = {
-    "tenants": ("a",), "timeout_s": 0.2, "retry_s": 0.05, "outbox_mib": 0.01, "start_timeout_s": 1.0
-}  # fmt: skip
+OPTIONS: dict[str, object] = {"tenants": ("a",), "timeout_s": 0.2, "start_timeout_s": 1.0}
 
 
 @pytest.fixture
@@ -45,7 +44,8 @@ def said(caplog: pytest.LogCaptureFixture, level: int, words: str) -> int:
 
 @pytest.fixture(autouse=True)
 def often_and_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.cache_service.client.cache_client.LOOK_S", 0.1)
+    for name, value in (("LOOK_S", 0.1), ("RETRY_S", 0.05), ("OUTBOX_BYTES", 10_485)):
+        monkeypatch.setattr(cache_client, name, value)
     caplog.set_level(logging.INFO)
 
 

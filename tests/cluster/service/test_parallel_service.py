@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def group(api_server: Server, folder: Path) -> Iterator[Application]:
     """One group of two ranks that each hold the model."""
-    parallelism = {"mode": "lookahead", "world_size": 2, "check_steps": 8}
+    parallelism = {"mode": "lookahead", "world_size": 2}
     config = tiny_config(folder, speculation=RECYCLING, parallelism=parallelism)
     with serving(api_server, "parallel", config, TOKENS) as made:
         yield made
