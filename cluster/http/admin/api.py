@@ -24,7 +24,7 @@ from outrider.cluster.http.answers.logprobs import TokenBytes
 from outrider.cluster.http.errors import ApiError
 from outrider.cluster.http.turns import Turns
 from outrider.cluster.http.types.strict import Text
-from outrider.cluster.observe.audit import Audit, Auditor, Difference, Forget, Result, Served, keeps_nothing
+from outrider.cluster.observe.audit import Audit, Auditor, Forget, Result, Served, keeps_nothing
 from outrider.cluster.observe.shadow import Shadow
 from outrider.cluster.serving.cache_port import CacheAdminPort, answered
 from outrider.engine.measures.metrics import sum_counts
@@ -250,21 +250,11 @@ class AuditService:
         if found.detail is not None:
             told["detail"] = found.detail
         if found.difference is not None:
-            told["difference"] = self._difference(found.difference)
+            told["difference"] = found.difference.as_dict(self._token)
         return told
 
-    def _difference(self, found: Difference) -> dict[str, Any]:
-        return {
-            "position": found.position,
-            "served": self._token(found.served, found.served_logprob),
-            "plain": self._token(found.plain, found.plain_logprob),
-            "gap": found.gap,
-        }
-
-    def _token(self, token: int | None, logprob: float | None) -> dict[str, Any] | None:
-        if token is None:
-            return None
-        return {"id": token, "text": self.token_bytes(token).decode("utf-8", "backslashreplace"), "logprob": logprob}
+    def _token(self, token: int) -> dict[str, Any]:
+        return {"id": token, "text": self.token_bytes(token).decode("utf-8", "backslashreplace")}
 
     def _allowed(self, request: Request) -> Auditor:
         self.tenancy.check_admin(request.headers.get("authorization"))

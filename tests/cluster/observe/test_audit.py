@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM
 
 from outrider.actors.replica import Replica
 from outrider.cache_service.namespace import hash_key
-from outrider.cluster.cli.audit import compare
 from outrider.cluster.cli.client import ADMIN_KEY
 from outrider.cluster.http.api import Service
 from outrider.cluster.observe.audit import Audit, Auditor, Result, Served
@@ -359,18 +358,3 @@ def test_it_is_the_operator_s(
 def test_a_body_that_is_none_is_refused(audited: Callable[..., Audited], body: str) -> None:
     response = httpx.post(f"{audited().url}/admin/audit", content=body, headers=ADMIN, timeout=60)
     assert response.status_code == (413 if len(body) > 4096 else 400) and response.json()["error"]["message"]
-
-
-def test_two_answers_beside_each_other() -> None:
-    def choice(tokens: str, text: str | None = None, reason: str = "length") -> dict[str, Any]:
-        logprobs = [-0.1 * (at + 1) - (0.5 if token == "x" else 0) for at, token in enumerate(tokens)]
-        return {"text": text or tokens, "finish_reason": reason, "logprobs": {"tokens": list(tokens), "token_logprobs": logprobs}}
-
-    assert compare(choice("abc"), choice("abc")) == {"result": "identical", "tokens": 3}
-    found = compare(choice("abx"), choice("abc"))
-    assert found["result"] == "different" and found["difference"]["position"] == 2
-    assert found["difference"]["gap"] == pytest.approx(0.5)
-    assert compare(choice("ab"), choice("abc"))["difference"]["served"] is None
-    assert compare(choice("abc"), choice("ab"))["difference"]["plain"] is None
-    assert "text: 'abC' with drafts" in compare(choice("abc", "abC"), choice("abc"))["detail"]
-    assert "finish_reason" in compare(choice("abc"), choice("abc", reason="stop"))["detail"]
