@@ -86,11 +86,6 @@ def check_distinct(args: argparse.Namespace, parser: argparse.ArgumentParser, *n
             parser.error(f"--{name} must name no number twice")
 
 
-def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add ``--set`` for benches that start a server."""
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further settings of the server")
-
-
 def numbers(kind: Callable[[str], float], least: float) -> Callable[[str], tuple[float, ...]]:
     """Return a parser of comma-separated numbers such as ``1,2,4``, each at least ``least``."""
 

@@ -2,7 +2,6 @@
 
     outrider bench peers --workloads DIR
     outrider bench peers --workloads DIR --vllm PYTHON --llama DIR    # given installations; else made in --environments
-    outrider bench peers --workloads DIR --http    # also vllm bench serve and aiperf at this server and vLLM's
 
 Other systems are installed once, in separate environments with pinned versions; a missing one is named in a line, and ``n/a`` in
 the record. Each system loads its model once, and idles while others run. The memory's speed is read before and after every turn.
@@ -29,7 +28,7 @@ from outrider.experiments.bench.progress import Progress
 from outrider.experiments.bench.record import ROOT, Kept, git_state, portable
 from outrider.experiments.bench.run import Bench, Results, Run, run
 from outrider.experiments.bench.workloads import first_that_fit
-from outrider.experiments.peers import environments, over_http
+from outrider.experiments.peers import environments
 from outrider.experiments.peers.contestants import (
     CONTESTANTS,
     LLAMA_LOOKUP,
@@ -119,7 +118,7 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
         results["models"][name] = _measure_model(name, chosen, args, made, kept, roof, progress)
     results["turns"] = kept.found
     results["systems"] = {"vllm_ngram": NGRAM, "vllm_suffix": SUFFIX, "llama_lookup": list(LLAMA_LOOKUP)}
-    results["systems"] |= {key: getattr(environments, key.upper()) for key in ("vllm", "llama", "aiperf", "suffix", "torch")}
+    results["systems"] |= {key: getattr(environments, key.upper()) for key in ("vllm", "llama", "suffix", "torch")}
     return results | {"figures": figures(results["models"])}
 
 
@@ -157,12 +156,7 @@ def _measure_model(
             rounds.run([turn for turn in turns if turn[1] is not None or ASKED_ONCE[turn[0]["contestant"]] in systems])
         field.ready("ours")
         told = {name: {key: value for key, value in of.items() if key != "ready"} for name, of in field.told.items()}
-    missing = dict(rounds.missing)
-    http: dict[str, Any] = {}
-    if args.http:  # after the processes of the field have ended
-        http, faults = over_http.measure(name, args, made, kept, roof, progress.say)
-        missing |= faults
-    own = [turn for turn in kept.found if turn["model"] == name and "tool" not in turn]
+    own = [turn for turn in kept.found if turn["model"] == name]
     speeds, roofs = Speeds(own), [value for turn in own for value in turn["roof"]]
     once = {each: [turn["found"] for turn in speeds.of(each, ONCE)] for each in ASKED_ONCE}
     return {
@@ -174,8 +168,7 @@ def _measure_model(
         "speeds": speeds.summary([one.name for one in chosen], args.levels),
         "step": once.pop("rows"),
         "llama_bench": once,
-        "missing": missing,
-        **({"http": http} if http else {}),
+        "missing": rounds.missing,
     }
 
 
@@ -195,7 +188,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="default: 3")
     add_environments(parser)
     parser.add_argument("--llama", type=Path, help="folder of llama-server and llama-bench; default: made in --environments")
-    parser.add_argument("--http", action="store_true", help="also vllm bench serve and aiperf at this server and vLLM's")
     parser.add_argument("--kept", type=Path, default=Path("peers.kept.jsonl"), help="file of the turns so far")
 
 

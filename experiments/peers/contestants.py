@@ -27,6 +27,7 @@ Ask = Callable[[dict[str, Any]], dict[str, Any]]  # a job to its answer, as in e
 NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 SUFFIX = {"method": "suffix"}
 LLAMA_LOOKUP = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "8")
+_SCRIPTS = ROOT / "experiments" / "peers" / "client_scripts"
 _START_S = 600.0  # to load a model, and for vLLM to compile it
 
 
@@ -142,7 +143,7 @@ def vllm_command(environments: Environments, way: str) -> tuple[list[str], dict[
     python, environment = environments.vllm(), vllm_environment()
     if way == "suffix":
         environment["PYTHONPATH"] = str(environments.vllm_extras())
-    return [str(python), str(ROOT / "experiments" / "peers" / "client_scripts" / "vllm_worker.py")], environment
+    return [str(python), str(_SCRIPTS / "vllm_worker.py")], environment
 
 
 def vllm_environment() -> dict[str, str]:
@@ -236,6 +237,27 @@ def llama_server(programs: Path, model: Path, setting: Setting, options: Sequenc
             }
 
         yield ask
+
+
+@contextmanager
+def vllm_server(
+    made: Environments, model: Path, dtype: str, context: int, options: Sequence[str], log: Path, way: str = ""
+) -> Iterator[str]:
+    """Run vLLM's server on a free loopback port; yield its address.
+
+    ``options`` are further ones of ``vllm serve``; ``way`` is ``suffix`` for suffix decoding, which needs more than vLLM.
+
+    Raises:
+        MissingPeerError: it is not available, or does not start.
+    """
+    (python, _), environment = vllm_command(made, way)
+    port = free_port()
+    command = [
+        python, str(_SCRIPTS / "vllm_command.py"), "serve", str(model), "--host", "127.0.0.1", "--port", str(port), "--dtype",
+        dtype, "--max-model-len", str(context), *options,
+    ]  # fmt: skip
+    with started("vLLM's server", command, environment, f"http://127.0.0.1:{port}/health", log):
+        yield f"http://127.0.0.1:{port}"
 
 
 @contextmanager

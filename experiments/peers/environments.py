@@ -1,7 +1,7 @@
 """Installations of other systems: given ones, or environments that are made once with pinned versions.
 
-Below a folder, ``vllm`` and ``aiperf`` are virtual environments, ``llama/bin`` holds llama.cpp's server and bench, and
-``vllm-extras`` what vLLM's suffix decoding and its bench need besides. All of it comes from PyPI: llama.cpp from the sources of
+Below a folder, ``vllm`` is a virtual environment, ``llama/bin`` holds llama.cpp's server and bench, and ``vllm-extras`` what
+vLLM's suffix decoding needs besides. All of it comes from PyPI: llama.cpp from the sources of
 ``llama-cpp-python``, the suffix trees from those of ``arctic-inference``, whose other parts need a CUDA toolchain.
 """
 
@@ -21,10 +21,10 @@ from outrider.decoding.jit import cache_folder
 from outrider.engine.loading.cache_files import alone
 
 Say = Callable[[str], None]
-TORCH, VLLM, LLAMA, AIPERF, SUFFIX = "2.13.0", "0.32.0", "0.3.36", "0.13.0", "0.1.1"
+TORCH, VLLM, LLAMA, SUFFIX = "2.13.0", "0.32.0", "0.3.36", "0.1.1"
 _NOT_NEEDED = ("torch", "torchvision", "torchaudio", "torchcodec")  # requirements of vLLM: the last three do not load beside it
 _VLLM_PINS = ("transformers<5.20", "llguidance<1.8", "numba==0.65.0", "uvloop", "setuptools<80")
-_EXTRAS = ("nanobind==2.9.2", "pandas==2.3.3", "python-dateutil==2.9.0.post0", "pytz==2025.2", "tzdata==2025.2", "six==1.17.0")
+_EXTRAS = ("nanobind==2.9.2",)
 _TOOLS = ("cmake==4.1.2", "ninja==1.13.0", "setuptools<80", "wheel", "scikit-build-core[pyproject]")
 _LLAMA_OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_UI=OFF",
@@ -68,14 +68,6 @@ class Environments:
             raise MissingPeerError(f"--vllm {given.name} is no file: give a Python that has vllm")
         return given
 
-    def aiperf(self) -> Path:
-        """Return a Python that has aiperf."""
-        return self._once("aiperf", self._folder / "aiperf", f"aiperf=={AIPERF}") / "bin" / "python"
-
-    def of(self, package: str) -> Path:
-        """Return a Python that has a package of the index, such as ``locust==2.47.0``."""
-        return self._once(package, self._folder / package, package) / "bin" / "python"
-
     def llama(self) -> Path:
         """Return the folder of llama.cpp's programs."""
         given = self._given.get("llama")
@@ -87,11 +79,11 @@ class Environments:
         return given
 
     def vllm_extras(self) -> Path:
-        """Return a folder for the end of vLLM's path, with suffix trees and the requirements of its bench."""
+        """Return a folder for the end of vLLM's path, with suffix trees."""
         return self._once("vllm-extras", self._folder / "vllm-extras", self._make_extras)
 
-    def _once(self, name: str, made: Path, make: Callable[[Path], None] | str) -> Path:
-        """Return an environment, made before by a function or of a package; a mark says that it is complete."""
+    def _once(self, name: str, made: Path, make: Callable[[Path], None]) -> Path:
+        """Return an environment that a function made; a mark says that it is complete."""
         mark = self._folder / f".{name}.made"
         if mark.exists() and made.exists():
             return made
@@ -100,10 +92,7 @@ class Environments:
         with alone(self._folder / f".{name}.lock"):
             if not mark.exists():
                 self._say(f"making {name} in {made}")
-                if isinstance(make, str):
-                    self._pip(name, self._venv(made), make)
-                else:
-                    make(made)
+                make(made)
                 mark.write_text("whole\n", encoding="utf-8")
         return made
 

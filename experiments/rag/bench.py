@@ -24,9 +24,8 @@ from outrider.experiments.bench.figure import panel
 from outrider.experiments.bench.options import add_model
 from outrider.experiments.bench.record import ROOT, Kept, git_state, portable
 from outrider.experiments.bench.run import Bench, Results, Run
-from outrider.experiments.peers.contestants import NGRAM, SUFFIX
+from outrider.experiments.peers.contestants import NGRAM, SUFFIX, vllm_server
 from outrider.experiments.peers.environments import Environments, MissingPeerError, add_environments
-from outrider.experiments.peers.over_http import vllm_server
 from outrider.experiments.rag.traffic import PAIRED, SHARES, TENANTS, make_day, make_pairs, read_items
 from outrider.experiments.rag.users import WARM_UP, Told, Users, api_key, pair_tenants, users_of
 from outrider.experiments.service.served import served

@@ -160,12 +160,6 @@ def conducted(
     return measure
 
 
-def replica_settings(dtype: str, replicas: int) -> list[str]:
-    """Return the settings of a server whose replicas share one core."""
-    shared = [f"server.replicas={replicas}", f"server.cpus_per_replica={1 / replicas:.2f}"]
-    return [f"model.dtype={dtype}", "model.threads=1", *shared]
-
-
 async def until_whole(client: httpx.AsyncClient, replicas: int, timeout_s: float = _BACK_S) -> float | None:
     """Return the seconds until all replicas are ready and idle; None after the timeout."""
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""``outrider simulate``: deployments under traffic, or with a name first ``forms``, ``papers`` and ``validation``."""
+"""``outrider simulate``: deployments under traffic, or with a name first ``forms`` and ``validation``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib import import_module
 
 from outrider.experiments.bench.run import run
 
-NAMES = ("forms", "papers", "validation")
+NAMES = ("forms", "validation")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

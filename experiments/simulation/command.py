@@ -9,8 +9,8 @@ all-reduces of tensor parallelism or the exchange of lookahead parallelism. Afte
 generated. All assumptions are in the results.
 
 Not simulated: sampling, draft models and strategies that need logits (jacobi, recycling; auto runs without that part), groups
-over several machines, and replicas that fail or start. `outrider simulate forms|papers|validation --help`: which form of
-parallelism is fastest, and comparisons with papers and with the engine.
+over several machines, and replicas that fail or start. `outrider simulate forms|validation --help`: which form of parallelism is
+fastest, and a comparison with the engine.
 """
 
 from __future__ import annotations

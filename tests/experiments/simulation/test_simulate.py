@@ -114,23 +114,6 @@ def test_what_cannot_be_used_is_one_line(tiny_model: Path, workload: Path, capsy
     assert "GPUs with more memory" in run(capsys, *large, code=2).err
 
 
-def test_papers_are_compared(tiny_model: Path, workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--tokenizer", str(tiny_model), "--retrieval", str(workload), "--code", str(workload), "--records", "4"]
-    assert main(["papers", *options, "--out", str(tmp_path)]) == 0
-    results = json.loads(next(tmp_path.glob("*-simulate-papers.json")).read_text())["results"]
-    rows = {(each["source"].split()[1], each["what"]): each for each in results["comparisons"]}
-    other_size = rows["2304.04487", "plain, llama-2-13b, 1 GPU, tokens/s"]
-    assert other_size["published"] == 18.5 and other_size["agree"] and abs(other_size["error"]) < 0.15
-    window = rows["2402.02057", "speed-up, N 5, W 15, G 15"]
-    assert window["published"] == 1.78 and 1.0 < window["predicted"] <= 1.96
-    for each in results["comparisons"]:
-        if "against one GPU" in each["what"]:
-            assert each["predicted"] < 1.0 and each["published"] == [0.75, 0.82]  # slower than one GPU, as published
-    assert any(each["predicted"] > 2 for each in results["without_launches"] if each["what"].startswith("tensor, 8"))
-    assert results["told"] == sum("agree" in each for each in results["comparisons"])
-    assert "plain, llama-2-13b, 1 GPU, tokens/s" in capsys.readouterr().out
-
-
 def test_the_engine_is_predicted(tiny_model: Path, workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """How near a prediction is, is no test on a busy machine: that both did the same steps is.
 
