@@ -19,15 +19,15 @@ BENCHES = {
     "load": "Benchmark strategies under load: concurrent clients and Poisson arrivals.",
     "scaling": "Benchmark lookahead, tensor and pipeline parallelism and replicas against one worker.",
     "paper": "Reproduce the tables and figures of a paper: llma, trie, ngrammys, jacobi or mjsd.",
-    "replay": "Replay known outputs without a model: strategies, sharing or trie.",
+    "replay": "Replay known outputs without a model: strategies or sharing.",
     "rag": "Benchmark a day of enterprise requests about documents.",
     "peers": "Benchmark against transformers, vLLM and llama.cpp.",
-    "service": "Test a server from outside: attacks, fuzz, parity, clients and others.",
-    "faults": "Inject faults: cache, nodes, ranks or replicas.",
+    "service": "Test a server from outside: attacks, clients, first minutes, fuzz or parity.",
+    "faults": "Inject faults: cache, nodes or ranks.",
     "gpu": "Run all checks and measurements of a GPU.",
     "outputs": "Count the outputs that equal plain decoding's, and measure the cost of exactness.",
     "profile": "Profile the phases of an engine step.",
-    "report": "Write an HTML report of records.",
+    "report": "Print records as tables.",
 }
 
 
