@@ -183,7 +183,8 @@ class CacheAdmin:
             fold = StreamCompactor.load(self._store, name, self._identity)
             fold.catch_up(self._store, self._store.head(name).last_id)
             head = self._store.head(name)
-            if compare_ids(head.snapshot_id, fold.cursor) > 0:  # entries may have been trimmed unread
+            # With a newer snapshot, entries of before it may have been trimmed unread, even if later ones were read.
+            if compare_ids(head.snapshot_id, fold.snapshot_id) > 0:
                 continue
             if head.epoch > fold.epoch:  # deleted, but the stream does not have the batch yet
                 fold.apply(TextBatch(0, 0, head.epoch), time.time())
