@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from outrider.cluster.http.answers.logprobs import TokenBytes
-from outrider.cluster.http.answers.pieces import Pauses, to_json, written
+from outrider.cluster.http.answers.pieces import Pauses, event_data, to_json, written
 from outrider.cluster.http.answers.reasoning import Thought
 from outrider.cluster.http.answers.response_extras import ResponseExtras
 from outrider.cluster.http.answers.tool_calls import Arguments, Call, whole_calls
@@ -125,7 +125,7 @@ class Answer(BaseModel):
             self.usage = None  # marks the field as set: like OpenAI, chunks before the usage chunk have null
         data = await self.to_json(pauses)
         await pauses.after(len(data))  # the copy below counts as a piece too
-        return f"data: {data.decode()}\n\n"
+        return event_data(data)
 
     @property
     def _is_small(self) -> bool:
