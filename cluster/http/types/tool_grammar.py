@@ -12,7 +12,7 @@ from outrider.cluster.http.answers.tool_calls import CLOSING
 from outrider.cluster.http.types.chat import NamedTool, Tool
 from outrider.engine.errors import RequestError
 from outrider.engine.text.chat_format import CALL_MARKS, CallForm
-from outrider.engine.text.grammar import HARMONY_TEXT, WHITESPACE, GrammarError, harmony_type, json_grammar, lark_grammar
+from outrider.engine.text.grammar import HARMONY_TEXT, GrammarError, harmony_type, json_grammar, json_rule, lark_grammar
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _SPACE = r"/[ \n\r\t]{0,4}/"  # bounded, as whitespace within JSON is
@@ -96,7 +96,7 @@ def call_grammar(tools: Sequence[Offered], required: bool, single: bool, marks: 
         name = json.dumps(tool.name if has_names else json.dumps(tool.name))
         between = "args" if has_names else f'SPACE "," SPACE {json.dumps(key)} SPACE ":"'
         rules.append(f"tool_{index}: {name} {between} SPACE arguments_{index}")
-        rules.append(f"arguments_{index}: {_json_rule(tool.arguments or _ANY_OBJECT)}")
+        rules.append(f"arguments_{index}: {json_rule(tool.arguments or _ANY_OBJECT)}")
     return lark_grammar("\n".join(rules))
 
 
@@ -131,10 +131,6 @@ def _either(name: str, count: int) -> str:
     return " | ".join(f"{name}_{index}" for index in range(count))
 
 
-def _json_rule(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
-
-
 def _harmony_rules(tools: Sequence[Offered], required: bool, tokens: Mapping[str, int]) -> list[str]:
     """Return the rules for a harmony message to a function, with its header. The call ends the response.
 
@@ -151,7 +147,7 @@ def _harmony_rules(tools: Sequence[Offered], required: bool, tokens: Mapping[str
     for index, tool in enumerate(tools):
         first, second = json.dumps(f" to=functions.{tool.name}"), json.dumps(f"commentary to=functions.{tool.name}")
         header = f'({first} {channel} "commentary" | {channel} {second}) type {message}'
-        rules += [f"tool_{index}: {header} arguments_{index}", f"arguments_{index}: {_json_rule(tool.arguments or _ANY_OBJECT)}"]
+        rules += [f"tool_{index}: {header} arguments_{index}", f"arguments_{index}: {json_rule(tool.arguments or _ANY_OBJECT)}"]
     return [*rules, harmony_type(tokens)]
 
 
@@ -172,7 +168,7 @@ def _xml_rules(index: int, tool: Offered) -> list[str]:
             rule = f"value_{index}"
         else:
             found = {**value, **definitions} if isinstance(value, dict) else {}
-            rules.append(f"json_{index}_{place}: {_json_rule(found)}")
+            rules.append(f"json_{index}_{place}: {json_rule(found)}")
             rule = f"json_{index}_{place} {end}"
         rules.append(f"parameter_{index}_{place}: {json.dumps(f'<parameter={name}>' + chr(10))} {rule}")
         parts.append(f"parameter_{index}_{place}" + ("" if name in required else "?"))
@@ -216,7 +212,7 @@ def tools_grammar(tools: Sequence[Tool], choice: str | NamedTool | None, single:
 
 def _check_schemas(offered: Sequence[Offered]) -> None:
     """Raise ``GrammarError`` if a tool's schema cannot be enforced, or all schemas together are too long."""
-    rules = [f"tool_{index}: {_json_rule(tool.arguments or _ANY_OBJECT)}" for index, tool in enumerate(offered)]
+    rules = [f"tool_{index}: {json_rule(tool.arguments or _ANY_OBJECT)}" for index, tool in enumerate(offered)]
     lark_grammar("\n".join([f"start: {_either('tool', len(offered))}", *rules]))
 
 
