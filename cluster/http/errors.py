@@ -144,7 +144,8 @@ def _refused(error: HTTPException, request: Request) -> ApiError:
 def _invalid(findings: Sequence[Mapping[str, Any]], body: Any, url_path: str) -> ApiError:
     """Return a 400 for one of pydantic's findings: the one that reaches deepest into the body."""
     paths = [_resolve(finding["loc"], body, finding["type"] == "missing") for finding in findings]
-    best = max(range(len(findings)), key=lambda index: (len(paths[index]), -index))
+    # A value of the right type is what is wrong, rather than that it has not another type of a union.
+    best = max(range(len(findings)), key=lambda index: (len(paths[index]), findings[index]["type"] == "value_error", -index))
     finding, path = findings[best], paths[best]
     kind, context = finding["type"], finding.get("ctx", {})
     if kind == "json_invalid":

@@ -36,6 +36,9 @@ from outrider.engine.text.grammar import after_reasoning, behind_analysis, reaso
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; chats default to the rest of the context
 
 
+_LEAST_TOP_P = 1e-9  # less than the probability of the most likely token of any vocabulary
+
+
 def choice_seed(seed: int, choice: int) -> int:
     """Return the seed of one of the ``n`` choices of a prompt.
 
@@ -332,7 +335,7 @@ class RequestPlanner:
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=1.0 if body.temperature is None else body.temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
+            top_p=1.0 if body.top_p is None else max(body.top_p, _LEAST_TOP_P),
             top_k=max(0, body.top_k or 0),
             min_p=body.min_p or 0.0,
             repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
@@ -340,7 +343,7 @@ class RequestPlanner:
             frequency_penalty=body.frequency_penalty or 0.0,
             logit_bias=logit_bias,
             logprobs=body.num_logprobs,
-            seed=self.beginning.seed if body.seed is None else body.seed,
+            seed=self.beginning.seed if body.seed is None else body.seed % 2**63,
             min_tokens=body.min_tokens or 0,
             stop=tuple(body.stop or ()),
             stop_token_ids=(*(body.stop_token_ids or ()), *self._ends(body)),

@@ -37,7 +37,14 @@ MAX_COMPONENT = 1e6  # absolute value of an embedding's component
 MAX_TIMEOUT_S = 1e9
 MAX_CHOICES = 128  # prompts times n of one request
 MAX_REPORTED_VALUES = 1 << 20  # log-probabilities (alternatives included) and reported tokens of a response: 100 MB of JSON
-_COMMON_NO_OPS: dict[str, tuple[Any, ...]] = {"cache_salt": ()}
+_COMMON_NO_OPS: dict[str, tuple[Any, ...]] = {
+    "cache_salt": (),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "documents": ([],),
+    "truncate_prompt_tokens": (),
+}
 _CHAT_NO_OPS: dict[str, tuple[Any, ...]] = _COMMON_NO_OPS | {
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -46,15 +53,17 @@ _CHAT_NO_OPS: dict[str, tuple[Any, ...]] = _COMMON_NO_OPS | {
     "store": (False,),
     "metadata": ({},),
     "service_tier": ("auto", "default"),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
     "moderation": (),
-    "prompt_cache_retention": (),
+    "prompt_cache_retention": ("in-memory", "in_memory"),
     "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "add_special_tokens": (False,),
+    "chat_template": (),
 }
 _COMPLETION_NO_OPS: dict[str, tuple[Any, ...]] = _COMMON_NO_OPS | {
     "suffix": ("",),
-    "best_of": (1,),
     "add_special_tokens": (True,),
 }
 
@@ -106,7 +115,7 @@ class CompletionFields(StructuredFields):
     model: Name
     max_tokens: MostTokens | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None  # default 1.0; 0 is greedy
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None  # 0 keeps the most likely token
     top_k: Annotated[int, Field(ge=-1, le=MAX_NUMBER)] | None = None  # 0 and -1 disable it
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] | None = None
@@ -114,7 +123,7 @@ class CompletionFields(StructuredFields):
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None  # keys are token ids as strings
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None  # choices per prompt; see request_planner.choice_seed
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None  # default: random
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None  # default: random
     min_tokens: Tokens | None = None  # number of tokens before which no end token is allowed
     stop: Stops | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None

@@ -32,7 +32,7 @@ _UNTOLD: dict[str, tuple[Any, ...]] = {
     "moderation": (),
     "prompt": (),
     "prompt_cache_options": (),
-    "prompt_cache_retention": (),
+    "prompt_cache_retention": ("in-memory", "in_memory"),
     "service_tier": ("auto", "default"),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
