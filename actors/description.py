@@ -12,8 +12,7 @@ from outrider.engine.measures.metrics import EngineCounts
 if TYPE_CHECKING:
     from outrider.cache_service.client.cache_client import CacheClientCounts
     from outrider.engine.measures.energy_ledger import EnergyCounts
-    from outrider.engine.measures.metrics import MetricsCounts
-    from outrider.engine.measures.strategy_counts import StrategyCounts
+    from outrider.engine.measures.metrics import MetricsCounts, StrategyCounts
 
 
 class ReplicaError(RuntimeError):

@@ -66,17 +66,11 @@ class OfflineEngine:
         self.threads = model.threads
 
     def submit(self, prompts: Sequence[OfflinePrompt], params: SamplingParams, chat: bool) -> list[int | str]:
-        """Tokenize and add prompts. Return for each its number of tokens, or the reason why it cannot be served.
-
-        ``chat`` sends each prompt as a user message in the model's chat template.
-        """
+        """Tokenize and add prompts (``chat``: as user messages). Return each one's number of tokens, or why it is refused."""
         return [self._add(prompt, params, chat) for prompt in prompts]
 
     def outputs(self, every_s: float = 0.0) -> Iterator[list[StepOutput]]:
-        """Yield the step outputs, collected over ``every_s`` seconds, until no request is left.
-
-        The last output of a request has a finish reason and counters.
-        """
+        """Yield the step outputs, collected over ``every_s`` seconds, until no request is left; a last one has counters."""
         if self._ranks is not None:
             self._ranks.occupied(True)
         gathered: list[StepOutput] = []

@@ -51,8 +51,6 @@ class GroupShape:
 def group_shape(world_size: int | str, model: ModelOptions, cpus: int, gpus: int) -> GroupShape:
     """Return the ranks that fit on a machine. Raises GroupError for too few GPUs or cores, or a device that is a single GPU.
 
-    ``world_size`` auto means one rank per GPU, or per ``model.threads`` cores.
-
     Example: on 16 cores without a GPU, ``auto`` with 4 threads is 4 ranks; 3 ranks without a number of threads get 5 each.
     """
     if model.device.startswith("cuda:"):
@@ -106,10 +104,7 @@ class OfflineGroup:
     def __init__(
         self, model: ModelOptions, engine: EngineOptions, speculation: SpeculationOptions, parallelism: ParallelismOptions
     ) -> None:
-        """Start Ray, the leader and the ranks, and load the model. Raises ModelLoadError, GroupError, or ValueError.
-
-        ``world_size`` may be auto, and threads are per rank: see ``group_shape``.
-        """
+        """Start Ray and the ranks of ``group_shape``, and load the model. Raises ModelLoadError, GroupError, or ValueError."""
         self._failed = False
         try:
             self._folder = RayFolder.make()
@@ -160,7 +155,6 @@ class OfflineGroup:
 
 
 def _start(folder: RayFolder) -> None:
-    """Start a private Ray cluster. Raises GroupError if it does not start."""
     try:
         with _uninterrupted():
             start_ray(folder=folder)

@@ -21,10 +21,7 @@ class GroupError(RuntimeError):
 
 
 class Ranks(ABC):
-    """Ranks that share the steps of one engine, including the engine's own rank (0, the leader).
-
-    The methods that are not abstract suit ranks that each hold the whole model and wait for their leader.
-    """
+    """Ranks that share the steps of one engine, including its own (0, the leader); by default each holds the whole model."""
 
     world_size: int  # most ranks among which a step's draft trees are partitioned; trees are scaled by it
 

@@ -1,7 +1,4 @@
-"""Messages between ranks as msgpack, encoded by the types of their fields.
-
-No pickle: received bytes are validated and can only build these messages. Arrays are little-endian bytes.
-"""
+"""Messages between ranks as msgpack by their field types: no pickle, bytes are validated, arrays are little-endian."""
 
 from __future__ import annotations
 
@@ -53,8 +50,6 @@ def decode(data: bytes) -> Message:
 
 @dataclass(frozen=True, slots=True)
 class _Codec:
-    """Codec of a type."""
-
     pack: Callable[[Any], Any]  # converts to types that msgpack supports
     build: Callable[[Any], Any]  # inverse of pack; raises ValueError or TypeError for invalid input
 

@@ -1,5 +1,1 @@
-"""Shared cache: generated texts of all replicas, by tenant, in Redis.
-
-In: tokens that replicas emit.
-Out: texts from which every replica of the tenant drafts.
-"""
+"""Texts of all replicas in Redis, by tenant. In: emitted tokens. Out: texts from which the tenant's replicas draft."""

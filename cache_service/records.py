@@ -36,7 +36,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outrider.decoding.tree import Int32Array
+from outrider.decoding.arrays import Int32Array
 
 SCHEMA = 1  # another layout gets another number, and so other namespaces
 MAX_BATCH_BYTES = 1 << 20  # longer batches are refused by writer and reader
@@ -142,10 +142,7 @@ def _delta_fields(delta: CacheDelta) -> tuple[int, int, int, int]:
 
 
 def decode_batch(data: bytes | None, vocab_size: int) -> TextBatch:
-    """Return the batch that bytes encode; None stands for a stream entry without a record.
-
-    Raises ``CorruptRecordError``, and no other exception, for any bytes that are not a batch of this vocabulary.
-    """
+    """Return the batch of a stream entry. Raises only ``CorruptRecordError``, for None or other bytes of this vocabulary."""
     width = token_width(vocab_size)
     if data is None:
         raise CorruptRecordError("an entry without a record")

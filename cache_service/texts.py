@@ -11,8 +11,8 @@ import numpy as np
 from outrider.cache_service.records import CacheDelta, TextBatch
 from outrider.cache_service.server.eviction import worths
 from outrider.cache_service.server.snapshot import Snapshot, SnapshotText, TextTable
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.sources.text_keys import is_passage
-from outrider.decoding.tree import Int32Array
 
 MAX_EVICTED = 1 << 14  # text keys whose late pieces are still refused; the oldest are forgotten
 _PASSAGE_WORTH = 0.1  # worth of a passage relative to an output: prompts usually contain it again
@@ -67,11 +67,9 @@ class Ledger:
         return AdmittedBatch(cleared, batch.removed, batch.evicted, deltas)
 
     def admit_snapshot(self, snapshot: Snapshot) -> AdmittedBatch | None:
-        """Return the parts of a snapshot for a mirror that reloads its history; None if its epoch is older.
-
-        ``cleared`` means a newer epoch, so texts growing here were deleted. Removals of both sides stay. ``removed`` and
-        ``evicted`` are those not known here, and matter only for texts growing here, since no delta belongs to them.
-        """
+        """Return the parts of a snapshot for a mirror that reloads its history; None if its epoch is older."""
+        # `cleared` means a newer epoch, so texts growing here were deleted. Removals of both sides stay. `removed` and `evicted`
+        # are those not known here, and matter only for texts growing here, since no delta belongs to them.
         if snapshot.epoch < self.epoch:
             return None
         cleared = self._enter(snapshot.epoch)
@@ -195,11 +193,9 @@ class TenantTexts:
         return admitted
 
     def expire(self, ttl_s: float, now_s: float, share: float = 0.1) -> list[int]:
-        """Drop texts, unfinished ones too, that did not grow for ``ttl_s``, and old removals. Return the texts' keys.
-
-        At most a fraction ``share`` of the texts (at least one) goes at once, oldest first, so that a wrong clock is noticed in
-        time.
-        """
+        """Drop up to a fraction ``share`` of the texts, oldest first, that did not grow for ``ttl_s``. Return their keys."""
+        # Unfinished texts and old removals, too; at least one text; not all at once, so that a wrong clock is noticed in time.
+        # Not all at once, so that a wrong clock is noticed in time.
         old = [key for key, text in self._texts.items() if text.updated_s < now_s - ttl_s]
         keys = sorted(old, key=lambda key: (self._texts[key].updated_s, key))[: max(1, int(share * len(self._texts)))]
         self._drop(keys)

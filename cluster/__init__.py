@@ -1,5 +1,1 @@
-"""The service: command line, HTTP interface, and the Ray Serve application.
-
-In: commands and HTTP requests.
-Out: responses in OpenAI's format.
-"""
+"""Command line, HTTP interface and Serve application. In: commands, requests. Out: responses in OpenAI's format."""

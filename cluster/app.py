@@ -1,7 +1,5 @@
-"""The Ray Serve application: an ingress that speaks HTTP and tokenizes, and engine replicas that decode.
-
-Nothing here imports torch or a model library, because most processes that import this module compute nothing.
-"""
+"""The Ray Serve application: an ingress that speaks HTTP and tokenizes, and engine replicas that decode."""
+# Nothing here imports torch or a model library, because most processes that import this module compute nothing.
 
 # No postponed annotations here: Serve reads build_app's annotation to validate the arguments of a configuration file.
 
@@ -143,12 +141,8 @@ class Ingress:
 def build_app(config: Config) -> serve.Application:
     """Build the application for ``serve.run`` and for Serve configuration files (``cluster.app:build_app``).
 
-    Args:
-        config: all of it; each deployment gets its slices as plain data. Without ``redis_url`` replicas share nothing.
-
-    Raises:
-        configs.schema.ConfigError: a value is not allowed, the key file cannot be used, or outputs are shared and the environment
-            has no secret to derive names from.
+    Each deployment gets its slices as plain data. Without ``redis_url`` replicas share nothing. Raises ``ConfigError`` for a
+    value that is not allowed, an unusable key file, or shared outputs without a secret in the environment.
     """
     check_values(config)
     check_address(config)
@@ -192,10 +186,8 @@ def application(config: Config) -> serve.Application:
 
 
 def version_of(config: Config) -> str:
-    """Return hexadecimal digits that identify the configured model; token ids are only valid within one version.
-
-    During a redeploy, engines of the old and the new model run at once, and each API uses those of its version.
-    """
+    """Return hexadecimal digits that identify the configured model; token ids are only valid within one version."""
+    # During a redeploy, engines of the old and the new model run at once, and each API uses those of its version.
     # The number of threads does not change the model.
     model = dataclasses.replace(config.model, threads=None)
     return hashlib.blake2b(repr(model).encode(), digest_size=8).hexdigest()
@@ -231,7 +223,6 @@ def _engines(
 
 
 def _api_replicas(server: ServerOptions) -> dict[str, Any]:
-    """Return deployment options for the number of API replicas."""
     if server.api_replicas == 1:
         # A redeploy starts the new API before it stops the old one.
         return {"max_surge_percent": 100}
@@ -309,7 +300,6 @@ def _routing(config: Config, replicas: int) -> dict[str, Any]:
 
 
 def _quotas(config: Config) -> dict[str, int]:
-    """Return the cache quotas in bytes of the tenants that have their own."""
     own = {name: tenant.cache_mib for name, tenant in config.tenancy.tenants.items()}
     return {name: int(mib * 2**20) for name, mib in own.items() if mib is not None}
 

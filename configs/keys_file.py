@@ -24,10 +24,7 @@ class _Keys:
 def with_keys_file(section: TenancyOptions, required: bool = False) -> TenancyOptions:
     """Return the section merged with its file; the section itself if it names none. ``required``: some tenant must have a key.
 
-    A tenant in both has the keys of both. Any other option has the file's value, if the file sets it.
-
-    Example: the section gives ``acme`` one key and ``cache_mib=8``, the file gives it another key. Then both keys are acme's, and
-    it keeps 8 MiB.
+    A tenant in both has the keys of both; any other option has the file's value, if the file sets it.
 
     Raises ConfigError if the file is unreadable, the result is invalid, or a required key is missing. The message names file and
     field, and no value: it may be a key.

@@ -131,10 +131,7 @@ _SLICES: dict[str, Any] = {name: field.annotation for name, field in Config.mode
 
 
 def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration of a yaml file (None: defaults) with overrides applied. Raises ConfigError for any mistake.
-
-    ``overrides`` are ``key=value`` with dots in the key, such as ``server.port=8001``. Values are parsed as yaml.
-    """
+    """Return the configuration of a yaml file (None: defaults) with ``key=value`` overrides. Raises ConfigError."""
     data = read_settings(path, overrides)
     try:
         config = Config.model_validate(data)

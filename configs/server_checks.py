@@ -16,8 +16,7 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})")
 def admin_address(server: ServerOptions) -> tuple[str, int] | None:
     """Return host and port of /admin and /metrics; None if they are on the main port.
 
-    Example: ``host=0.0.0.0, port=8000`` has them on ``127.0.0.1:8001``; ``host=127.0.0.1, port=8000`` on the main port, which
-    only this machine reaches anyway; with ``admin_port=9000`` both have them on ``127.0.0.1:9000``.
+    Example, port 8000: ``host=0.0.0.0``: ``127.0.0.1:8001``; ``host=127.0.0.1``: main port; ``admin_port=9000``: that port.
     """
     if server.admin_port is not None:
         return server.admin_host, server.admin_port

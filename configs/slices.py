@@ -1,7 +1,4 @@
-"""Sections of the configuration, one for each class that reads it. Defaults are defined here only.
-
-Plain dataclasses, because the engine also runs without pydantic. ``configs/schema.py`` fills them from yaml and checks them.
-"""
+"""Sections of the configuration, one for each class that reads it, with all defaults. Plain: the engine needs no pydantic."""
 
 from __future__ import annotations
 

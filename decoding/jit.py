@@ -113,7 +113,7 @@ def compiles_first() -> bool:
 
 
 def kinds_of_processor(flags: str | None = None) -> list[str]:
-    """Return the ``KINDS`` that the processor supports, the best first. Empty if it is not x86-64 or its features are unknown.
+    """Return the ``KINDS`` that a processor supports, the best first. Empty if it is not x86-64 or its features are unknown.
 
     Args:
         flags: processor features in Linux's spelling; default: those of this machine that this process may use.
@@ -216,9 +216,9 @@ def _warn_unkept(folder: Path, reason: str) -> None:
 
 
 def _sources(path: Path) -> Path:
-    """Return the folder of everything that a function in a file may call.
+    """Return the folder of everything that a function in a file may call: this package, or the file's own folder.
 
-    This is the ``decoding`` package, or the file's own folder, or its parent if that has compiled code (``native_*.py``), too.
+    This is the parent of the file's folder if that has compiled code (``native_*.py``), too.
     """
     if path.is_relative_to(_ROOM):
         return _ROOM

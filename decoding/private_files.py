@@ -35,8 +35,7 @@ def private_folder(wanted: Path | None) -> Path:
 
     Returns:
         A temporary folder is removed when this process ends, and a warning gives the reason. If there is none either, the result
-        is a path at which nothing can be written. If ``wanted`` cannot be created it is still returned: writing there raises the
-        error.
+        is a path at which nothing can be written. If ``wanted`` cannot be created it is still returned: writing there raises.
     """
     if wanted is None:
         return _temporary("this user has no home directory")

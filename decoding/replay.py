@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.drafters.base import Drafter, TargetRows, count_step
 from outrider.decoding.request import Acceptance, Request, SamplingParams
-from outrider.decoding.tree import DraftTree, Int32Array
+from outrider.decoding.tree import DraftTree
 from outrider.decoding.verify.exact import verify_exact
 
 UNKNOWN = -1  # value in ``TargetRows.ids`` of rows whose target token a replay cannot know
@@ -65,9 +66,8 @@ def replay_workload(
     """Count the steps that a drafter needs for known outputs.
 
     This is LLMA's target-guided simulation (arXiv 2304.04487, section 3.2 and Algorithm 2) for any drafter: a drafted token is
-    accepted if it is the next token of the known output. Requests run one after another, as in the engine: the prefill emits the
-    first token without a draft; each step then proposes, clips, verifies, commits and observes. A request's last step is not
-    observed. Departure from the paper: a match longer than the rest of the output is cut at its end, which Algorithm 2 passes.
+    accepted if it is the next token of the known output. Requests run one after another, as in the engine. A request's last step
+    is not observed. Departure from the paper: a match longer than the rest of the output is cut at its end.
 
     Example: the output ``4 5 6 7 0`` (0 is the end) and a drafter that proposes ``5 6 9`` after ``4``. The prefill emits 4; the
     next step accepts 5 and 6 and emits 7; the last one emits 0. Three steps for five tokens: 1.67 tokens per step.
@@ -150,10 +150,7 @@ class _Replay:
 
 
 def known_rows(tree: DraftTree, acceptance: Acceptance) -> TargetRows:
-    """Return the known next token at the rows of the accepted path, and ``UNKNOWN`` at all other rows.
-
-    Example: a root with the branches 1 2 and 3, of which 1 was accepted and 9 follows, gives ``[1, 9, -1, -1]``.
-    """
+    """Return the known next token at the rows of the accepted path, and ``UNKNOWN`` at all other rows."""
     ids = np.full(len(tree), UNKNOWN, np.int32)
     row = 0
     for accepted in acceptance.rows:

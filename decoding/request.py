@@ -1,55 +1,233 @@
-"""Generation request, from its prompt to its last token.
-
-Re-exports the sampling parameters (``decoding.sampling_params``), step outputs (``decoding.step_output``) and text keys
-(``decoding.sources.text_keys``).
-"""
+"""Generation request, from its prompt to its last token: sampling parameters, state and outputs."""
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from outrider.decoding.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_CHARS, SamplingParams
-from outrider.decoding.sources.text_keys import request_hash, request_of, text_key
-from outrider.decoding.step_output import Acceptance, FinishReason, SpecStats, StepOutput, StepReport, TokenLogprob
-from outrider.decoding.tree import Int32Array
+from outrider.decoding.arrays import Int32Array
+from outrider.decoding.sources.text_keys import text_key
 from outrider.decoding.verify.grammar import Grammar
-
-__all__ = [
-    "MAX_LOGIT_BIAS",
-    "MAX_LOGPROBS",
-    "MAX_STOP_CHARS",
-    "PLAIN",
-    "PUBLIC",
-    "QUARANTINE_TOKENS",
-    "Acceptance",
-    "FinishReason",
-    "Request",
-    "RequestState",
-    "SamplingParams",
-    "SpecStats",
-    "StepOutput",
-    "StepReport",
-    "TokenLogprob",
-    "cache_namespace_of",
-    "request_hash",
-    "request_of",
-    "tenant_of",
-    "text_key",
-]  # fmt: skip
 
 PUBLIC = "*"  # tenant whose texts all tenants may draft from
 PLAIN = "autoregressive"  # name of plain decoding, which every request may choose
 QUARANTINE_TOKENS = 16  # tokens that end a quarantine: tokens not yet reported when an engine ended are of one or two steps
+MAX_LOGPROBS = 20  # as OpenAI and vLLM
+MAX_LOGIT_BIAS = 100.0  # as OpenAI
+MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 1000  # each string is searched for in every token's text and held back while incomplete
+_GREEDY_BELOW = 1e-5  # as vLLM: logits divided by less could overflow
+# Inclusive bounds. OpenAI's for its parameters. vLLM only requires repetition_penalty > 0; these bounds keep every product with a
+# logit finite.
+_BOUNDS = {
+    "temperature": (0.0, 2.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling and stop parameters. Values outside their range raise ``ValueError`` naming the field."""
+
+    max_tokens: int = 256
+    temperature: float = 0.0  # below 1e-5: greedy
+    top_k: int = 0  # 0: all tokens
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()  # strings that end the text; they are not part of it unless include_stop
+    stop_token_ids: tuple[int, ...] = ()  # in addition to the model's own end tokens
+    ignore_eos: bool = False  # the model's own end tokens do not end the text
+    include_stop: bool = False  # the matched stop string or stop token is part of the text
+    skip_special_tokens: bool = True  # leave the tokenizer's special tokens out of the text
+    min_p: float = 0.0  # tokens less likely than this share of the most likely one are excluded; 0: none
+    repetition_penalty: float = 1.0  # divides positive logits of tokens in prompt or output, multiplies negative ones; 1: off
+    presence_penalty: float = 0.0  # subtracted from the logit of every token in the output
+    frequency_penalty: float = 0.0  # subtracted once for every occurrence of the token in the output
+    logit_bias: tuple[tuple[int, float], ...] = ()  # pairs of (token id, value added to its logit)
+    logprobs: int | None = None  # alternatives reported with each token's log-probability; None: no log-probabilities
+    min_tokens: int = 0  # end tokens are banned before this many tokens; stop strings still end the text
+    grammar: str | None = None  # grammar of the output, see engine.text.grammar; None: any text
+    grammar_field: str = "response_format"  # field of the client's request that grammar errors name
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        for name, (low, high) in _BOUNDS.items():
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name} must be between {low:g} and {high:g}, got {getattr(self, name)}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 (all tokens) or more, got {self.top_k}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must be between 0 and 2**63 - 1, got {self.seed}")
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise ValueError(f"stop must hold at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}")
+        for size in map(len, self.stop):
+            if not 0 < size <= MAX_STOP_CHARS:
+                raise ValueError(f"stop must hold strings of 1 to {MAX_STOP_CHARS} characters, got one of {size}")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise ValueError(f"logprobs must be between 0 and {MAX_LOGPROBS}, or None for none, got {self.logprobs}")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise ValueError(f"min_tokens must be between 0 and max_tokens ({self.max_tokens}), got {self.min_tokens}")
+        if self.grammar is not None and self.ignore_eos:
+            raise ValueError("ignore_eos must be false with a grammar: the grammar determines where the text may end")
+        self._check_logit_bias()
+
+    def _check_logit_bias(self) -> None:
+        for token, bias in self.logit_bias:
+            if token < 0 or not (math.isfinite(bias) and abs(bias) <= MAX_LOGIT_BIAS):
+                raise ValueError(
+                    f"logit_bias must pair token ids with values between {-MAX_LOGIT_BIAS:g} and {MAX_LOGIT_BIAS:g}, "
+                    f"got {bias} for {token}"
+                )
+        if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
+            raise ValueError("logit_bias must name each token once")
+
+    @property
+    def greedy(self) -> bool:
+        """Return whether every token is the argmax of the logits after bias and penalties."""
+        return self.temperature < _GREEDY_BELOW
+
+    @property
+    def penalized(self) -> bool:
+        """Return whether a token's logit depends on how often the sequence holds the token."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def alters_logits(self) -> bool:
+        """Return whether a greedy token may differ from the argmax of the model's own logits."""
+        return self.penalized or bool(self.logit_bias) or self.min_tokens > 0 or self.grammar is not None
+
+    @property
+    def truncates(self) -> bool:
+        """Return whether sampling excludes some of the tokens."""
+        return self.min_p > 0.0 or self.top_k > 0 or self.top_p < 1.0
+
+
+class FinishReason(enum.StrEnum):
+    """Reason why a request ended, in OpenAI's words; ``abort`` and ``error`` are Outrider's own."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(slots=True)
+class SpecStats:
+    """Counters of one request. ``steps`` counts forwards that emitted tokens, including the one that ends the prefill."""
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
+    preemptions: int = 0
+    cached_tokens: int = 0  # prompt tokens whose KV was cached
+    prefill_s: float = 0.0  # from admission to the first token
+    decode_s: float = 0.0  # from the first token to the last
+    propose_s: float = 0.0
+    forward_s: float = 0.0  # each request counts its whole steps, although steps are shared
+    energy_j: float | None = None  # its share of the devices' energy in its steps; None if not measured
+
+    def tokens_per_step(self, emitted: int) -> float:
+        """Return emitted tokens per target forward; 0.0 before the first."""
+        return emitted / self.steps if self.steps else 0.0
+
+
+@dataclass(slots=True)  # not frozen: frozen instances are slower to create, and every request gets one per step
+class Acceptance:
+    """Verification result of one tree: accepted rows in order of depth, and the target's own next token (bonus token)."""
+
+    rows: tuple[int, ...]
+    next_token: int
+
+    @property
+    def count(self) -> int:
+        """Return the number of emitted tokens: accepted drafts and the bonus token."""
+        return len(self.rows) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of a token before bias, penalties, temperature and truncation (vLLM's ``raw_logprobs``), natural log."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token, logprob) of the likeliest tokens, in descending order, ties by token id
+    rank: int | None = None  # rank among all tokens, 1 is the likeliest; set for prompt tokens only
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """Drafter of each token that a step emitted, for requests with ``report`` (see ``decoding.budget.attribution``)."""
+
+    pieces: tuple[str, ...]  # parts of the output's ``text``, one per token; "" for an incomplete character
+    sources: tuple[str, ...]  # one per token: ``model`` for the target's own, else the draft source
+    drafted: int  # verified rows, accepted ones included
+
+    @property
+    def accepted(self) -> int:
+        """Return the number of drafted tokens that were emitted."""
+        return sum(source != "model" for source in self.sources)
+
+
+@dataclass(slots=True)  # not frozen: frozen instances are slower to create, and every request gets one per step
+class StepOutput:
+    """Output of one step for one request. ``text`` excludes incomplete characters and possible beginnings of stop strings."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason | None = None
+    error: str | None = None  # set with FinishReason.ERROR
+    stats: SpecStats | None = None  # set with the finish reason
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one for each of token_ids, if requested
+    report: StepReport | None = None  # if requested
+    # If requested, in the first output with tokens: one for each prompt token from the second on.
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    fault_field: str | None = None  # set with error: the faulty field of the request; None: a step failed
+    alone: bool | None = None  # set without tokens: whether the next step runs this quarantined request alone
+
+
+def merge_outputs(outputs: Sequence[StepOutput]) -> StepOutput:
+    """Merge consecutive outputs of a choice into one; without outputs, return one without tokens."""
+    if not outputs:
+        return StepOutput("", (), "")
+    if len(outputs) == 1:
+        return outputs[0]
+    changes: dict[str, Any] = {}
+    for part in dataclasses.fields(StepOutput):
+        values = [value for output in outputs if (value := getattr(output, part.name)) is not None]
+        if part.name == "text":
+            changes["text"] = "".join(values)
+        elif values and isinstance(values[0], tuple):  # token ids, log-probabilities: concatenated
+            changes[part.name] = tuple(item for value in values for item in value)
+        elif values:
+            changes[part.name] = values[-1]
+    return StepOutput(**changes)
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetCounts:
+    """Decisions of a draft budget since its start."""
+
+    asked: int = 0  # times that a request was considered for drafting
+    offered: int = 0  # candidate rows that were likely enough to be considered
+    granted: int = 0  # offered rows that were drafted
+    least_chance: float = 0.0  # lowest acceptance probability at which a row paid off in the latest step
 
 
 def cache_namespace_of(tenant: str | None, adapter: str | None) -> str | None:
-    """Return the namespace in which a tenant's outputs are kept. Outputs of an adapter are kept apart from the model's own.
-
-    Example: ``acme``, and ``acme:sql`` for its adapter ``sql``; None for no tenant. Names of tenants have no colon.
-    """
+    """Return the namespace of a tenant's outputs, apart by adapter: ``acme``, or ``acme:sql``; None for no tenant."""
     return tenant if tenant is None or adapter is None else f"{tenant}:{adapter}"
 
 
@@ -82,10 +260,9 @@ class Request:
         tenant: the request drafts from outputs of this tenant and adds its own. None is a private request: it drafts from no
             other request's output, and no other request drafts from its output.
         public: may draft from the public corpus.
-        adapter: adapter of the model to use; None for the model itself. Outputs, KV and draft statistics are kept apart by tenant
-            and adapter (``memory``).
+        adapter: adapter of the model to use; None for the model itself.
         emitted: output tokens that an earlier engine emitted before it was lost. They are committed at once and count as output.
-            Token choices depend on seed and position only, so the output continues as it would have there.
+            The output continues as it would have there.
         strategy: drafting strategy, one of the engine's; None for the engine's default. ``autoregressive`` is plain decoding,
             which every engine supports.
         max_draft_tokens: maximum drafted rows per step and rank; the engine's own limit applies as well. 0 is plain decoding,
@@ -96,16 +273,12 @@ class Request:
         prompt_logprobs: number of alternatives reported with each prompt token's log-probability
             (``StepOutput.prompt_logprobs``); None for none. The whole prompt is computed then, without reuse of cached KV.
             Ignored with ``emitted``, since they were reported before.
-        embedding: the client's embedding as sign bits (``decoding.sources.embeddings.signs_of``), used to find similar past
-            requests.
+        embedding: the client's embedding as sign bits (``decoding.sources.embeddings.signs_of``).
         quarantined: the request was running when an engine ended or a step failed. It is computed alone until it has emitted
             ``QUARANTINE_TOKENS`` more tokens.
 
     Raises:
         ValueError: the prompt is empty, ``emitted`` leaves no room for one more token, or ``max_draft_tokens`` is negative.
-
-    Example: ``Request("a", [5, 6], SamplingParams(max_tokens=3), emitted=[7])`` holds the tokens ``5 6 7``, of which one is
-    output, and may emit two more.
     """
 
     __slots__ = (

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import numpy.typing as npt
+
+from outrider.decoding.arrays import Float64Array, Int8Array, Int32Array
 
 if TYPE_CHECKING:
-    from outrider.decoding.verify.rules import Rule
-
-Int32Array = npt.NDArray[np.int32]
-Int8Array = npt.NDArray[np.int8]
-BoolArray = npt.NDArray[np.bool_]
+    from outrider.decoding.request import Acceptance
+    from outrider.decoding.verify.grammar import Grammar
 
 # ``DraftTree.sources`` holds indices into this tuple. Append only: records store the indices.
 SOURCES = (
@@ -65,7 +63,7 @@ class DraftTree:
         """Return [n] int32, the number of edges from the root."""
         depths = np.zeros(len(self.parents), np.int32)
         if len(depths) > 1:
-            from outrider.decoding.verify.tree_rows import fill_depths  # imported here because it loads numba
+            from outrider.decoding.tree_rows import fill_depths  # imported here because it loads numba
 
             fill_depths(_own(self.parents), depths)
         return depths
@@ -84,15 +82,14 @@ class DraftTree:
         return [row + 1 for row in hits if self.parents[row + 1] in rows]
 
     def clipped(self, max_rows: int, max_depth: int, vocab_size: int, max_window_depth: int | None = None) -> DraftTree:
-        """Return the tree without rows that are outside the vocabulary, too deep or too many, or below such a row.
+        """Return the tree without rows outside the vocabulary, too deep, too many, or below such a row, in the same order.
 
-        Whatever a drafter proposes, the engine computes a valid tree. Rows keep their order, so parents still come first.
         ``max_rows`` includes the root; ``max_window_depth`` applies to the rows behind the candidates, default ``max_depth``.
         """
         n = len(self.tokens)
         if n == 1:
             return self
-        from outrider.decoding.verify.tree_rows import keep_rows
+        from outrider.decoding.tree_rows import keep_rows
 
         kept = np.empty(n, np.bool_)
         window = max_depth if max_window_depth is None else max_window_depth
@@ -102,10 +99,7 @@ class DraftTree:
         return self.take(np.flatnonzero(kept).astype(np.int32))
 
     def take(self, rows: Int32Array) -> DraftTree:
-        """Return the given ascending rows as a tree, in the same order and with the same sources. Ancestors must be included.
-
-        Example: of root 7 with the branches 1 2 and 3, in rows 0 to 3, the rows 0 and 3 are root 7 with the branch 3.
-        """
+        """Return the given ascending rows, ancestors included, as a tree in the same order and with the same sources."""
         assert len(rows) and rows[0] == 0, rows
         renumbered = np.full(len(self.tokens), -1, np.int32)
         renumbered[rows] = np.arange(len(rows), dtype=np.int32)
@@ -121,15 +115,14 @@ class DraftTree:
         Leaves are partitioned as runs in depth-first order (children in order of their rows), each with its ancestors, so that
         the largest part has as few rows as such runs allow. Every row is in some part, every leaf in exactly one, and every part
         holds the root. So the verification of a part is a valid step by itself, and the longest accepted path over all parts is
-        the longest in the tree. In the comb of a Jacobi window, runs of leaves are runs of columns, with block 0 up to their last
-        column. If there are fewer runs than ranks, the last parts are the root alone.
+        the longest in the tree. If there are fewer runs than ranks, the last parts are the root alone.
 
         Example: root 7 with the branches 1 2, 3 4 and 5. Of two ranks the first gets 1 2 (three rows), the second 3 4 and 5 (four
         rows); with 3 4 the first would have five.
         """
         if ranks == 1 or len(self.tokens) == 1:
             return [TreePart(np.arange(len(self.tokens), dtype=np.int32), self)] * ranks
-        from outrider.decoding.budget.partition import partition  # imported here because it loads numba
+        from outrider.decoding.tree_rows import partition  # imported here because it loads numba
 
         own = _own(self.tokens), _own(self.parents), self.sources.astype(np.int8)
         bounds, counts, rows, tokens, parents, sources = partition(*own, int(self.num_candidates), ranks)
@@ -161,3 +154,94 @@ def _own(values: Int32Array) -> Int32Array:
     """Return a contiguous, writable copy."""
     # numba would compile again for a read-only or strided array, in the middle of a step.
     return values.astype(np.int32, order="C")
+
+
+def tree_of(
+    root: int, rows: Iterable[tuple[Sequence[int], int]], budget: int, most: int | None = None, merged: bool = True
+) -> DraftTree:
+    """Build a draft tree from continuations below the root, adding them in order until the budget is used.
+
+    Args:
+        rows: continuations with their source ids.
+        budget: maximum number of rows below the root.
+        most: maximum number of continuations that add a row; unlimited if None.
+        merged: whether continuations share the rows of a common prefix.
+    """
+    tokens, parents, sources = [root], [-1], [0]
+    children: dict[tuple[int, int], int] = {}
+    branches = 0
+    for row, source in rows:
+        before, parent = len(tokens), 0
+        for token in row:
+            child = children.get((parent, token)) if merged else None
+            if child is None:
+                if len(tokens) > budget:
+                    break
+                child = children[parent, token] = len(tokens)
+                tokens.append(token)
+                parents.append(parent)
+                sources.append(source)
+            parent = child
+        branches += len(tokens) > before
+        if branches == most or len(tokens) > budget:
+            break
+    return DraftTree.of(tokens, parents, sources)
+
+
+def permitted(tree: DraftTree, grammar: Grammar) -> DraftTree:
+    """Return the tree, below the grammar's last output token, without candidates that it forbids and the rows below them."""
+    if len(tree) == 1:
+        return tree
+    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+    children: dict[int, list[int]] = {}
+    for row in range(tree.num_candidates - 1, 0, -1):  # reversed, so that the first child is on top of the stack
+        children.setdefault(parents[row], []).append(row)
+    kept = np.zeros(len(tokens), np.bool_)
+    kept[0] = True
+    begin = grammar.length
+    stack = [(row, begin) for row in children.get(0, ())]
+    while stack:
+        row, length = stack.pop()
+        grammar.truncate(length)
+        if grammar.push(tokens[row]):
+            kept[row] = True
+            stack.extend((below, length + 1) for below in children.get(row, ()))
+    grammar.truncate(begin)
+    for row in range(tree.num_candidates, len(tokens)):  # window rows are never emitted, but need their ancestors
+        kept[row] = kept[parents[row]]
+    return tree if kept.all() else tree.take(np.flatnonzero(kept).astype(np.int32))
+
+
+class RowDistributions(Protocol):
+    """The target's choices and probabilities at the rows of a computed tree, as a rule reads them (``TargetDistributions``)."""
+
+    remaining: int  # tokens that may still be emitted
+    end_tokens: frozenset[int]
+
+    def choose(self, row: int) -> int:
+        """Return the request's own token below a row: exactly what plain decoding emits there."""
+        ...
+
+    def warped(self, row: int) -> Float64Array:
+        """Return [vocab] sampling probabilities below a row; for a greedy request 1 at its token."""
+        ...
+
+    def raw_logprobs(self, row: int) -> Float64Array:
+        """Return [vocab] log-probabilities below a row, before temperature and truncation, but after the logits processors."""
+        ...
+
+    def accepts(self, row: int, probability: float, index: int = 0) -> bool:
+        """Return whether the ``index``-th draft token below ``row`` is accepted with this probability; 1 or more is certain."""
+        ...
+
+    def draw(self, row: int, distribution: Float64Array) -> int:
+        """Draw a token below a row from a [vocab] distribution, to replace rejected ones."""
+        ...
+
+
+class Rule(Protocol):
+    """Verification rule of one tree."""
+
+    def accept(self, tree: DraftTree, distributions: RowDistributions) -> Acceptance:
+        """Return the accepted rows and the token after them: 1 to ``distributions.remaining`` tokens."""
+        ...

@@ -111,10 +111,9 @@ class Accelerator(Protocol):
         ...
 
     def capture(self, device: torch.device, pool: Any, forward: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
-        """Capture the launches of ``forward`` as a graph; return it, and the function's output, which each replay overwrites.
+        """Capture one call of ``forward`` as a graph; return it, and the function's output, which each replay overwrites.
 
-        The function is called once, with its tensors on the current device, and must not wait for the GPU. Raises
-        ``RuntimeError`` if a graph cannot hold one of its operations.
+        The function must not wait for the GPU. Raises ``RuntimeError`` if a graph cannot hold one of its operations.
         """
         ...
 

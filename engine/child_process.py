@@ -1,7 +1,11 @@
-"""Commands and environments of child processes: they import this code, ignore the current folder, and get no secrets."""
+"""Child processes: their commands and environments, and the progress that a loading replica reports.
+
+They import this code, ignore the current folder, and get no secrets.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -18,6 +22,9 @@ PIP_VARIABLES = (
     "http_proxy", "https_proxy", "no_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY",
 )  # fmt: skip
 _SECRETS = ("HF_TOKEN", "HF_HUB_TOKEN")
+# Path of the file through which a loading replica reports to the command that waits for it; without it nothing is reported.
+PROGRESS_VARIABLE = "OUTRIDER_PROGRESS_FILE"
+STAGES = ("importing torch and transformers", "reading the weights", "checking that steps are exact", "preparing drafts")
 
 
 def python_module(module: str, *arguments: str) -> list[str]:
@@ -30,3 +37,20 @@ def child_environment(*more: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name.startswith((*_VARIABLES, *more)) and name not in _SECRETS}
     path = os.environ.get("PYTHONPATH")
     return kept | {"PYTHONPATH": f"{CODE}{os.pathsep}{path}" if path else CODE}
+
+
+def report_progress(stage: str) -> None:
+    """Report that one of ``STAGES`` begins; with several replicas the most recent report wins."""
+    path = os.environ.get(PROGRESS_VARIABLE)
+    if path:
+        with contextlib.suppress(OSError):  # the waiting command has exited
+            Path(path).write_text(stage, encoding="utf-8")
+
+
+def last_progress(path: Path) -> str:
+    """Return the last reported stage and its number, such as ``reading the weights (2 of 4)``; empty before the first."""
+    with contextlib.suppress(OSError):
+        stage = path.read_text(encoding="utf-8")
+        if stage in STAGES:
+            return f"{stage} ({STAGES.index(stage) + 1} of {len(STAGES)})"
+    return ""

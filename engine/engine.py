@@ -12,13 +12,13 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from outrider.decoding.budget.attribution import step_report
-from outrider.decoding.drafters import LOSSLESS, build_drafters, check_drafters
 from outrider.decoding.drafters.base import Drafter, count_step
+from outrider.decoding.drafters.registry import LOSSLESS, build_drafters, check_drafters, parse_strategy
 from outrider.decoding.request import FinishReason, Request, StepOutput
 from outrider.decoding.sources.history import Histories
-from outrider.decoding.strategy_choice import parse_strategy
 from outrider.decoding.tree import DraftTree
 from outrider.engine.accelerator import accelerator, device_error, is_out_of_memory
+from outrider.engine.child_process import report_progress
 from outrider.engine.errors import ContextLengthError, RequestError, fault_of, first_line
 from outrider.engine.executor import Executor, LocalExecutor, VerifyResult
 from outrider.engine.forward.batch import ScheduledRequest
@@ -31,11 +31,8 @@ from outrider.engine.loading.model_info import ModelInfo, strategies_apart
 from outrider.engine.loading.slot_memory import fitted
 from outrider.engine.measures.energy import EnergyMeter, NoMeter
 from outrider.engine.measures.energy_ledger import EnergyCounts, EnergyLedger
-from outrider.engine.measures.metrics import EngineCounts, EngineMetrics, MetricsCounts
-from outrider.engine.measures.progress import report_progress
-from outrider.engine.measures.strategy_counts import CountsByStrategy, StrategyCounts
-from outrider.engine.planner import StepPlanner
-from outrider.engine.scheduling.placement import SlotPlacement
+from outrider.engine.measures.metrics import CountsByStrategy, EngineCounts, EngineMetrics, MetricsCounts, StrategyCounts
+from outrider.engine.scheduling.planner import SlotPlacement, StepPlanner
 from outrider.engine.scheduling.scheduler import Scheduler, check_options
 from outrider.engine.target import LocalTarget
 from outrider.engine.text.grammar import Grammars
@@ -67,10 +64,7 @@ def runner_over(
     world_size: int,
     make: RunnerMaker = make_runner,
 ) -> tuple[LoadedModel, ModelRunner]:
-    """Create the runner of a loaded model, with grammars that are not prepared yet.
-
-    On a GPU the returned model may have a shorter context, see ``engine.loading.slot_memory``.
-    """
+    """Create the runner of a loaded model, on a GPU perhaps with a shorter context; its grammars are not prepared yet."""
     if world_size > 1 and options.kv_slots is None:  # the same number on every rank, whatever memory each of them has
         options = dataclasses.replace(options, kv_slots=options.max_running)
     if loaded.model.device.type == "cuda":
@@ -85,8 +79,7 @@ def runner_over(
 class Engine:
     """Step loop that serves requests. Not thread-safe: one thread calls it.
 
-    A request's output depends on its prompt, parameters and seed only. The strategy, the other requests of a step and preemptions
-    change when tokens arrive, not which tokens.
+    The strategy, the other requests of a step and preemptions change when tokens arrive, not which tokens.
     """
 
     def __init__(
@@ -134,7 +127,7 @@ class Engine:
 
         Args:
             world_size: most ranks that will ever share a step; trees may have as many times the rows.
-            put_off: defer warm-up work that only makes drafts faster to ``chore``, unless its result is on disk.
+            defer_warmup: leave work that only makes drafts faster to ``run_warmup_slice``, unless its result is on disk.
 
         Raises:
             ModelLoadError: the model, or the draft model, cannot be used.
@@ -187,7 +180,7 @@ class Engine:
 
     @property
     def has_warmup(self) -> bool:
-        """Return whether deferred warm-up work is left for ``chore``."""
+        """Return whether deferred warm-up work is left for ``run_warmup_slice``."""
         return bool(self._warmup)
 
     def run_warmup_slice(self) -> None:
@@ -302,8 +295,8 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Run one forward pass; return an output for each request with new tokens. Raises ``DeviceError`` if the device fails.
 
-        A request's last output has its finish reason and counters. A request that fails after the forward ends with an error,
-        without effect on the others. A step that runs out of device memory emits nothing, and the next steps are smaller.
+        A request that fails after the forward ends with an error, without effect on the others. A step that runs out of device
+        memory emits nothing, and the next steps are smaller.
         """
         try:
             with accelerator().current(self._device):  # current device is per thread
@@ -360,7 +353,6 @@ class Engine:
         return [self._fail(request, f"out of memory on {self.info.device} with this request alone: {advice}")]
 
     def _raise_lost(self, error: Exception) -> None:
-        """Raise ``DeviceError`` if an error means that the device cannot be used any more."""
         lost = device_error(error, self._device)
         if lost is error:
             raise error
@@ -383,7 +375,6 @@ class Engine:
         return outcomes, ended_s - started_s, ended_s
 
     def _outcome(self, work: ScheduledRequest, outcome: VerifyResult, now_s: float) -> StepOutput:
-        """Commit the result of a request's tree, or end the request if it has a fault."""
         request = work.request
         if request.grammar is not None:
             request.grammar.end_step()
@@ -408,7 +399,6 @@ class Engine:
         return StepOutput(request.request_id, (), "", FinishReason.ERROR, message, request.stats, fault_field=field)
 
     def _commit(self, work: ScheduledRequest, outcome: VerifyResult, now_s: float) -> StepOutput:
-        """Append the accepted tokens, up to the end of the request, and release it if it ends."""
         request, tree, acceptance = work.request, outcome.tree, outcome.acceptance
         tokens = [*(tree.tokens[list(acceptance.rows)].tolist() if acceptance.rows else ()), acceptance.next_token]
         pieces, reason = self._outputs.read(request, tokens)

@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from outrider.decoding.drafters.base import TargetRows
 from outrider.decoding.request import Acceptance, Request, TokenLogprob
-from outrider.decoding.sampling.logit_rows import HostRows, LogitRows
 from outrider.decoding.sampling.nucleus import compile_nucleus
 from outrider.decoding.sampling.penalties import LogitRules
 from outrider.decoding.sampling.ranking import argmax_rows, blocks_of, compile_ranking
 from outrider.decoding.sampling.row_draw import compile_draws
 from outrider.decoding.sampling.sampler import choose, token_logprobs
-from outrider.decoding.tree import DraftTree
+from outrider.decoding.tree import DraftTree, Rule
+from outrider.decoding.tree_rows import compile_rows
 from outrider.decoding.verify.exact import verify_exact
-from outrider.decoding.verify.rules import Rule
-from outrider.decoding.verify.target_probabilities import TargetDistributions
-from outrider.decoding.verify.tree_rows import compile_rows
+from outrider.decoding.verify.target_probabilities import HostRows, LogitRows, TargetDistributions
 from outrider.engine.accelerator import accelerator, device_error, is_out_of_memory
 from outrider.engine.errors import RequestError, fault_of
-from outrider.engine.forward import prompt_scores
-from outrider.engine.forward.batch import ScheduledRequest, pack
+from outrider.engine.forward.batch import Batch, ScheduledRequest, pack
 from outrider.engine.forward.rope import LengthRope
 from outrider.engine.forward.runner import ModelRunner
 from outrider.engine.text.grammar import Grammars
 
 logger = logging.getLogger(__name__)
 
+_SCORED_TOGETHER = 64  # prompt rows whose log-softmax is in memory at once
 _COMPILING = ThreadPoolExecutor(2, thread_name_prefix="grammars")
 
 
@@ -66,8 +66,7 @@ class Executor(Protocol):
     def place(self, request: Request, free: Sequence[int]) -> tuple[int, int]:
         """Choose a slot of ``free`` for a request that starts or resumes; return it and the number of tokens with their KV in it.
 
-        These first tokens count as computed. They never include the last token, so that one row is left to compute. ``free`` has
-        at least one slot, the least recently released first.
+        These first tokens, never the last one, count as computed. ``free`` is in order of release and not empty.
         """
         ...
 
@@ -83,8 +82,8 @@ class Executor(Protocol):
         """Compute the rows of at least one work; return the verification result of each tree, and None for works without one.
 
         Afterwards ``work.end + accepted rows`` tokens of a request with a tree count as computed, and ``work.end`` of one
-        without: their KV is in the slot, or the executor computes it later. ``top_k`` is the number of likeliest tokens per row
-        that the outcomes must provide (``TargetRows.top_k``), without effect if the logits are available.
+        without. ``top_k`` is the number of likeliest tokens per row that the outcomes must provide, without effect if the logits
+        are available.
         """
         ...
 
@@ -95,10 +94,7 @@ def _reads_logits(work: ScheduledRequest) -> bool:
 
 
 class Verifier:
-    """Verifies computed trees, and keeps the penalty counts and grammar states of the requests.
-
-    Both depend on committed tokens only, so they survive a preemption, and a verifier that meets a request late catches up.
-    """
+    """Verifier of computed trees, with the penalty counts and grammar states of the requests, both of committed tokens only."""
 
     def __init__(self, grammars: Grammars | None = None) -> None:
         self._grammars = grammars
@@ -236,10 +232,10 @@ class LocalExecutor:
             if states is not None:
                 request, anchor = work.request, work.end - (work.tree is not None)
                 states.request_snapshot(segment.slot, request.scope, request.tokens, work.start, anchor, request.num_prompt)
-        if prompt_scores.asks(works):
+        if any(work.request.prompt_logprobs is not None for work in works):
             wanted = len(batch.logit_rows)
-            both = self.runner.forward(prompt_scores.with_prompt_rows(works, batch))
-            prompt_scores.score(works, both[wanted:])
+            both = self.runner.forward(_with_prompt_rows(works, batch))
+            _score_prompts(works, both[wanted:])
             logits = both[:wanted]
         else:
             logits = self.runner.forward(batch)
@@ -275,11 +271,49 @@ class LocalExecutor:
 
 
 def _roots(works: Sequence[ScheduledRequest], starts: Sequence[int | None], logits: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Copy the logits of roots that are read to the host at once, [vocab] by row; empty if ``logits`` is on the CPU.
-
-    ``starts`` are the rows of the roots in the step's [m, vocab] logits, None for works without a tree.
-    """
+    """Return the logits of the roots to read, [vocab] by row of ``starts``, copied at once; empty if they are on the CPU."""
     if logits.is_cpu:
         return {}
     rows = [first for work, first in zip(works, starts, strict=True) if first is not None and _reads_logits(work)]
     return dict(zip(rows, logits[torch.tensor(rows).to(logits.device)].cpu(), strict=True)) if rows else {}
+
+
+def _with_prompt_rows(works: Sequence[ScheduledRequest], batch: Batch) -> Batch:
+    """Return the batch with the prompt rows to score appended to ``logit_rows``.
+
+    Example: tokens 4 to 6 of a prompt of 10 are computed by rows 20 to 22, which score tokens 5 to 7.
+    """
+    pairs = zip(works, batch.segments, strict=True)
+    rows = [np.arange(segment.offset, segment.offset + _prompt_rows(work)) for work, segment in pairs]
+    return dataclasses.replace(batch, logit_rows=np.concatenate([batch.logit_rows, *rows]))
+
+
+def _score_prompts(works: Sequence[ScheduledRequest], logits: torch.Tensor) -> None:
+    """Store prompt scores in ``Request.prompt_scores``; ``logits``, [n, vocab], are of the rows of ``_with_prompt_rows``."""
+    first = 0
+    for work in works:
+        request, count = work.request, _prompt_rows(work)
+        if not count:
+            continue
+        assert request.prompt_logprobs is not None and work.start <= len(request.prompt_scores), request.request_id
+        del request.prompt_scores[work.start :]  # recomputed after a preemption
+        tokens = request.tokens[work.start + 1 : work.start + 1 + count].tolist()
+        for begin in range(0, count, _SCORED_TOGETHER):
+            part = slice(begin, min(begin + _SCORED_TOGETHER, count))
+            request.prompt_scores += _scores(logits[first:][part], tokens[part], request.prompt_logprobs)
+        first += count
+    assert first == len(logits), (first, len(logits))
+
+
+def _prompt_rows(work: ScheduledRequest) -> int:
+    if work.request.prompt_logprobs is None:
+        return 0
+    # The row of token i scores token i + 1. The last token's row is the root of the tree.
+    return max(0, min(work.end, work.request.num_prompt - 1) - work.start)
+
+
+def _scores(logits: torch.Tensor, tokens: list[int], count: int) -> list[TokenLogprob]:
+    chosen = logits.gather(-1, torch.tensor(tokens).to(logits.device)[:, None])
+    ranks = ((logits > chosen).sum(-1) + 1).tolist()
+    entries = token_logprobs(logits, tokens, count)
+    return [dataclasses.replace(entry, rank=rank) for entry, rank in zip(entries, ranks, strict=True)]

@@ -8,16 +8,15 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.budget.latency import LatencyCurve
 from outrider.decoding.jit import cache_folder
-from outrider.decoding.tree import Int32Array
 from outrider.engine.forward.batch import ScheduledRequest
 from outrider.engine.forward.runner import ModelRunner
 from outrider.engine.loading.model_info import ModelInfo
 from outrider.engine.loading.model_tables import bigram_rows, bigram_table, cached_table, load_table, save_table, unigram_ranking
 from outrider.engine.measures.calibration import CalibrationFile
-from outrider.engine.measures.latency import quick_curve
-from outrider.engine.measures.live_curve import LiveCurve
+from outrider.engine.measures.latency import LiveCurve, quick_curve
 
 _CHORE_ROWS = 64  # rows of a deferred forward, small because a request may arrive and wait for it
 _BETWEEN_TEXTS = "<|endoftext|>"  # in GPT-2's tokenizer and its descendants
@@ -37,8 +36,8 @@ class LocalTarget:
     ) -> None:
         """Create the target of a runner. Tables and latency curve are stored in ``folder``, by default the user's cache folder.
 
-        Slow work is added to ``chores`` as tasks that run in pieces, with approximate values until they are done, or done at once
-        if None.
+        Slow work is added to ``warmup`` as tasks that run in pieces, with approximate values until they are done; done at once if
+        None.
         """
         self.vocab_size = info.vocab_size
         self.end_token_ids = info.eos_token_ids
@@ -79,12 +78,7 @@ class LocalTarget:
         save_table(self._folder, name, table)
 
     def unigram_ranking(self, width: int) -> Int32Array:
-        """Return the [width] int32 ranking of ``Target``.
-
-        Raises:
-            ValueError: ``width`` is not between 1 and the size of the vocabulary.
-            ModelLoadError: the model's embeddings allow no such ranking.
-        """
+        """Return the [width] int32 ranking of ``Target``. Raises ``ValueError`` (width) or ``ModelLoadError`` (embeddings)."""
         self._check_width(width)
         ranking = self._cached("unigram", (self.vocab_size,), lambda: unigram_ranking(self._runner.model, self.vocab_size))
         return ranking[:width].copy()
@@ -120,8 +114,7 @@ class LocalTarget:
 def _token_before(tokenizer: PreTrainedTokenizerFast | None, config: PreTrainedConfig, info: ModelInfo) -> int | None:
     """Return the token that stands before each token in the bigram table; None if the model has none.
 
-    Example: SmolLM2-Instruct, whose tokenizer adds nothing, has ``<|endoftext|>`` before each token, and not its beginning of
-    sequence ``<|im_start|>``, behind which it expects who speaks.
+    Example: SmolLM2-Instruct, whose tokenizer adds nothing, has ``<|endoftext|>`` before each token, and not ``<|im_start|>``.
     """
     begins = None if tokenizer is None else tokenizer.bos_token_id
     added = tokenizer is not None and begins is not None and tokenizer("a").input_ids[:1] == [begins]

@@ -193,6 +193,24 @@ def test_rooms_have_no_cycle() -> None:
         assert all(BELOW[other] <= below for other in below)
 
 
+def test_modules_of_decoding_have_no_import_cycle() -> None:
+    """Imports of packages count, and those within functions and for type checks."""
+    names = {
+        file.removesuffix(".py").removesuffix("/__init__").replace("/", "."): file
+        for file in SOURCES
+        if file.startswith("decoding/")
+    }
+    waiting = {}
+    for name, file in names.items():
+        used = [name, *(full.removeprefix("outrider.") for _, full in imported(ast.parse(SOURCES[file]), file))]
+        parts = (each.split(".") for each in used)
+        waiting[name] = {".".join(part[:length]) for part in parts for length in range(1, len(part) + 1)} & names.keys() - {name}
+    while waiting:
+        left = {name: below for name, below in waiting.items() if below & waiting.keys()}
+        assert len(left) < len(waiting), sorted(left)
+        waiting = left
+
+
 @pytest.mark.parametrize(
     ("file", "source"),
     [

@@ -1,5 +1,1 @@
-"""Lookahead parallelism: ranks that each hold the whole model share a draft tree.
-
-In: the draft trees of a step.
-Out: one merged outcome per tree.
-"""
+"""Lookahead parallelism: ranks with the whole model share draft trees. In: trees. Out: one merged outcome per tree."""

@@ -6,15 +6,16 @@ import dataclasses
 import logging
 import threading
 import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 import torch
 
 from outrider.actors.description import GroupState
 from outrider.actors.lookahead.executor import LookaheadParallelExecutor
-from outrider.actors.lookahead.link import LINK_ERRORS, Address
-from outrider.actors.lookahead.peer import Member, Peer
+from outrider.actors.lookahead.link import LINK_ERRORS, Address, Link, connect
+from outrider.actors.lookahead.messages import Heartbeat
 from outrider.actors.lookahead.rank import RankServer
-from outrider.actors.placement.blocks import share_ranks
 from outrider.actors.placement.pinning import allowed_cores, own_cores, pin_thread
 from outrider.actors.ranks import GroupError, Ranks
 from outrider.configs.slices import ParallelismOptions
@@ -29,6 +30,80 @@ REFILL_ROWS = 128  # most rows of one message that refills a rank, so that a req
 _TEND_S = 0.25
 _AWAY_S = 0.1  # before a rank that follows another leader is asked again
 _LOST_S = 5.0  # before a rank that failed in a step is asked again
+# Backoff: a replica that was suspended finds all connections of that time when it continues.
+_REDIAL_S, _LONGEST_REDIAL_S = 0.5, 4.0
+
+
+class Peer:
+    """Listener to the beats of one replica's ``RankServer``, in a thread that reconnects when they end."""
+
+    def __init__(self, address: Address, secret: bytes, timeout_s: float, changed: Callable[[], None]) -> None:
+        """Start the thread. A peer without a sign of life for ``timeout_s`` is absent. ``changed``: presence or load changed."""
+        self.address, self._secret, self._timeout_s, self._changed = address, secret, timeout_s, changed
+        self._busy: bool | None = None  # None: absent
+        self._link: Link | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name=f"peer-{address[1]}", daemon=True)
+        self._thread.start()
+
+    @property
+    def present(self) -> bool:
+        """Return whether the peer sends signs of life."""
+        return self._busy is not None
+
+    @property
+    def busy(self) -> bool:
+        """Return whether the peer last reported own requests."""
+        return self._busy is True
+
+    def dial(self) -> Link:
+        """Return a new link, over which the peer can be led. Raises one of ``LINK_ERRORS`` if it does not answer."""
+        return connect(self.address, self._secret, self._timeout_s)
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        self._over.set()
+        if self._link is not None:
+            self._link.end()
+
+    def _listen(self) -> None:
+        pause_s = _REDIAL_S
+        while not self._over.is_set():
+            try:
+                self._link = self.dial()
+                if not self._over.is_set():  # otherwise `close` was called before the link existed
+                    self._hear(self._link)
+            except LINK_ERRORS as error:
+                if self.present and not self._over.is_set():
+                    logger.warning("lost the replica at %s:%d: %s: %s", *self.address, type(error).__name__, error)
+            finally:
+                if self._link is not None:
+                    self._link.close()
+            pause_s = _REDIAL_S if self.present else min(2.0 * pause_s, _LONGEST_REDIAL_S)
+            self._set(None)
+            self._over.wait(pause_s)
+
+    def _hear(self, link: Link) -> None:
+        while (message := link.receive(self._timeout_s)) is not None:
+            if isinstance(message, Heartbeat):
+                self._set(message.busy)
+        raise TimeoutError(f"nothing received for {self._timeout_s:g} s")
+
+    def _set(self, busy: bool | None) -> None:
+        if busy is not self._busy:
+            self._busy = busy
+            self._changed()
+
+
+@dataclass(slots=True)
+class Member:
+    """Peer, and whether this replica leads it. Used by the supervisor's thread of ``ElasticGroup`` only."""
+
+    peer: Peer
+    number: int  # the executor's number for it; its first rank, if that was free
+    link: Link | None = None  # set while this replica leads it
+    leaving: bool = False  # removal requested; a step may still include it
+    not_before_s: float = 0.0  # earliest time of the next attempt
 
 
 class ElasticGroup(Ranks):
@@ -39,14 +114,12 @@ class ElasticGroup(Ranks):
     removes the others. A replica that gets requests turns its leader away and waits for at most one step. If two leaders ask for
     the same rank, the later one gets it. Each rank's part of a step is a valid step by itself, so no token is lost or recomputed.
 
-    A request's width (number of ranks) follows the load while it runs: with a width fixed at admission, the next request would
-    wait for a wide one, and a narrow one would stay narrow after the others end.
-
     Example: replicas 0 to 3, one request at 2: it has ranks 0 1 2 3. Another comes to 0: that one has 0 1, the first 2 3. When it
     has ended for half a second, the first has all four again.
-
-    ``devices`` is None: a device computes for changing leaders, so its energy cannot be attributed to one replica.
     """
+
+    # A request's width follows the load while it runs: with a fixed one, the next request would wait for a wide one.
+    # `devices` stays None: a device computes for changing leaders, so its energy cannot be attributed to one replica.
 
     def __init__(
         self, options: ParallelismOptions, secret: bytes, world_size: int, host: str = "127.0.0.1", idle_s: float = IDLE_S
@@ -243,3 +316,39 @@ class ElasticGroup(Ranks):
             if member.leaving and member.link is not None and member.number not in seated:
                 member.link.close()
                 member.link, member.leaving = None, False
+
+
+def block(rank: int, busy: Collection[int], world: int) -> range:
+    """Return the largest aligned block of ranks (below ``world``) that contains ``rank`` and no other busy rank.
+
+    Buddy allocation (Knowlton, CACM 8(10), 1965): a block is ``2**n`` ranks from a multiple of ``2**n`` on, clipped to the world.
+    Example: of 8 ranks of which 0, 4 and 6 are busy, 0 has ``range(0, 4)``, 4 has ``range(4, 6)`` and 6 has ``range(6, 8)``.
+    """
+    assert 0 <= rank < world, (rank, world)
+    others = [other for other in busy if other != rank]
+    size = 1
+    while size < world:
+        wider = rank // (2 * size)
+        if any(other // (2 * size) == wider for other in others):
+            break
+        size *= 2
+    first = rank // size * size
+    return range(first, min(first + size, world))
+
+
+def share_ranks(busy: Collection[int], present: Collection[int]) -> dict[int, tuple[int, ...]]:
+    """Return the ranks of each busy rank's group, ascending. Every present rank is in exactly one group.
+
+    Each busy rank gets its ``block``, and idle ranks outside all blocks go one by one to the smallest group (ties: lowest rank).
+    Example: of 4 ranks 0 and 1 are busy, and neither block is wider than one rank: ``{0: (0, 2), 1: (1, 3)}``.
+    """
+    # Numbers missing in `present` are lost ranks; they widen no group.
+    assert set(busy) <= set(present), (busy, present)
+    if not busy:
+        return {}
+    world = max(present) + 1
+    groups = {rank: [other for other in block(rank, busy, world) if other in present] for rank in sorted(busy)}
+    taken = {rank for group in groups.values() for rank in group}
+    for rank in sorted(set(present) - taken):
+        min(groups.values(), key=len).append(rank)
+    return {rank: tuple(sorted(group)) for rank, group in groups.items()}

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 
@@ -16,12 +17,13 @@ from outrider.actors.lookahead.membership import LostRank, RankMembership
 from outrider.actors.lookahead.messages import OutcomeMessage, Reply
 from outrider.actors.lookahead.rank import outcome_message
 from outrider.actors.lookahead.rank_state import RankKVState, RankKVStates, RankState, SentStep
-from outrider.actors.lookahead.results import RankResult, merge_results
 from outrider.actors.lookahead.width import WidthChoice, WidthChoices
 from outrider.configs.slices import ParallelismOptions
-from outrider.decoding.budget.partition import compile_partition
-from outrider.decoding.request import Request
+from outrider.decoding.arrays import Int32Array
+from outrider.decoding.drafters.base import TargetRows
+from outrider.decoding.request import Acceptance, Request
 from outrider.decoding.tree import DraftTree, TreePart
+from outrider.decoding.tree_rows import compile_partition
 from outrider.engine.errors import one_line
 from outrider.engine.executor import LocalExecutor, VerifyResult
 from outrider.engine.forward.batch import ScheduledRequest
@@ -63,13 +65,11 @@ class LookaheadParallelExecutor:
     Differences from the published code: only the leader drafts; one message per step goes each way instead of four collectives;
     ranks join and leave; several requests share a step; sampled requests are supported, because a choice depends only on seed and
     position. A walk whose first token differs from the leader's is dropped: ranks on different processors, or with
-    ``engine.exact=rounding``, may resolve a near-tie differently.
+    ``engine.exact=rounding``, may resolve a near-tie differently. ``execute`` is called by one thread.
 
     Example: root 7 with the branches 1 2 and 3, two ranks. The leader computes 7 1 2, the other rank 7 3. The target says 3 after
     7 and 5 after 3: the leader's walk emits 3, the other's emits 3 5 and wins. The leader's next step begins with 3 5, of which
     it lacks the KV, and the other's with 5.
-
-    ``execute`` is called by one thread; ranks may be added and removed by others.
     """
 
     def __init__(self, local: LocalExecutor, options: ParallelismOptions, chunk: int) -> None:
@@ -283,3 +283,59 @@ def _parts(tree: DraftTree, ranks: int, shared: bool) -> list[TreePart]:
         return tree.partition(ranks)
     root = np.zeros(1, np.int32)
     return [*tree.partition(1), *([TreePart(root, tree.take(root))] * (ranks - 1))]
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """Rank's part of a tree, and its outcome."""
+
+    part: TreePart
+    held: RankKVState  # the request as the rank holds it
+    said: OutcomeMessage
+
+    def tokens(self) -> list[int]:
+        """Return the tokens that the rank's walk emits."""
+        walked = self.said.acceptance
+        return [*self.part.tree.tokens[list(walked.rows)].tolist(), walked.next_token]
+
+
+def merge_results(tree: DraftTree, end: int, shares: Sequence[RankResult]) -> tuple[VerifyResult, int]:
+    """Return the outcome of the longest walk (ties: lowest rank), and the number of walks dropped as different from rank 0's.
+
+    ``shares`` are of the ranks that replied, rank 0 first. The outcome has the target's tokens for all computed rows and lacks
+    the others. Each rank's computed count becomes ``end`` plus the common prefix of its walk and the longest one.
+    """
+    walks = [share.tokens() for share in shares]
+    same = [at for at, walk in enumerate(walks) if walk[0] == walks[0][0]]
+    best = max(same, key=lambda at: (len(walks[at]), -at))
+    winner, longest = shares[best].said, walks[best]
+    for share, walk in zip(shares, walks, strict=True):
+        same_drafts = takewhile(lambda pair: pair[0] == pair[1], zip(walk[:-1], longest[:-1], strict=False))
+        share.held.computed = end + sum(1 for _ in same_drafts)
+    kept = np.zeros(len(tree), np.bool_)
+    for share in shares:
+        kept[share.part.rows] = True
+    places = None
+    if not kept.all():
+        tree = tree.take(np.flatnonzero(kept).astype(np.int32))
+        places = np.cumsum(kept, dtype=np.int32) - 1
+    target = _target(len(tree), shares, places)
+    rows = shares[best].part.rows[list(winner.acceptance.rows)]
+    accepted = tuple((rows if places is None else places[rows]).tolist())
+    return VerifyResult(tree, Acceptance(accepted, winner.acceptance.next_token), target, winner.logprobs), len(shares) - len(
+        same
+    )
+
+
+def _target(count: int, shares: Sequence[RankResult], places: Int32Array | None) -> TargetRows:
+    """Return the target's tokens for each row. If several ranks computed a row, the lowest rank's result is used."""
+    ids = np.empty(count, np.int32)
+    own = shares[0].said.ranked
+    ranked = None if own is None else np.empty((count, own.shape[1]), np.int32)
+    for share in reversed(shares):
+        rows = share.part.rows if places is None else places[share.part.rows]
+        ids[rows] = share.said.ids
+        if ranked is not None:
+            assert share.said.ranked is not None
+            ranked[rows] = share.said.ranked
+    return TargetRows(ids, None, ranked)

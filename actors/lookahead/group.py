@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
+import os
 import secrets
 import threading
 import time
@@ -17,15 +19,18 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from outrider.actors.description import GroupState
+from outrider.actors.heap import spare_collector
 from outrider.actors.lookahead.executor import LookaheadParallelExecutor, StepTimes
-from outrider.actors.lookahead.link import LINK_ERRORS, Link, connect
-from outrider.actors.lookahead.rank_actor import RankActor, RankAddress
+from outrider.actors.lookahead.link import LINK_ERRORS, Address, Link, connect
+from outrider.actors.lookahead.rank import RankServer
 from outrider.actors.placement.bundles import BundleActor, bundles_for, reason
 from outrider.actors.placement.pinning import allowed_cores, own_cores, pin_thread
 from outrider.actors.ranks import GroupError, Ranks
 from outrider.configs.slices import EngineOptions, ModelOptions, ParallelismOptions, ServerOptions, SpeculationOptions
+from outrider.engine.engine import load_runner
 from outrider.engine.executor import Executor, LocalExecutor
 from outrider.engine.forward.runner import ModelRunner
+from outrider.engine.measures.energy import meter_name
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +39,43 @@ STEADY_S = 10.0  # a rank that took part for this long before it was lost starts
 MOST_BACKOFF_S = 30.0
 MOST_DOUBLINGS = 5  # most doublings of the one-second pause; MOST_BACKOFF_S caps the result
 CLOSE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankAddress:
+    """Address, process and device of a rank."""
+
+    address: Address
+    pid: int
+    node: str
+    device: str  # model device as ``engine.measures.energy`` names it on that node
+    max_model_len: int  # tokens of a request that fit into its slots
+
+
+class RankActor:
+    """Follower with a copy of the model. Ends with the actor that created it."""
+
+    def __init__(
+        self,
+        model: ModelOptions,
+        engine: EngineOptions,
+        speculation: SpeculationOptions,
+        parallelism: ParallelismOptions,
+        world_size: int,
+    ) -> None:
+        self._model, self._engine, self._speculation = model, engine, speculation
+        self._parallelism, self._world_size = parallelism, world_size
+        self._server: RankServer | None = None
+
+    def load(self, pinned: tuple[int, int] | None, secret: bytes) -> RankAddress:
+        """Load the model and listen. ``pinned``: lower ranks on the node, cores per rank. Raises ModelLoadError, GroupError."""
+        prepare = None if pinned is None else functools.partial(pin_thread, own_cores(*pinned, allowed_cores()))
+        loaded, runner = load_runner(self._model, self._engine, self._speculation, self._world_size)
+        spare_collector()
+        host = "127.0.0.1" if self._parallelism.placement == "STRICT_PACK" else ray.util.get_node_ip_address()
+        self._server = RankServer(LocalExecutor(runner), secret, self._parallelism, host, prepare)
+        node, device = ray.get_runtime_context().get_node_id(), meter_name(runner.model.device)
+        return RankAddress(self._server.address, os.getpid(), node, device, loaded.max_model_len)
 
 
 @dataclass(slots=True)
@@ -67,10 +109,7 @@ class Group(Ranks):
         placement_group: PlacementGroup | None = None,
         start_timeout_s: float = ServerOptions().start_timeout_s,
     ) -> None:
-        """Start the actors, which load the model while the leader loads its own. Raises ValueError if ``world_size`` is auto.
-
-        Raises GroupError if no placement group (by default this actor's) has a bundle per rank.
-        """
+        """Start the actors. Raises ValueError for ``world_size`` auto, GroupError without a bundle for each rank."""
         if parallelism.world_size == "auto":
             raise ValueError("parallelism.world_size must be a number for a static group, got 'auto'")
         self.world_size = parallelism.world_size

@@ -86,10 +86,7 @@ class Link:
 
 
 def readable(links: Sequence[Link], timeout_s: float | None) -> list[Link]:
-    """Return links that have a message or have ended, waiting at most ``timeout_s`` seconds.
-
-    A link closed by this process counts as ended: ``take`` on it raises one of ``LINK_ERRORS``.
-    """
+    """Return links that have a message or have ended (also by this process), waiting at most ``timeout_s`` seconds."""
     # The selectors of multiprocessing.connection.wait take longer than a message does.
     poller = select.poll()
     by_descriptor: dict[int, Link] = {}
@@ -105,10 +102,7 @@ def readable(links: Sequence[Link], timeout_s: float | None) -> list[Link]:
 
 
 def connect(address: Address, secret: bytes, timeout_s: float) -> Link:
-    """Connect to a rank's server. Raises OSError or EOFError if none accepts within ``timeout_s``.
-
-    Raises ``multiprocessing.AuthenticationError`` if the secret differs or the server is not a rank.
-    """
+    """Connect to a rank's server. Raises OSError or EOFError without an answer, AuthenticationError for another secret."""
     raw = socket.create_connection(address, timeout_s)
     raw.settimeout(None)  # set_timeouts replaces it
     try:
@@ -146,27 +140,20 @@ def _needs_tls(raw: socket.socket) -> bool:
 
 
 class _TlsConnection(Connection):
-    """``Connection`` with TLS; one thread may receive while another sends.
+    """``Connection`` with TLS; one thread may receive while another sends."""
 
-    Each message starts a new TLS record, and reading stops at the last record of a message. So the socket is readable exactly
-    when a message begins, as without encryption.
-    """
+    # Each message starts a new TLS record, and reading stops at the last record of a message. So the socket is readable exactly
+    # when a message begins, as without encryption.
 
     def __init__(self, raw: socket.socket, dialled: str | None) -> None:
-        """Take over a connected socket. Raises OSError if a certificate file is unreadable or invalid.
-
-        ``dialled`` is the peer's address, which its certificate must contain; None on the accepting side.
-        """
+        """Take over a connected socket; ``dialled`` must be in the peer's certificate. Raises OSError for a bad file."""
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = _context(dialled is None).wrap_bio(self._incoming, self._outgoing, dialled is None, dialled)
         self._turn = threading.Lock()  # guards the three objects above, which are not thread-safe
         super().__init__(raw.detach())
 
     def shake_hands(self) -> None:
-        """Do the TLS handshake, before the first message. Raises OSError or EOFError if the peer does not speak TLS or is gone.
-
-        Raises ``multiprocessing.AuthenticationError`` if its certificate has another authority or address.
-        """
+        """Do the TLS handshake. Raises OSError or EOFError without TLS, AuthenticationError for another authority or address."""
         while True:
             try:
                 self._tls.do_handshake()

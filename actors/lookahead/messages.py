@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.actors.wire import Message
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.request import Acceptance, SamplingParams, TokenLogprob
-from outrider.decoding.tree import Int32Array
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,9 @@ import numpy as np
 from outrider.actors.lookahead.link import LINK_ERRORS, Address, Link, accept, shutdown
 from outrider.actors.lookahead.messages import Detached, Failure, Heartbeat, OutcomeMessage, Reply, StepMessage, WorkMessage
 from outrider.configs.slices import ParallelismOptions
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.request import Request, RequestState
-from outrider.decoding.tree import DraftTree, Int32Array
+from outrider.decoding.tree import DraftTree
 from outrider.engine.accelerator import device_error
 from outrider.engine.errors import DeviceError, one_line
 from outrider.engine.executor import LocalExecutor, VerifyResult
@@ -44,10 +45,8 @@ class Rank:
         self._requests: dict[int, tuple[Request, frozenset[int]]] = {}
 
     def handle(self, message: StepMessage) -> Reply:
-        """Compute a step. Raises DisagreementError if the committed tokens differ from the leader's, or any error of the forward.
-
-        Do not use the rank after an error: its KV may lack tokens that the leader counts on.
-        """
+        """Compute a step. Raises DisagreementError if the committed text differs from the leader's, or any forward error."""
+        # After an error the rank is unusable: its KV may lack tokens that the leader counts on.
         for number in message.closed:
             self._close(number)
         for one in message.opened:
@@ -113,10 +112,7 @@ class RankServer:
         prepare: Callable[[], None] | None = None,
         device_failed: Callable[[DeviceError], object] | None = None,
     ) -> None:
-        """Listen on a free port and start the threads. Raises OSError if the address is not available.
-
-        Each computing thread calls ``prepare`` first. A new thread calls ``device_failed`` if the device failed for good.
-        """
+        """Listen on a free port. Each computing thread calls ``prepare`` first; a new one ``device_failed``. Raises OSError."""
         self._rank, self._secret, self._options, self._prepare = Rank(executor), secret, options, prepare
         self._model_device, self._device_failed = executor.runner.model.device, device_failed
         self._device = threading.Lock()  # one step at a time, and none while busy

@@ -13,8 +13,9 @@ import numpy as np
 from outrider.actors.lookahead.link import Link
 from outrider.actors.lookahead.messages import OpenMessage, StepMessage, WorkMessage
 from outrider.actors.lookahead.rank import text_digest
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.request import Request, RequestState
-from outrider.decoding.tree import DraftTree, Int32Array, TreePart
+from outrider.decoding.tree import DraftTree, TreePart
 from outrider.engine.forward.batch import ScheduledRequest
 
 READY_LAG = 32  # a rank that lacks at most this many tokens of every request shares steps
@@ -106,11 +107,10 @@ class RankKVStates:
 
 
 class RankState:
-    """One rank of the group, from the leader's side.
+    """One rank of the group, from the leader's side."""
 
-    It is *refilling* until it holds the running requests: it gets their tokens in chunks, one message at a time, whose replies no
-    step waits for. Sent tokens count as computed, because a rank handles its messages in order.
-    """
+    # It is *refilling* until it holds the running requests: it gets their tokens in chunks, one message at a time, whose replies
+    # no step waits for. Sent tokens count as computed, because a rank handles its messages in order.
 
     def __init__(self, rank: int, link: Link, sequences: Iterator[int]) -> None:
         self.rank, self.link, self._sequences = rank, link, sequences

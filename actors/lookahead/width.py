@@ -26,12 +26,11 @@ class _Pace:
 class WidthChoice:
     """Chooser of the faster width, from measured step speeds, for one number of ranks and one load.
 
-    A shared step verifies more of a tree but takes longer (messages, recomputed tokens, contention). Whether that pays depends on
-    device and text, so it is measured while serving: first both widths alternate, then mostly the faster one runs.
-
     Example: two ranks bring 2.8 tokens in 36 ms, one 2.7 in 29. After 64 steps in turns one rank computes alone, and in one of 17
     trials of 16 steps both.
     """
+
+    # A shared step verifies more of a tree but takes longer. Which one pays depends on device and text, so it is measured.
 
     def __init__(self) -> None:
         self._paces = {True: _Pace(), False: _Pace()}  # by whether the step is shared

@@ -1,5 +1,1 @@
-"""Placement of processes: Ray clusters, CPU cores, and the ranks of each group.
-
-In: options.
-Out: placements.
-"""
+"""Placement of processes: Ray clusters, CPU cores, and actors in bundles. In: options. Out: placements."""

@@ -43,10 +43,6 @@ class _Job(JobConfig):
 def start_ray(address: str | None = None, namespace: str | None = None, folder: RayFolder | None = None) -> None:
     """Start a private Ray cluster in a folder, or join the one at an address.
 
-    Security: Ray runs code for any client that reaches one of its ports with its token. A cluster started here listens on
-    loopback only, except for the ports that replicas of Ray Serve open. Its token is generated here (unless ``RAY_AUTH_TOKEN`` is
-    set) and exists only in the environment of its processes. Only this user can enter the folder of its sockets and logs.
-
     The caller's signal handlers stay in place. Stop the cluster with ``ray.shutdown()``, then ``folder.end()``.
 
     Args:
@@ -58,6 +54,9 @@ def start_ray(address: str | None = None, namespace: str | None = None, folder: 
         RayTokenError: ``RAY_AUTH_MODE`` is not ``token`` for a new cluster, or others may read the token file of the joined one.
         RuntimeError, ValueError, OSError, ray.exceptions.RayError: Ray does not start, or no cluster answers at the address.
     """
+    # Security: Ray runs code for any client that reaches one of its ports with its token. A cluster started here listens on
+    # loopback only, except for the ports that replicas of Serve open. Its token is generated here (unless RAY_AUTH_TOKEN is set)
+    # and exists only in the environment of its processes. Only this user can enter the folder of its sockets and logs.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the behaviour of coming versions, without the warning
     own: dict[str, Any] = {}

@@ -17,10 +17,7 @@ def allowed_cores() -> tuple[int, ...]:
 
 
 def own_cores(index: int, threads: int, cores: Sequence[int]) -> tuple[int, ...]:
-    """Return the ``index``-th group of ``threads`` cores. Raises GroupError if there are too few.
-
-    Example: with the cores (0, 1, 4, 5) and two threads a rank, index 1 gets the cores 4 and 5.
-    """
+    """Return the ``index``-th group of ``threads`` cores, so 1 of 2 in (0, 1, 4, 5) is (4, 5). Raises GroupError for too few."""
     run = tuple(cores[index * threads : (index + 1) * threads])
     if len(run) < threads:
         raise GroupError(

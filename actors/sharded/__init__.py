@@ -1,5 +1,1 @@
-"""Tensor and pipeline parallelism: ranks that each hold a part of the model.
-
-In: a forward pass.
-Out: its logits.
-"""
+"""Tensor and pipeline parallelism: ranks that each hold a part of the model. In: a forward pass. Out: its logits."""

@@ -62,10 +62,7 @@ class RankActors:
 
 
 def actor_group(mode: ShardMode, model: ModelOptions, parallelism: ParallelismOptions, start_timeout_s: float) -> ShardedGroup:
-    """Return a group of this actor and new ones in the other bundles of its placement group, all on one node.
-
-    Raises GroupError if it is not in a placement group with a bundle for each rank.
-    """
+    """Return a group of this actor and new ones in its placement group. Raises GroupError without a bundle for each rank."""
     leader = ShardSpec(mode, 0, int(parallelism.world_size), device_of(model))
     terms = GroupSettings(secrets.token_bytes(32), start_timeout_s, parallelism.step_timeout_s)
     housing = RankActors(leader.others, terms, bundles_for(leader.world_size), whole_model(model))

@@ -25,8 +25,7 @@ from outrider.actors.lookahead.link import LINK_ERRORS, Address, Link, connect
 from outrider.actors.lookahead.messages import Failure
 from outrider.actors.ranks import GroupError, Ranks
 from outrider.actors.sharded.messages import JoinMessage, ReadyMessage, ShardedStep
-from outrider.actors.sharded.parts import take_checked
-from outrider.actors.sharded.rank import WATCH_S, end_process
+from outrider.actors.sharded.rank import WATCH_S, end_process, take_checked
 from outrider.actors.sharded.shard import GroupSettings, ShardSpec, rendezvous
 from outrider.actors.sharded.shared_sums import sweep
 from outrider.actors.wire import encode

@@ -1,7 +1,4 @@
-"""Messages between the leader and the ranks that hold parts of one model.
-
-A step has no reply: the leader computes it together with the ranks, so a completed forward proves that all took part.
-"""
+"""Messages between the leader and the ranks that hold parts of one model."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Pipeline parallelism: each rank has consecutive layers, and only hidden states are sent.
 
 The leader has the embeddings, the first layers, the last norm and the output layer; the other ranks have the layers between. In
-each forward the hidden states visit the leader, rank 1, rank 2, ..., and return to the leader. A forward uses one rank at a time,
-as with accelerate's ``device_map``, but CPUs and GPUs work alike, and each rank has its own process and memory.
-``torch.distributed.pipelining`` is not usable: its stages need a fixed input shape, and the rows of a step vary.
+each forward the hidden states visit the leader, rank 1, rank 2, ..., and return. ``torch.distributed.pipelining`` is not usable:
+its stages need a fixed input shape, and the rows of a step vary.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ from outrider.engine.forward.runner import kv_shape
 
 
 def bounds(layers: int, world_size: int) -> list[range]:
-    """Return the layers of each rank. Raises GroupError if the model has fewer layers than ranks.
-
-    Example: 10 layers on 4 ranks are 0-1, 2-3, 4-6 and 7-9.
-    """
+    """Return the layers of each rank: 10 layers on 4 ranks are 0-1, 2-3, 4-6 and 7-9. Raises GroupError for too few layers."""
     if layers < world_size:
         raise GroupError(f"{layers} layers cannot be partitioned among {world_size} ranks: lower world_size")
     few, more = divmod(layers, world_size)

@@ -95,10 +95,7 @@ def process_group(
     """Return a group of this process and new ones, for ``ranks`` of an engine or replica over ``whole_model(model)``.
 
     Example: ``OfflineEngine(whole_model(model), engine, speculation, process_group("tensor", 2, model))``. Where a rank is lost,
-    this process ends: give it a separate process.
-
-    The device and threads of ``model`` apply to each rank. ``load`` loads the whole model in the other processes, by default from
-    it.
+    this process ends: give it a separate process. Device and threads of ``model`` apply to each rank, which calls ``load``.
     """
     leader = ShardSpec(mode, 0, world_size, device_of(model))
     terms = GroupSettings(secrets.token_bytes(32), start_timeout_s, (parallelism or ParallelismOptions()).step_timeout_s)

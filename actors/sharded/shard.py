@@ -50,10 +50,7 @@ class ModelPart:
 
 
 def rendezvous(shard: ShardSpec, host: str, port: int, timeout_s: float) -> None:
-    """Join a ``torch.distributed`` group for the rest of this process's life: gloo on CPUs, NCCL on GPUs.
-
-    Raises GroupError if the process is in a group already, RuntimeError if the other ranks do not connect.
-    """
+    """Join a ``torch.distributed`` group for good: gloo on CPUs, NCCL on GPUs. Raises GroupError if in a group, RuntimeError."""
     if distributed.is_initialized():
         raise GroupError("this process was already a rank of another group: start each rank in a new process")
     local = shard.rank % max(1, torch.cuda.device_count()) if shard.device == "cuda" else shard.rank

@@ -41,10 +41,7 @@ _FOLDER = "TORCH_EXTENSIONS_DIR"  # environment variable from which torch takes 
 
 
 def choose_transport(deepspeed: Any, rank: int, world_size: int) -> None:
-    """Choose shared memory or gloo for all ranks, as rank 0 finds possible. All ranks call it, after ``meet``.
-
-    Raises RuntimeError if rank 0 loaded the module and this rank cannot.
-    """
+    """Choose shared memory or gloo, as rank 0 can. All ranks call it after ``meet``. Raises RuntimeError if one cannot."""
     through_memory = torch.zeros(1)
     if rank == 0:
         reason = _why_not(world_size) or _load()

@@ -37,9 +37,7 @@ def take_part(model: PreTrainedModel, shard: ShardSpec) -> ModelPart:
     """Reduce a whole model to a rank's slices, in place. All ranks call it at the same time, after ``meet``.
 
     Example: a Llama with 32 heads, 8 KV heads and an MLP of 14,336 on 4 ranks: each has 8 heads, 2 KV heads and 3,584 of the
-    MLP, keeps the KV of 2 heads, and sums [rows, hidden] after the attention's and the MLP's last layer; the logits are summed,
-    too.
-
+    MLP, and sums [rows, hidden] after the attention's and the MLP's last layer; the logits are summed, too.
     Raises GroupError if DeepSpeed is missing or cannot split this model.
     """
     whole = kv_shape(model)

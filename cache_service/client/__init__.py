@@ -1,5 +1,1 @@
-"""Replica's local copy of the shared cache.
-
-In: outputs of this replica and others.
-Out: histories for drafting.
-"""
+"""Replica's local copy of the shared cache. In: outputs of this replica and others. Out: histories for drafting."""

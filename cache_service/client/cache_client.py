@@ -20,8 +20,8 @@ from outrider.cache_service.namespace import Identity
 from outrider.cache_service.records import CacheDelta, TextBatch, encode_batch, split_deltas
 from outrider.cache_service.store.circuit_breaker import RedisCircuitBreaker
 from outrider.cache_service.store.redis_store import MAX_BLOCK_S
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.request import PUBLIC
-from outrider.decoding.tree import Int32Array
 
 if TYPE_CHECKING:
     from outrider.decoding.sources.history import Histories
@@ -56,17 +56,13 @@ class CacheClientCounts:
 
 
 class CacheClient:
-    """Synchronisation of this process's histories with all processes that have the same Redis, secret, model and tokenizer.
+    """Synchronisation of this process's histories with all processes that have the same Redis, secret, model and tokenizer."""
 
-    Two threads talk to Redis. The engine's thread owns the histories and only uses queues: ``publish`` fills the outbox,
-    ``apply`` drains the inbox. Failures of Redis raise nothing here, and only ``start`` and ``close`` wait.
-    """
+    # Two threads talk to Redis. The engine's thread owns the histories and only uses queues: `publish` fills the outbox, `apply`
+    # drains the inbox. Failures of Redis raise nothing here, and only `start` and `close` wait.
 
     def __init__(self, access: CacheAccess, identity: Identity, memory: Histories, wake: Callable[[], None]) -> None:
-        """Prepare the queues and threads. Raises ``ValueError`` for a bad address or an empty secret.
-
-        A thread of the mirror calls ``wake`` when updates can be applied. The public corpus is read, never written.
-        """
+        """Prepare threads. One calls ``wake`` when updates can be applied. Raises ``ValueError`` for a bad address or secret."""
         options = self._options = access.options
         self._memory, self._wake, self._vocab_size = memory, wake, identity.vocab_size
         self._namespaces, self._store = access.namespaces(identity), access.store()
@@ -87,10 +83,7 @@ class CacheClient:
     # -- the engine's thread ---------------------------------------------------------------------------------------------------
 
     def start(self, timeout_s: float) -> None:
-        """Load the shared cache into ``memory``, then follow its updates in threads.
-
-        If Redis fails or ``timeout_s`` have passed, the rest arrives later, through ``apply``.
-        """
+        """Load the shared cache into ``memory``, for at most ``timeout_s``, then follow its updates in threads."""
         began_s = time.monotonic()
         deadline_s = began_s + timeout_s
         caught_up = False

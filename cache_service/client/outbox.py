@@ -16,8 +16,6 @@ _MAX_KNOWN = 1 << 16  # most tracked unfinished texts of a tenant, and most trac
 
 
 class _TokenRun:
-    """Contiguous tokens of a text."""
-
     __slots__ = ("final", "offset", "tokens")
 
     def __init__(self, delta: CacheDelta) -> None:
@@ -91,11 +89,11 @@ class _TenantQueue:
 class Outbox:
     """Texts on their way to Redis. The engine's thread puts, one other thread takes. Methods wait only for a short lock.
 
-    Contiguous pieces of a text are merged, so an outage of Redis costs memory per token, not per step. Each tenant has a separate
-    limit; beyond it, its oldest texts are dropped whole, because a text with a gap is useless.
-
     Example: the pieces (text 7, offset 0) ``1 2`` and (text 7, offset 2) ``3`` leave as one, (text 7, offset 0) ``1 2 3``.
     """
+
+    # Pieces are merged, so an outage of Redis costs memory per token, not per step. Each tenant has a separate limit; beyond it,
+    # its oldest texts are dropped whole, because a text with a gap is useless.
 
     def __init__(self, limit_bytes_per_tenant: int) -> None:
         """Set the limit per tenant: 4 bytes per token and 64 per run of tokens."""

@@ -1,5 +1,1 @@
-"""Cache service that maintains Redis: snapshots, quotas, time to live, deletions.
-
-In: streams.
-Out: snapshots.
-"""
+"""Cache service that maintains Redis: snapshots, quotas, time to live, deletions. In: streams. Out: snapshots."""

@@ -17,9 +17,9 @@ from outrider.cache_service.server.compaction import StreamCompactor, unreadable
 from outrider.cache_service.server.snapshot import CorruptSnapshotError, SnapshotText, decode_snapshot, encode_snapshot
 from outrider.cache_service.store.redis_store import Counts
 from outrider.cache_service.store.stream_ids import compare_ids
-from outrider.decoding.request import PUBLIC, request_of, tenant_of, text_key
-from outrider.decoding.sources.text_keys import MAX_CHOICES, document_hash, is_note, passages_of
-from outrider.decoding.tree import Int32Array
+from outrider.decoding.arrays import Int32Array
+from outrider.decoding.request import PUBLIC, tenant_of
+from outrider.decoding.sources.text_keys import MAX_CHOICES, document_hash, is_note, passages_of, request_of, text_key
 
 DOCUMENT_TOKENS = 4096  # longer documents are split, because texts are evicted as a whole
 _ENTRIES = 4  # entries of up to 1 MiB per round trip
@@ -77,10 +77,7 @@ class CacheAdmin:
         return [self._stats(one, name) for one, name in names.items()]
 
     def export(self, tenant: str) -> bytes:
-        """Return a current snapshot: the stored one with the later stream entries applied. Raises ``UnknownTenantError``.
-
-        Raises ``CorruptSnapshotError`` if the stored snapshot is unreadable: the export would be incomplete.
-        """
+        """Return a current snapshot: stored one plus later entries. Raises UnknownTenantError, CorruptSnapshotError."""
         fold = self._fold(tenant)
         if fold.damaged:
             raise CorruptSnapshotError(f"the stored snapshot of tenant {tenant!r} cannot be read; see outrider cache verify")
@@ -104,11 +101,8 @@ class CacheAdmin:
         return len({delta.text for delta in deltas})
 
     def preload(self, documents: Sequence[Sequence[int] | Int32Array]) -> int:
-        """Add tokenized documents to the public corpus. Return the number of new texts.
-
-        Documents are split into texts of at most ``DOCUMENT_TOKENS``. Text keys are content hashes, so a document loaded twice is
-        kept once. Raises ``ValueError`` for an invalid token id.
-        """
+        """Add tokenized documents to the public corpus. Return the number of new texts. Raises ``ValueError`` for invalid ids."""
+        # Text keys are content hashes, so a document loaded twice is kept once.
         texts: dict[int, SnapshotText] = {}
         for index, document in enumerate(documents):
             tokens = np.asarray(document, np.int64)
@@ -135,20 +129,15 @@ class CacheAdmin:
         return epochs[0]
 
     def delete_request(self, tenant: str, request: str) -> None:
-        """Delete all outputs of a request everywhere and permanently. Raises ``UnknownTenantError``.
-
-        ``request`` is the ``id`` of the answer, such as ``chatcmpl-...``; ``ID/CHOICE`` also deletes the whole request.
-        """
+        """Delete all outputs of a request (``ID`` or ``ID/CHOICE``) everywhere and permanently. Raises ``UnknownTenantError``."""
         for name in self._of_tenant(tenant).values():  # the adapter of the request is not known
             epoch = self._store.head(name).epoch
             self._append(name, [TextBatch(secrets.randbits(64), 0, epoch, removed=(request_of(text_key(request)),))])
 
     def delete_documents(self, tenant: str, documents: Sequence[Sequence[int] | Int32Array]) -> None:
-        """Delete tokenized reference documents of requests everywhere and permanently. Raises ``UnknownTenantError``.
-
-        Passages of prompts that share 39 tokens or more with a document are deleted too. Outputs that repeat them stay until
-        their requests are deleted.
-        """
+        """Delete tokenized reference documents of requests everywhere and permanently. Raises ``UnknownTenantError``."""
+        # Passages of prompts that share 39 tokens or more with a document are deleted too. Outputs that repeat them stay until
+        # their requests are deleted.
         from outrider.decoding.sources.passages import marks_of  # loads the compiler: import only when needed
 
         hashes: dict[int, None] = {}

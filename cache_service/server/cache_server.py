@@ -1,12 +1,13 @@
-"""Cache service: folds the tenants' streams into snapshots and enforces quotas and time to live."""
+"""Cache service: folds the tenants' streams into snapshots and enforces quotas and time to live, by one leader with a lease."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import redis
@@ -14,12 +15,10 @@ import redis
 from outrider.cache_service.access import CacheAccess
 from outrider.cache_service.namespace import Identity
 from outrider.cache_service.records import TextBatch, encode_batch, token_width
-from outrider.cache_service.server.clock import AgeClock
 from outrider.cache_service.server.compaction import READ_ENTRIES, StreamCompactor
-from outrider.cache_service.server.lease import Lease, LeaseLostError
 from outrider.cache_service.server.snapshot import encode_snapshot
 from outrider.cache_service.store.circuit_breaker import failure_kind
-from outrider.cache_service.store.redis_store import Counts, Head
+from outrider.cache_service.store.redis_store import Counts, Head, RedisStore
 from outrider.cache_service.store.stream_ids import compare_ids, written_s
 from outrider.decoding.request import PUBLIC, tenant_of
 
@@ -33,8 +32,111 @@ _EVICTED_KEYS = 4096  # per batch
 _REWRITE_S = 60.0  # least time between rewrites of Redis' files, each of which costs its size in disk space and a fork
 _COUNTS_S = 0.1  # least time between two writes of the counts
 _WORK_S_PER_TOKEN = 3e-6  # upper bound for an eviction, the longest operation
+_STEP_S = (1.0, 60.0)  # bounds of the jump threshold, which is a tenth of the time to live; measured against the monotonic clock
+_CONFIRM_S = 3600.0  # after a jump a clock must run evenly for this long, or a tenth of the time to live if shorter
+_LOOKS = 3  # and for this many looks
 
 logger = logging.getLogger(__name__)
+
+
+class LeaseLostError(Exception):
+    """Error raised if another instance holds the lease."""
+
+
+class Lease:
+    """Lease from the view of one candidate. Use it from one thread, except for ``held``."""
+
+    def __init__(self, store: RedisStore, name: str, lease_s: float) -> None:
+        self._store, self._name, self._lease_s = store, name, lease_s
+        self._holder = secrets.token_hex(16)
+        self._until = 0.0  # monotonic seconds; 0 if another instance holds the lease
+        self._renew_at = 0.0
+
+    @property
+    def held(self) -> bool:
+        """Return whether this instance surely holds the lease, without asking Redis."""
+        return time.monotonic() < self._until
+
+    def acquire_or_renew(self, work_s: float = 0.0) -> None:
+        """Acquire or extend the lease before ``work_s`` seconds of work. Raises ``LeaseLostError`` if another one holds it."""
+        # If Redis fails, the lease stays valid until it expires.
+        now = time.monotonic()
+        if now < self._renew_at and now + work_s < self._until:
+            return
+        lease_s = self._lease_s + work_s
+        had, has = self._until > 0.0, self._store.acquire(self._name, self._holder, lease_s)
+        if had != has:
+            logger.info("cache service: %s", "acquired leader lease" if has else "lost leader lease to another instance")
+        self._until = now + lease_s if has else 0.0
+        self._renew_at = now + self._lease_s / 3
+        if not has:
+            raise LeaseLostError
+
+    def doubt(self) -> None:
+        """Make the next ``hold`` ask Redis."""
+        self._renew_at = 0.0
+
+    def release(self) -> None:
+        """Release the lease, if held."""
+        if self._until:
+            self._store.release(self._name, self._holder)
+        self._until = 0.0
+
+
+@dataclass(slots=True)
+class _ClockState:
+    name: str
+    step_s: float  # see ``_STEP_S``
+    confirm_s: float  # see ``_CONFIRM_S``
+    ahead_s: float = 0.0
+    since_s: float | None = None  # monotonic time of the first look after the last jump
+    looks: int = 0
+    believed_s: float | None = None  # offset when the clock was last trusted
+
+    def look(self, now_s: float, at_s: float) -> bool:
+        """Record the clock's time ``now_s`` at monotonic time ``at_s``. Return whether the clock is trusted."""
+        ahead_s = now_s - at_s
+        if self.since_s is None or abs(ahead_s - self.ahead_s) > self.step_s:
+            if self.since_s is not None:
+                logger.warning(
+                    "the clock of %s jumped by %+.0f s: texts do not expire until it has run evenly for %.0f s",
+                    self.name, ahead_s - self.ahead_s, self.confirm_s,
+                )  # fmt: skip
+            self.since_s, self.looks = at_s, 0
+        self.ahead_s = ahead_s
+        self.looks += 1
+        back = self.believed_s is not None and abs(ahead_s - self.believed_s) <= self.step_s
+        if not back and (self.looks < _LOOKS or at_s - self.since_s < self.confirm_s):
+            return False
+        self.believed_s = ahead_s
+        return True
+
+
+class AgeClock:
+    """Earlier one of the clocks of Redis (which dates texts) and of this machine, if both run evenly."""
+
+    # A clock that jumped is not trusted until it has run evenly for an hour or is back at its old offset; nor is a new clock. The
+    # earlier clock counts, so that no text expires too early.
+
+    def __init__(self, ttl_s: float, wall: Callable[[], float] = time.time, steady: Callable[[], float] = time.monotonic) -> None:
+        """Set the thresholds for a time to live. ``wall`` is this machine's clock, ``steady`` one that never jumps."""
+        low, high = _STEP_S
+        self._step_s, confirm_s = min(max(low, ttl_s / 10), high), min(_CONFIRM_S, ttl_s / 10)
+        self._wall, self._steady = wall, steady
+        self._redis, self._machine = (_ClockState(name, self._step_s, confirm_s) for name in ("Redis", "this machine"))
+        self._apart = False
+
+    def look(self, redis_s: float) -> float | None:
+        """Return the time for expiry in seconds since 1970, or None if it is not trusted. ``redis_s`` is the time of Redis."""
+        at_s, wall_s = self._steady(), self._wall()
+        apart = abs(wall_s - redis_s) > self._step_s
+        if apart and not self._apart:
+            logger.warning(
+                "the clocks of Redis and this machine differ by %.0f s: the earlier one is used", abs(wall_s - redis_s)
+            )
+        self._apart = apart
+        believed = [self._redis.look(redis_s, at_s), self._machine.look(wall_s, at_s)]
+        return min(redis_s, wall_s) if all(believed) else None
 
 
 @dataclass(frozen=True, slots=True)

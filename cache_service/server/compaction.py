@@ -136,11 +136,9 @@ class StreamCompactor:
         return self.texts.snapshot(self.cursor, self._identity.vocab_size, self._identity.tokenizer_revision, now_s)
 
     def saved(self, num_bytes: int, store: RedisStore) -> None:
-        """Record that the snapshot as of the cursor is stored, and trim the stream to the previous snapshot, for slow readers.
-
-        After a deletion the stream is trimmed up to the new snapshot, and again with later ones until it was empty once or a
-        whole stream node has passed: Redis only marks an entry as deleted while its node has others, and keeps the bytes.
-        """
+        """Record that the snapshot as of the cursor is stored, and trim the stream to the previous snapshot, for slow readers."""
+        # After a deletion the stream is trimmed up to the new snapshot, and again with later ones until it was empty once or a
+        # whole stream node has passed: Redis only marks an entry as deleted while its node has others, and keeps the bytes.
         # State changes last: if Redis fails before, the snapshot is written again and the rest is retried.
         purge = self._purge_at is not None
         cleans, residue = bool(self._residue), 0

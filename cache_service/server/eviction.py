@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from outrider.decoding.tree import Int32Array
+from outrider.decoding.arrays import Int32Array
 
 Float64Array = npt.NDArray[np.float64]
 GRAM = 4  # tokens; about the length that drafters look up

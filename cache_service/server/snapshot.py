@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from outrider.cache_service.namespace import Identity
 from outrider.cache_service.records import KEY, MAX_TOKENS, MAX_VOCAB, pack_tokens, token_width, unpack_keys, unpack_tokens
-from outrider.decoding.tree import Int32Array
+from outrider.decoding.arrays import Int32Array
 
 SNAPSHOT_VERSION = 1
 _MAGIC = b"OUTRSNAP"

@@ -1,5 +1,1 @@
-"""Redis client: connections, commands, names of keys.
-
-In: an address.
-Out: streams, snapshots and leases.
-"""
+"""Redis client: connections, commands, names of keys. In: an address. Out: streams, snapshots and leases."""

@@ -77,10 +77,7 @@ def connect(url: str, timeout_s: float, block_s: float = 0.0) -> Client:
 
 
 def with_password(url: str, password: str) -> str:
-    """Return an address with this password, if it has none; otherwise the address unchanged.
-
-    Example: ``rediss://outrider@redis:6379`` and ``a/b`` are ``rediss://outrider:a%2Fb@redis:6379``.
-    """
+    """Return an address with this password, percent-encoded, if it has none; otherwise the address unchanged."""
     scheme, separator, rest = url.partition("://")
     ends = [at for at in map(rest.find, "/?") if at >= 0]
     end = min(ends, default=len(rest))

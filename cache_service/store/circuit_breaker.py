@@ -19,10 +19,9 @@ _MESSAGE_CHARS = 160  # most characters of an error in the log
 
 
 class RedisCircuitBreaker(CircuitBreakerListener):
-    """Circuit breaker of one thread. While open, Redis is not used for ``retry_s``; then one attempt decides.
+    """Circuit breaker of one thread. While open, Redis is not used for ``retry_s``; then one attempt decides."""
 
-    Threads need separate guards: pybreaker holds a lock during the operation, and a full Redis can still be read.
-    """
+    # Threads need separate breakers: pybreaker holds a lock during the operation, and a full Redis can still be read.
 
     def __init__(self, doing: str, retry_s: float) -> None:
         """Create a closed breaker. ``doing`` names the operation in the log, such as "writing to Redis"."""

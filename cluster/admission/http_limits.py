@@ -1,7 +1,6 @@
 """Limits of HTTP/1.1 that apply without a key: size and time of heads, and unread bytes held by connections.
 
-Neither Ray Serve nor uvicorn has them. Serve's proxy and the operator's port both use this protocol. The application limits the
-size and the time of bodies (``middleware``).
+Neither Ray Serve nor uvicorn has them. Serve's proxy and the operator's port use this protocol; ``middleware`` limits bodies.
 """
 
 from __future__ import annotations

@@ -27,11 +27,10 @@ _LAST_PORT = 65535
 
 
 class HostMiddleware:
-    """Middleware that refuses foreign host names (DNS rebinding) and form posts from pages of other sites.
+    """Middleware that refuses foreign host names (DNS rebinding) and form posts from pages of other sites."""
 
-    A browser sends a preflight before a cross-site request, unless an HTML form could send it: a POST with one of three content
-    types. The server grants no preflight, so only these are refused here.
-    """
+    # A browser sends a preflight before a cross-site request, unless an HTML form could send it: a POST with one of three content
+    # types. The server grants no preflight, so only these are refused here.
 
     def __init__(self, app: ASGIApp, names: frozenset[str] | None, refuse: Callable[[ApiError], ApiError]) -> None:
         """Wrap an application. ``names`` are the allowed ones, see ``configs.server_checks``; None for any."""
@@ -74,10 +73,7 @@ def _is_foreign(headers: Headers, own: Set[str]) -> bool:
 
 
 def _name_of(host: str) -> str | None:
-    """Return the host name or IP address in a Host header; None if it is malformed.
-
-    Example: ``LOCALHOST.:80`` is ``localhost``, ``[::1]:80`` is ``::1``; ``[::1]x``, ``localhost:`` and ``a@b`` are malformed.
-    """
+    """Return the host name or IP address in a Host header (``LOCALHOST.:80``: ``localhost``); None if it is malformed."""
     parts = _HOST.fullmatch(host)
     if parts is None or not 0 < int(parts["port"] or 80) <= _LAST_PORT:
         return None
@@ -245,8 +241,6 @@ class _Replay:
 
 
 def _with_headers(send: Send, headers: Callable[[], dict[str, str]]) -> Send:
-    """Add the key's limits to the headers of the answer."""
-
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
             MutableHeaders(scope=message).update(headers())

@@ -1,8 +1,6 @@
-"""Rate limits of an API key: requests and tokens per minute, and concurrent choices.
-
-The window covers the last 60 seconds. The exact window of the `limits` library keeps an entry per unit and cannot give units
-back, which does not suit tokens; this one keeps an entry per request.
-"""
+"""Rate limits of an API key: requests and tokens in the last 60 seconds, and concurrent choices."""
+# The exact window of the `limits` library keeps an entry per unit and cannot give units back, which does not suit tokens; this
+# one keeps an entry per request.
 
 from __future__ import annotations
 
@@ -29,10 +27,7 @@ class Rates:
 
 
 def rates_of(limits: LimitsOptions, tenant: TenantOptions, api_replicas: int = 1) -> Rates:
-    """Return the tenant's limits, or else the configured ones, divided among API replicas.
-
-    Example: 10 requests a minute are 5 at each of two replicas, and 4 at each of three.
-    """
+    """Return the tenant's limits, or else the configured ones, divided among API replicas: 10 a minute are 4 at each of three."""
     wholes = (
         limits.requests_per_minute if tenant.requests_per_minute is None else tenant.requests_per_minute,
         limits.tokens_per_minute if tenant.tokens_per_minute is None else tenant.tokens_per_minute,
@@ -126,10 +121,8 @@ class Account:
             _check(self.requests, 1, rates.requests, now_s, "requests")
 
     def check_choices(self, rates: Rates, choices: int, more: int) -> None:
-        """Raise ``ApiError`` unless an admitted request may have its choices, of which ``more`` are not counted yet.
-
-        The status is 429 if other requests of the key must end first, 400 if the request exceeds the key's limit by itself.
-        """
+        """Raise ``ApiError`` unless an admitted request may have its choices, of which ``more`` are not counted yet."""
+        # 429 if other requests of the key must end first, 400 if the request exceeds the key's limit by itself.
         if rates.concurrent is None or self.running + more <= rates.concurrent:
             return
         if choices > rates.concurrent:
@@ -160,10 +153,8 @@ class Account:
 
 
 def too_many(message: str, code: str, wait_s: float) -> ApiError:
-    """Return a 429 error with a retry time.
-
-    ``Retry-After`` is rounded up to whole seconds; ``retry-after-ms``, which OpenAI's clients prefer, is exact.
-    """
+    """Return a 429 error with a retry time."""
+    # `Retry-After` is rounded up to whole seconds; `retry-after-ms`, which OpenAI's clients prefer, is exact.
     headers = {"Retry-After": str(max(1, math.ceil(wait_s))), "retry-after-ms": str(max(1, math.ceil(wait_s * 1000)))}
     return ApiError(429, f"{message}: try again in {span(wait_s)}", code=code, headers=headers)
 

@@ -35,36 +35,20 @@ class Caller:
 
 
 class Tenancy:
-    """Tenants of the configuration by the hashes of their API keys. Keys are never stored in clear.
+    """Tenants of the configuration by the hashes of their API keys. Keys are never stored in clear."""
 
-    A key file is checked on each request (about a microsecond) and read again when it has changed. If the new file cannot be
-    used, that is logged and the previous keys stay valid.
-    """
+    # A key file is checked on each request (about a microsecond) and read again when it has changed. If the new file cannot be
+    # used, that is logged and the previous keys stay valid.
 
     def __init__(self, options: TenancyOptions, require_key: bool = False) -> None:
-        """Initialize and read the key file.
-
-        Args:
-            options: the section; tenants that exist only in the key file do not share texts.
-            require_key: refuse requests without a key.
-
-        Raises:
-            ConfigError: the key file cannot be used, or holds no key although one is required.
-        """
+        """Read the key file; tenants that exist only there do not share texts. Raises ``ConfigError`` if it cannot be used."""
         self._section, self._anonymous, self._required = options, options.anonymous, require_key
         self._seen = self._stamp()
         self._read()
 
     def caller_of(self, authorization: str | None) -> Caller:
-        """Return the sender of a request.
-
-        Args:
-            authorization: the header ``Authorization: Bearer KEY``. Ignored if no tenant has a key, because clients of OpenAI's
-                API always send one.
-
-        Raises:
-            ApiError: 401, the header is malformed, the key is unknown, or a required key is missing.
-        """
+        """Return the sender by ``Authorization: Bearer KEY``. Raises ``ApiError``: 401, malformed, unknown or missing key."""
+        # Ignored if no tenant has a key, because clients of OpenAI's API always send one.
         self._refresh()
         if self._required and authorization is None:
             raise _unauthorized("this server requires an API key: Authorization: Bearer KEY; ask its operator for one")
@@ -90,8 +74,7 @@ class Tenancy:
     def sharing(self, authorization: str | None, cache: CacheChoice | None) -> Sharing:
         """Return what a request shares. ``cache`` is the request's field; None means ``tenant`` if it has one, else ``private``.
 
-        Raises:
-            ApiError: 401 as ``tenant_of``, whatever ``cache`` is; 400, ``tenant`` was requested and there is none.
+        Raises ApiError: 401 as ``tenant_of``, whatever ``cache`` is; 400, ``tenant`` was requested and there is none.
         """
         tenant = self.tenant_of(authorization)
         if tenant is not None and tenant != self._anonymous and tenant not in self._section.tenants:
@@ -135,7 +118,6 @@ class Tenancy:
             raise _unauthorized("this is not an admin key of this server")
 
     def _refresh(self) -> None:
-        """Read the key file again if it has changed."""
         if self._section.keys_file is None or (stamp := self._stamp()) == self._seen:
             return
         self._seen = stamp  # log the error of a wrong file only once

@@ -1,5 +1,1 @@
-"""The command ``outrider``.
-
-In: a command line.
-Out: an exit code.
-"""
+"""The command ``outrider``. In: a command line. Out: an exit code."""

@@ -52,4 +52,4 @@ def become_experiment(module: str, arguments: Sequence[str]) -> None:
     if find_spec("outrider.experiments") is None:
         fail("the package `experiments` is not installed: run this in the repository, or install outrider from it")
     sys.stdout.flush()
-    os.execv(sys.executable, python_module(f"experiments.{module}", *arguments))
+    os.execv(sys.executable, python_module(f"outrider.experiments.{module}", *arguments))

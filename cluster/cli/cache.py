@@ -223,7 +223,6 @@ def _body(items: list[bytes]) -> bytes:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Split a text at line ends if possible."""
     start = 0
     while len(text) - start > PART_CHARACTERS:
         end = text.rfind("\n", start, start + PART_CHARACTERS) + 1 or start + PART_CHARACTERS

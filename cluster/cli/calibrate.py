@@ -25,14 +25,7 @@ _SLACK = 1.2  # the critical decoding length is the most rows whose step takes a
 
 
 def calibrate(config: Path | None, overrides: list[str], out: Path, as_json: bool) -> None:
-    """Measure a model's step times and print them; end the command with one line on an error.
-
-    Args:
-        config: a yaml file as of ``outrider serve``; None for its default file.
-        overrides: ``key=value`` settings that win over the file.
-        out: folder of the figure.
-        as_json: print one JSON object on stdout instead of a table.
-    """
+    """Measure a model's step times and print them, with a figure in ``out``; end the command with one line on an error."""
     from outrider.configs.schema import REPOSITORY, ConfigError, load_config
 
     try:

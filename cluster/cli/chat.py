@@ -41,12 +41,7 @@ class ChatBackend(Protocol):
     """Source of answers: a server or a model in this process."""
 
     def answer(self, messages: list[Message]) -> Generator[Piece, None, None]:
-        """Yield the pieces of one answer; closing the generator stops it.
-
-        Raises:
-            RefusedError: the request was refused; the message gives the reason.
-            httpx.HTTPError: the server does not answer.
-        """
+        """Yield the pieces of one answer; closing stops it. Raises ``RefusedError``, or ``httpx.HTTPError`` without a server."""
         ...
 
 

@@ -61,11 +61,8 @@ def server_message(response: httpx.Response) -> str:
 def connected(url: str, variable: str, key: str | None = None, below: str = "") -> Iterator[httpx.Client]:
     """Yield a client that sends the API key, if one is given; errors end the command with one line.
 
-    Args:
-        url: address of the server, with or without ``/v1``.
-        variable: environment variable with the key: ``ADMIN_KEY`` requires one, ``API_KEY`` does not.
-        key: used instead of the variable's value.
-        below: common prefix of all paths.
+    ``variable`` is the environment variable with the key, unless ``key`` is given: ``ADMIN_KEY`` requires one. ``below`` prefixes
+    all paths.
     """
     import httpx
 

@@ -359,11 +359,10 @@ def _triton(has_gpu: bool) -> Finding:
 
 
 def _graphs() -> Finding:
-    """Capture a small graph on each GPU."""
     import torch
 
     from outrider.engine.accelerator import accelerator
-    from outrider.engine.cuda.probe import graph_fault
+    from outrider.engine.cuda.slot_attention import graph_fault
 
     name, count = "cuda graphs", 0 if accelerator().unavailable() else accelerator().device_count()
     for index in range(count):

@@ -70,11 +70,7 @@ def print_rows(rows: Sequence[Mapping[str, object]], columns: Sequence[str], lef
 
 
 class MarkdownStream:
-    """Answer on stdout as it arrives.
-
-    On a terminal it is rendered as Markdown, and the current block is redrawn until it is complete. Without a terminal, or if
-    drafted tokens are marked in colour, it is plain text.
-    """
+    """Answer on stdout as it arrives: as Markdown, redrawn per block, on a terminal without coloured tokens; else plain text."""
 
     def __init__(self, marks_drafts: bool) -> None:
         redraws = sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
@@ -134,7 +130,6 @@ class MarkdownStream:
         self._drawn_s = now
 
     def _end_block(self) -> None:
-        """Draw the whole block and leave it on the screen."""
         self._draw(whole=True)
         if self._live is not None:
             self._live.stop()

@@ -1,5 +1,1 @@
-"""HTTP API of the server.
-
-In: requests.
-Out: responses in OpenAI's format.
-"""
+"""HTTP API of the server. In: requests. Out: responses in OpenAI's format."""

@@ -16,9 +16,7 @@ from outrider.cluster.admission.controller import AdmissionController, Admission
 from outrider.cluster.admission.middleware import AdmissionMiddleware, HostMiddleware
 from outrider.cluster.admission.tenancy import Tenancy
 from outrider.cluster.http import documents, errors
-from outrider.cluster.http.admin.api import AdminService, add_admin_routes
-from outrider.cluster.http.admin.audit import AuditService
-from outrider.cluster.http.admin.baseline import BaselineService
+from outrider.cluster.http.admin.api import AdminService, AuditService, BaselineService, add_admin_routes
 from outrider.cluster.http.answers.logprobs import TokenBytes
 from outrider.cluster.http.answers.openai_shapes import AnswerBuilder
 from outrider.cluster.http.answers.predicted import Predicted
@@ -225,12 +223,7 @@ def create_api(
     has_operator_routes: bool = True,
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
 ) -> FastAPI:
-    """Build the application: the routes and the middleware in front of them.
-
-    Args:
-        has_operator_routes: include /admin and /metrics; false if they have a separate port.
-        lifespan: FastAPI's context manager for startup and shutdown.
-    """
+    """Build the application: the routes, with or without /admin and /metrics, and the middleware in front of them."""
     app = FastAPI(title="Outrider", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.router.route_class = checking_route(service.text.threads)
     errors.install(app)

@@ -136,8 +136,6 @@ class Baseline:
 
 @dataclass(slots=True)
 class _Run(TimedRun):
-    """Result of one side."""
-
     usage: Usage | None = None
 
     def side(self, strategy: str, kind: str | None) -> Side:
@@ -162,11 +160,7 @@ class CompareService:
     async def compare(
         self, body: CompareRequest, authorization: Authorization = None, session_id: SessionId = None
     ) -> Comparison:
-        """Run the request on both sides and compare the results.
-
-        Raises:
-            ApiError: the request is refused, or both sides failed (the error of the accelerated side is raised).
-        """
+        """Run the request on both sides and compare the results. Raises ApiError if it is refused or both sides fail."""
         planner = await self.answering.planner("cmp-", body, authorization, session_id)
         answer_id, info = planner.beginning.answer_id, planner.info
         against, other, apart = self._other(body.against)
@@ -229,7 +223,6 @@ class CompareService:
         return run
 
     def _judged(self, accelerated: _Run, baseline: _Run) -> dict[str, Any]:
-        """Return the fields of ``Comparison`` that compare two results."""
         index, first = first_difference(accelerated.token_ids, baseline.token_ids), None
         if index is not None:
             left, right = self._spelled(accelerated.token_ids, index), self._spelled(baseline.token_ids, index)

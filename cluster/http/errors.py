@@ -8,21 +8,29 @@ import itertools
 import logging
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from outrider.cluster.http.types.bodies import known_names
-from outrider.cluster.http.types.responses import own_name
+from outrider.cluster.http.types.openai import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from outrider.cluster.http.types.responses import ResponsesRequest, own_name
+from outrider.cluster.http.types.strict import Strict
 from outrider.engine.errors import ContextLengthError, QueueFullError, RequestError, StreamTakenError
 
 logger = logging.getLogger(__name__)
 
 _LONGEST = 80  # maximum characters of client input shown in an error
 _SORTED = 1024  # maximum names of an object that are sorted to show the first ones in an error
+_BODIES: dict[str, type[Strict]] = {
+    "/chat/completions": ChatCompletionRequest,
+    "/completions": CompletionRequest,
+    "/responses": ResponsesRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}  # by the end of the URL path
 
 
 class _Repr(reprlib.Repr):
@@ -199,7 +207,7 @@ def _dotted(path: Sequence[int | str]) -> str:
 
 
 def _unknown(param: str, path: Sequence[int | str], url_path: str) -> str:
-    near = difflib.get_close_matches(_short(str(path[-1])), known_names(url_path, path), n=1)
+    near = difflib.get_close_matches(_short(str(path[-1])), _known_names(url_path, path), n=1)
     advice = f"did you mean {near[0]}?" if near else "remove it"
     return f"unknown parameter {param}; {advice}"
 
@@ -210,3 +218,21 @@ def _shown(value: Any) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def _known_names(url_path: str, path: Sequence[int | str]) -> list[str]:
+    """Return the valid field names at ``path`` in a request to ``url_path``."""
+    kinds = (kind for ending, kind in _BODIES.items() if url_path.endswith(ending))
+    kind: type[Strict] = next(kinds, CompletionRequest)
+    for step in path[:-1]:
+        found = kind.model_fields.get(step) if isinstance(step, str) else None
+        kind = (None if found is None else _model_in(found.annotation)) or kind
+    return [*(field.alias or name for name, field in kind.model_fields.items()), *kind.NO_OPS]
+
+
+def _model_in(annotation: Any) -> type[Strict] | None:
+    """Return the type of the objects that a field holds, directly or in a list."""
+    if isinstance(annotation, type) and issubclass(annotation, Strict):
+        return annotation
+    inner = (_model_in(argument) for argument in get_args(annotation))
+    return next((kind for kind in inner if kind is not None), None)

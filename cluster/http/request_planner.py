@@ -6,9 +6,10 @@ import asyncio
 import dataclasses
 import functools
 import hashlib
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,20 +19,23 @@ from outrider.cluster.http.answers.logprobs import TokenBytes
 from outrider.cluster.http.answers.respond import ReasoningFormat, ToolCallFormat
 from outrider.cluster.http.answers.resume import EventIds, ResumePoint, StreamHeaders
 from outrider.cluster.http.errors import ApiError
-from outrider.cluster.http.grammar_turns import Fault, GrammarTurns
 from outrider.cluster.http.text_threads import SHORT, TextThreads
-from outrider.cluster.http.turns import SENDER
+from outrider.cluster.http.turns import SENDER, Turns
 from outrider.cluster.http.types.openai import MAX_REPORTED_VALUES, ChatCompletionRequest, CompletionFields, CompletionRequest
 from outrider.cluster.http.types.tool_grammar import CallMarks, faulty_tool
 from outrider.cluster.serving.generation import EnginePort, Generation, GenerationJob, Listener
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.request import SamplingParams
 from outrider.decoding.sources.embeddings import signs_of
-from outrider.decoding.tree import Int32Array
 from outrider.engine.errors import ContextLengthError, RequestError
 from outrider.engine.loading.model_info import ModelInfo
 from outrider.engine.text.chat import bracketed_tokens, knows_variable, render_chat
 from outrider.engine.text.chat_format import CALL_MARKS, HARMONY, HARMONY_ENDS, ChatFormat, added_tokens
-from outrider.engine.text.grammar import after_reasoning, behind_analysis, reason_of
+from outrider.engine.text.grammar import after_reasoning, behind_analysis, reason_of, vocabulary_of
+from outrider.engine.text.grammar_check import NO_VOCABULARY, GrammarChecker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; chats default to the rest of the context
 
@@ -83,14 +87,9 @@ class PlannerServices:
         session_id: str | None,
         headers: StreamHeaders | None = None,
     ) -> RequestPlanner:
-        """Return the planner of a request's jobs.
+        """Return the planner of a request's jobs. ``prefix`` is that of the response id; a session in the body wins.
 
-        Args:
-            prefix: prefix of the response id, such as ``cmpl-``.
-            session_id: session from the header, used if the body names none.
-
-        Raises:
-            ApiError: wrong key, unknown model, or a stream that cannot be resumed.
+        Raises ``ApiError``: wrong key, unknown model, or a stream that cannot be resumed.
         """
         sharing, info = self.tenancy.sharing(authorization, body.cache), await self.model(body.model)
         session = body.prompt_cache_key or session_id or None
@@ -130,11 +129,7 @@ class RequestPlanner:
         self._admission, self._limits = admission, admission.limits
 
     async def chat(self, body: ChatCompletionRequest) -> list[GenerationJob]:
-        """Return the jobs of a chat, one per choice.
-
-        Raises:
-            RequestError, ApiError: a field cannot be served; the error names it.
-        """
+        """Return the jobs of a chat, one per choice. Raises RequestError or ApiError naming a field that cannot be served."""
         ids = await self._threads.run(self._render, body)
         if body.binds_calls is not None and self._format.calls is None:
             message = "the format of tool calls in the model's chat template is unknown, so they cannot be constrained"
@@ -306,11 +301,7 @@ class RequestPlanner:
         )  # fmt: skip
 
     def _bounded(self, body: ChatCompletionRequest | CompletionRequest, job: GenerationJob) -> GenerationJob:
-        """Apply ``limits.max_prompt_tokens`` and ``limits.max_output_tokens`` to a job.
-
-        Example: with ``max_output_tokens=100`` a chat that names no number of tokens gets 100 at most, and one that asks for 101
-        is refused.
-        """
+        """Apply ``limits.max_prompt_tokens`` and ``limits.max_output_tokens``: lower a default, refuse a larger request."""
         prompt, most = self._limits.max_prompt_tokens, self._limits.max_output_tokens
         if prompt is not None and len(job.prompt_ids) > prompt:
             message = f"the prompt has {len(job.prompt_ids)} tokens, the maximum is {prompt}: shorten it"
@@ -391,3 +382,32 @@ class RequestPlanner:
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:
         if ids and max(ids) >= self.info.vocab_size:
             raise RequestError(field, f"token ids must be between 0 and {self.info.vocab_size - 1}, got {max(ids)}")
+
+
+Fault = Callable[[str], str]  # from a grammar to its error for the model; empty if it is valid
+
+
+class GrammarTurns:
+    """Threads for grammars, separate from those for texts, so that slow grammars do not delay texts of other keys."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer, self._turns = tokenizer, Turns("grammars")
+        self._lock = threading.Lock()
+        self._known: tuple[int, tuple[int, ...]] | None = None  # (vocab_size, eos_token_ids) that the checker is for
+        self._checker = GrammarChecker()
+
+    async def build(self, info: ModelInfo, build: Callable[[Fault], str]) -> str:
+        """Call ``build`` with a check for the model in a thread, and return its grammar. Raises the errors of ``Turns.run``."""
+        return await self._turns.run(lambda: build(lambda grammar: self._fault(info, grammar)))
+
+    def _fault(self, info: ModelInfo, grammar: str) -> str:
+        with self._lock:
+            if self._known != (info.vocab_size, info.eos_token_ids):
+                try:
+                    vocabulary = vocabulary_of(self._tokenizer, info.vocab_size, info.eos_token_ids)
+                except ValueError as error:
+                    return f"{NO_VOCABULARY}: {error}"
+                self._checker.close()
+                self._checker, self._known = GrammarChecker(vocabulary), (info.vocab_size, info.eos_token_ids)
+            checker = self._checker
+        return checker.fault(grammar)

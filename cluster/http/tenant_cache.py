@@ -25,10 +25,7 @@ _MIB = 2**20
 
 
 class TenantCache(BaseModel):
-    """Contents of the shared cache for the caller's tenant, the model and its adapters together.
-
-    Without a tenant all fields are null; without a shared cache all fields but ``tenant`` are null.
-    """
+    """Contents of the shared cache for the caller's tenant; null fields without a tenant or without a shared cache."""
 
     tenant: str | None
     texts: int | None = None
@@ -57,11 +54,7 @@ class TenantCacheService:
     _stats: dict[str, SharedAnswer[Sequence[TenantStats]]] = field(default_factory=dict)  # by tenant
 
     async def get(self, authorization: Authorization = None) -> TenantCache:
-        """Return the cache contents of the caller's tenant. Redis is queried at most every 0.5 s per tenant.
-
-        Raises:
-            ApiError: 401 for a wrong key, 503 if Redis does not answer.
-        """
+        """Return the contents for the caller's tenant, at most 0.5 s old. Raises ApiError: 401, wrong key; 503, no Redis."""
         caller = self.tenancy.caller_of(authorization)
         tenant, port, own = caller.tenant, self.port, caller.options.cache_mib
         if tenant is None or port is None:
@@ -83,8 +76,7 @@ class TenantCacheService:
     async def delete(self, authorization: Authorization = None) -> Deleted:
         """Delete all texts of the tenant from the shared cache and all replicas, and its audit records.
 
-        Raises:
-            ApiError: 400 without a tenant; 404 without a shared cache (audit records are deleted still); 401 and 503 as ``get``.
+        Raises ApiError: 400 without a tenant; 404 without a shared cache (audit records are deleted); 401 and 503 as ``get``.
         """
         tenant = self.tenancy.tenant_of(authorization)
         if tenant is None:

@@ -58,9 +58,7 @@ class TextService:
     async def tokenize(self, body: TokenizeRequest, authorization: Authorization = None) -> Response:
         """Return the prompt tokens of a completion or a chat with this input, as ``Tokens``.
 
-        Raises:
-            ApiError: 401 for a wrong key, 404 for an unknown model.
-            RequestError: the messages cannot be rendered, or have too many tokens.
+        Raises ApiError (401, 404), or RequestError if the messages cannot be rendered or have too many tokens.
         """
         self.tenancy.tenant_of(authorization)
         info = await self.model(body.model)
@@ -75,9 +73,7 @@ class TextService:
     async def text_of_file(self, request: Request, authorization: Authorization = None) -> Response:
         """Extract the text of a file (plain text, Markdown, HTML or PDF) for ``reference_documents``, as ``FileText``.
 
-        Raises:
-            ApiError: 401 for a wrong key, 429 if too many files of the key are waiting.
-            RequestError: the file has no readable text.
+        Raises ApiError (401; 429 if too many files of the key are waiting), or RequestError if the file has no readable text.
         """
         self.tenancy.tenant_of(authorization)
         content, reader = await request.body(), FileReader()

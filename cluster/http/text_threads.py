@@ -27,11 +27,7 @@ T = TypeVar("T")
 
 
 class TextThreads:
-    """Thread pools for texts, and the model's tokenizer that they share.
-
-    Args:
-        refuse: called with the error when too much work is waiting, to count it.
-    """
+    """Thread pools for texts, and the model's tokenizer that they share. ``refuse`` counts errors when too much work waits."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, refuse: Callable[[ApiError], ApiError] = lambda error: error) -> None:
         self.tokenizer: Any = tokenizer

@@ -49,13 +49,7 @@ class Turns:
     """Thread pool with round-robin scheduling by tenant, then by API key. For use in one event loop.
 
     A key holds at most one thread; the keys of a tenant at most all threads but one (at least one). A thread is held until its
-    work ends, even if the request was cancelled.
-
-    Args:
-        name: prefix of the thread names.
-        places: number of threads.
-        refuse: called with the error of a refused request, to count it.
-        nice: increment of the threads' nice value.
+    work ends, even if the request was cancelled. ``refuse`` gets the error of each refused request, to count it.
     """
 
     def __init__(
@@ -68,11 +62,7 @@ class Turns:
         self._waiting_bytes: Counter[tuple[str | None, str]] = Counter()
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function in a thread when it is the current request's turn, and return its result.
-
-        Raises:
-            ApiError: 429 if too many bytes of the key are waiting. Errors of the function are raised too.
-        """
+        """Run a function in a thread when it is the request's turn. Raises its errors, or ApiError (429) for a full queue."""
         sender, loop = SENDER.get(), asyncio.get_running_loop()
         who = sender.tenant, sender.key
         await self._turn(who, max(sender.size, LEAST_BYTES))
@@ -134,7 +124,6 @@ class Turns:
         return next((who for who in ready if who not in self._working), None)
 
     def _remove(self, who: tuple[str | None, str], turn: asyncio.Future[None]) -> None:
-        """Remove a waiting turn whose request was cancelled."""
         tenant, key = who
         keys = self._waiting.get(tenant, {})
         if turn in keys.get(key, ()):

@@ -1,5 +1,1 @@
-"""Observability: metrics, traces, and audits of served outputs.
-
-In: counts and served answers.
-Out: pages and records.
-"""
+"""Observability: metrics, traces, and audits of served outputs. In: counts and served answers. Out: pages and records."""

@@ -75,11 +75,9 @@ class Difference:
 
     @property
     def gap(self) -> float | None:
-        """Return the log-probability of plain decoding's token minus that of the served token.
-
-        If the model is not served exactly, near-ties may differ by as much as the rounding of the logits. A larger gap, or any
-        gap with an exactly served model, is a bug.
-        """
+        """Return the log-probability of plain decoding's token minus that of the served token."""
+        # If the model is not served exactly, near-ties may differ by as much as the rounding of the logits. A larger gap, or any
+        # gap with an exactly served model, is a bug.
         if self.served_logprob is None or self.plain_logprob is None:
             return None
         return self.plain_logprob - self.served_logprob
@@ -102,11 +100,10 @@ class ReplayError(RuntimeError):
 
 
 class Auditor:
-    """Auditor that keeps the latest choices, replays them on request or as a random sample, and counts the results.
+    """Auditor that keeps the latest choices, replays them on request or as a random sample, and counts the results."""
 
-    One choice is replayed at a time. A replay has no tenant, no drafts, no reuse of other requests' KV, and the lowest priority
-    if the engine has priorities.
-    """
+    # One choice is replayed at a time. A replay has no tenant, no drafts, no reuse of other requests' KV, and the lowest priority
+    # if the engine has priorities.
 
     def __init__(
         self, engine: EnginePort, options: AuditOptions, speculation: SpeculationOptions, scheduling: EngineOptions
@@ -270,10 +267,7 @@ class Auditor:
 
 
 async def logprob_of(engine: EnginePort, plain: GenerationJob, emitted: tuple[int, ...], token: int) -> float | None:
-    """Return the model's log-probability of ``token`` after the prompt and ``emitted``; None if it was not emitted.
-
-    ``plain`` is the job without drafts. Raises ``ReplayError`` if the engine ends it.
-    """
+    """Return the log-probability of ``token`` after the prompt and ``emitted``; None if not emitted. Raises ``ReplayError``."""
     # The bias forces the token; reported log-probabilities exclude it.
     params = SamplingParams(max_tokens=len(emitted) + 1, logprobs=0, logit_bias=((token, MAX_LOGIT_BIAS),))
     name = f"{plain.request_id.partition('/')[0]}-{secrets.token_hex(4)}/0"

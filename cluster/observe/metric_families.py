@@ -13,9 +13,8 @@ from typing import Literal
 
 from outrider.actors.description import Description, GroupState
 from outrider.cache_service.client.cache_client import CacheClientCounts
-from outrider.decoding.step_output import BudgetCounts
-from outrider.engine.measures.metrics import MetricsCounts
-from outrider.engine.measures.strategy_counts import StrategyCounts
+from outrider.decoding.request import BudgetCounts
+from outrider.engine.measures.metrics import MetricsCounts, StrategyCounts
 
 
 @dataclass(frozen=True, slots=True)

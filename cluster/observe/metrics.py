@@ -59,11 +59,10 @@ class ApiCounts:
 
 
 class Metrics(Collector):
-    """Snapshot of the metrics of the engine replicas and of the API.
+    """Snapshot of the metrics of the engine replicas and of the API."""
 
-    The label ``engine`` is new whenever a replica is replaced: the old series end and new ones start at 0, so that no counter
-    falls. To sum over engines, sum their rates in Prometheus.
-    """
+    # The label `engine` is new whenever a replica is replaced: the old series end and new ones start at 0, so that no counter
+    # falls. To sum over engines, sum their rates in Prometheus.
 
     def __init__(self, replicas: Sequence[Description] | None, configured: int, api: ApiCounts) -> None:
         """Take descriptions of the replicas that answer; None if another API replica reports the engines."""

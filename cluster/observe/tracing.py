@@ -22,8 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.cluster.serving.generation import GenerationJob
 from outrider.configs.schema import Config, ConfigError
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.request import FinishReason, SpecStats, StepOutput
-from outrider.decoding.tree import Int32Array
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

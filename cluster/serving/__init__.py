@@ -1,5 +1,1 @@
-"""Between the HTTP interface and the engine replicas: handles, failover, health, draining.
-
-In: jobs.
-Out: outputs.
-"""
+"""Between the HTTP interface and the engine replicas: handles, failover, health, draining. In: jobs. Out: outputs."""

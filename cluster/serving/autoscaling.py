@@ -26,10 +26,7 @@ class LoadPolicy:
         self._targets = {"requests": requests, "tokens_per_s": tokens_per_s}
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        """Return the number of replicas and no state. Serve applies bounds and delays.
-
-        Example: 8 requests are meant, and two engines have 15 and 3: three are needed.
-        """
+        """Return the number of replicas and no state: for a target of 8 requests, two engines with 15 and 3 need three."""
         said = ctx.aggregated_metrics or {}
         if not said.get(REQUESTS):
             # No report yet: the models are still loading, which does not mean that they are idle.

@@ -18,8 +18,6 @@ _PUBLIC = ("/v1/", "/tokenize", "/detokenize", "/ready")  # refused paths; /heal
 
 @dataclass(eq=False, slots=True)
 class _Exchange:
-    """Request that is being answered."""
-
     task: asyncio.Task[object] | None
     ended: bool = False  # cancelled by this server before its answer was complete
     began: bool = False  # the answer has started
@@ -59,10 +57,8 @@ class Draining:
         return entered
 
     async def stop(self, timeout_s: float) -> int:
-        """Refuse new requests, wait for running ones, and cancel the rest after ``timeout_s``; return the number cancelled.
-
-        A cancelled request gets a 503 or, if it streams, an event with the error, so that clients notice the incomplete answer.
-        """
+        """Refuse new requests, wait for running ones, and cancel the rest after ``timeout_s``; return the number cancelled."""
+        # A cancelled request gets a 503 or, if it streams, an event with the error, so that clients notice the incomplete answer.
         self.begun = True
         await self._until_idle(timeout_s)
         late = [exchange for exchange in self._exchanges if exchange.task is not None]

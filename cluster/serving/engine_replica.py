@@ -21,8 +21,8 @@ from outrider.cluster.serving.handle_engine import BEAT_S, Item, is_last
 from outrider.cluster.serving.membership import MembershipClient, MembershipOptions
 from outrider.cluster.serving.secrets import node_secret
 from outrider.configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
-from outrider.decoding.tree import Int32Array
-from outrider.engine.measures.progress import report_progress
+from outrider.decoding.arrays import Int32Array
+from outrider.engine.child_process import report_progress
 
 if TYPE_CHECKING:
     from outrider.actors.ranks import Ranks
@@ -34,10 +34,7 @@ FLUSH_S = 0.25  # seconds until the last stream's data has left the process
 
 
 class EngineReplica:
-    """``Replica`` as an actor. It sends the engine's refusals as values, because they are no failures of the actor.
-
-    Before the process ends for a device failure, it sends that as a value, too, so that no request is blamed.
-    """
+    """``Replica`` as an actor. Refusals and a device failure are sent as values, so that no request is blamed."""
 
     def __init__(
         self,
@@ -80,10 +77,7 @@ class EngineReplica:
             self._membership_client = MembershipClient(membership.actor, alike, elastic.address, elastic.update_peers)
 
     async def generate(self, jobs: Sequence[GenerationJob]) -> AsyncIterator[list[tuple[int, Item]]]:
-        """Yield batches of outputs, each with its job's index; an empty batch is a heartbeat.
-
-        A job that is refused yields only the reason. If the device fails, the last item of each job is ``DeviceLostError``.
-        """
+        """Yield batches of outputs, each with its job's index; an empty one is a heartbeat, the last item may be an error."""
         items: asyncio.Queue[tuple[int, Item | Exception]] = asyncio.Queue()
         readers = [asyncio.create_task(self._read(place, job, items)) for place, job in enumerate(jobs)]
         self._streams += 1
@@ -177,7 +171,6 @@ def _ranks(
     parallelism: ParallelismOptions,
     start_timeout_s: float,
 ) -> Ranks | None:
-    """Return the ranks that share this replica's steps; None if it computes alone."""
     from outrider.actors.lookahead.group import Group
     from outrider.actors.sharded.actors import actor_group
 

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from outrider.actors.description import Description
 from outrider.cluster.http.errors import ApiError
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.request import FinishReason, Request, SamplingParams, StepOutput, cache_namespace_of
-from outrider.decoding.tree import Int32Array
 from outrider.engine.errors import RequestError
 
 _FOR_ROUTING = ("announced", "session", "avoid_s", "resumed", "version")  # fields of a job that the engine does not need
@@ -66,9 +66,7 @@ class EnginePort(Protocol):
     """Engine replicas as the API sees them."""
 
     def generate(self, *jobs: GenerationJob) -> Sequence[AsyncGenerator[StepOutput, None]]:
-        """Return one output stream per job of an answer. The first output is empty and confirms that an engine took the job.
-
-        ``aclose`` frees the slot. The engine identifies a job by ``request_id``, which also names its texts in the shared cache.
+        """Return one output stream per job of an answer; ``aclose`` frees the slot. A first, empty output confirms the job.
 
         Raises:
             engine.errors.QueueFullError, engine.errors.RequestError: no engine takes it.
@@ -171,12 +169,7 @@ class Generation:
         return sum(fewest.values())
 
     async def outputs(self) -> AsyncGenerator[tuple[int, StepOutput], None]:
-        """Yield the outputs of all choices as they arrive, with the choice's number.
-
-        Raises:
-            engine.errors.RequestError: a choice cannot continue because of the request itself.
-            ApiError: a choice failed.
-        """
+        """Yield the outputs of all choices with their number. Raises ``RequestError`` or, for a failed choice, ``ApiError``."""
         async for index, output in _merge(self._streams):
             if output.fault_field is not None:
                 raise RequestError(output.fault_field, output.error or "the request is invalid")

@@ -120,7 +120,6 @@ class _Call:
                 self._items[place].put_nowait(ReplicaLostError(end))
 
     def _count_part(self, limit: asyncio.Timeout) -> None:
-        """Count one part of the silence; end the call after the last part."""
         # A single timer would also run out while the event loop is blocked, before it can read what arrived meanwhile.
         loop = asyncio.get_running_loop()
         if self._quiet == _PARTS:
@@ -132,8 +131,6 @@ class _Call:
 
 @dataclasses.dataclass(slots=True)
 class _Progress:
-    """Progress of a request over all its replicas."""
-
     deadline_s: float  # time by which a replica has to take the request
     spare: bool  # may be moved once from a full replica to another
     emitted: list[int] = dataclasses.field(default_factory=list)
@@ -201,17 +198,14 @@ class HandleEngine:
         self._waking: asyncio.Task[None] | None = None
 
     def _streaming(self) -> DeploymentHandle[Any]:
-        """Return the handle for jobs in the running event loop."""
         loop = asyncio.get_running_loop()
         if self._stream is None or self._stream[0] is not loop:
             self._stream = loop, for_this_loop(self._handle)
         return self._stream[1]
 
     def generate(self, *jobs: GenerationJob) -> list[AsyncGenerator[StepOutput, None]]:
-        """Return one output stream per job; see ``EnginePort.generate``.
-
-        The counters in a last output are those of the last replica; energy is None if several replicas computed the job.
-        """
+        """Return one output stream per job; see ``EnginePort.generate``."""
+        # The counters in a last output are those of the last replica; energy is None if several replicas computed the job.
         jobs = tuple(dataclasses.replace(job, version=self._version) for job in jobs)
         size = min(TOGETHER, -(-len(jobs) // self._replicas))
         patience_s = FIRST_WORD_S if self._replicas > 1 else SILENCE_S

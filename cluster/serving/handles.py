@@ -34,10 +34,7 @@ def for_threads(handle: DeploymentHandle[Any]) -> DeploymentHandle[Any]:
 
 
 def for_this_loop(handle: DeploymentHandle[Any]) -> DeploymentHandle[Any]:
-    """Return a handle of the same deployment for streams in the running event loop only; RuntimeError if none runs.
-
-    Its streams may also raise ``grpc.RpcError``.
-    """
+    """Return a handle for streams in the running event loop (RuntimeError without one), which may raise ``grpc.RpcError``."""
     return _with_router(handle, in_own_loop=False).options(stream=True, _by_reference=False)
 
 
@@ -63,10 +60,7 @@ class ApiReplicas:
         self._handle = for_threads(serve.get_deployment_handle(context.deployment, context.app_name))
 
     async def forget(self, tenant: str, request_id: str | None) -> None:
-        """Make all API replicas delete answers; see ``cluster.observe.audit.Forget``.
-
-        Raises ``ApiError`` (503) if one does not answer. A replica that has ended keeps nothing.
-        """
+        """Make all API replicas delete answers (``observe.audit.Forget``). Raises ``ApiError`` (503) if one does not answer."""
         for answer in await self._ask("forget", tenant, request_id):
             if isinstance(answer, Exception) and not isinstance(answer, RayActorError):
                 logger.error("an API replica failed to delete: %s", answer)

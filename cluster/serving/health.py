@@ -24,11 +24,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class HealthService:
-    """Implementation of the routes.
+    """Implementation of the routes."""
 
-    The server becomes ready once all parts have been available. Later losses do not make it unready as long as one engine replica
-    answers, or none is needed (scaled to zero). Engines and cache are asked at most once in half a second.
-    """
+    # The server becomes ready once all parts have been available. Later losses do not make it unready as long as one engine
+    # replica answers, or none is needed (scaled to zero). Engines and cache are asked at most once in half a second.
 
     describe: Callable[[], Awaitable[Sequence[Description]]]  # returns the descriptions of the engine replicas that answer
     configured: int  # number of replicas that should exist
@@ -47,11 +46,7 @@ class HealthService:
         self._gaps = SharedAnswer(self._missing_parts, self.clock)
 
     async def health(self, request: Request) -> Response:
-        """Return 200 with the state of all replicas, or 503 if none answers and one should.
-
-        The status is ``ok``, ``degraded`` if ranks or replicas are missing, or ``idle`` if scaled to zero. Only some senders see
-        the load.
-        """
+        """Return 200 with the state of all replicas, ``ok``, ``degraded`` or ``idle``; 503 if none answers and one should."""
         replicas = await self._described()
         if not replicas and self.wake is not None and self._info is not None:
             state = {"status": "idle", "model": self._info.served_name, "replicas": 0}
@@ -128,7 +123,6 @@ def _not_ready(missing: str) -> ApiError:
 
 
 async def _serves(cache: CacheAdminPort) -> bool:
-    """Return whether the cache service answers."""
     try:
         await cache.stats()
     except ApiError:
@@ -170,10 +164,8 @@ def _cache_state(replicas: Sequence[Description]) -> str:
 
 
 def _ranks_state(groups: Sequence[GroupState], configured: int) -> dict[str, Any]:
-    """Return the state of the ranks of all groups. ``of`` includes the ranks of groups that do not answer.
-
-    In elastic groups each replica is one rank. ``width`` is that of the widest group.
-    """
+    """Return the state of the ranks of all groups. ``of`` includes the ranks of groups that do not answer."""
+    # In elastic groups each replica is one rank. `width` is that of the widest group.
     ready = [len(group.ready) if group.width is None else 1 for group in groups]
     of = [group.world_size if group.width is None else 1 for group in groups]
     return {

@@ -1,7 +1,5 @@
-"""Membership of a node's replicas: an actor that assigns ranks and sends each replica the addresses of the others.
-
-State lasts only while replicas repeat it: a restarted actor knows everything a second later, and replicas keep their ranks.
-"""
+"""Membership of a node's replicas: an actor that assigns ranks and sends each replica the addresses of the others."""
+# State lasts only while replicas repeat it: a restarted actor knows everything a second later, and replicas keep their ranks.
 
 from __future__ import annotations
 
@@ -48,9 +46,7 @@ class NodeMembership:
     _nodes: dict[str, dict[Address, _Member]] = field(default_factory=dict)
 
     def join(self, node: str, address: Address, rank: int | None, now_s: float) -> NodeAddress:
-        """Add a replica, or renew its membership.
-
-        Example: the first replica of a node is rank 0 without peers, the second rank 1 with ``{0: address of the first}``.
+        """Add a replica, or renew its membership: the first is rank 0 without peers, the second rank 1 with the first as peer.
 
         Args:
             node: node and model version; only replicas with the same value meet.
@@ -107,10 +103,7 @@ class MembershipClient:
         address: Address,
         meet: Callable[[int, dict[int, Address]], None],
     ) -> None:
-        """Start the thread. ``meet`` is called with the replica's rank and its peers' addresses after each renewal.
-
-        Replicas with different values of ``version`` do not meet.
-        """
+        """Start the thread, which calls ``meet`` with rank and peers after each renewal. Only equal versions meet."""
         self._membership, self._address, self._meet = for_threads(membership), address, meet
         self._node = f"{ray.get_runtime_context().get_node_id()} {version}"
         self._over = threading.Event()

@@ -16,11 +16,10 @@ from outrider.cluster.serving.replica_chooser import ReplicaChooser
 
 
 class PrefixRouter(RequestRouter):
-    """Request router that sends calls with jobs as ``ReplicaChooser`` decides, and others to the replica with the fewest calls.
+    """Router that sends calls with jobs as ``ReplicaChooser`` decides, and others to the replica with the fewest calls."""
 
-    Serve takes the first available replica that accepts the call; if none does, it asks again with increasing pauses. Calls are
-    identified by Serve's internal request id, so each call needs a separate one; see ``HandleEngine``.
-    """
+    # Serve takes the first available replica that accepts the call; if none does, it asks again with increasing pauses. Calls are
+    # identified by Serve's internal request id, so each call needs a separate one; see `HandleEngine`.
 
     def initialize_state(self, **kwargs: Any) -> None:
         """Create the ``ReplicaChooser`` with the arguments from the deployment's configuration."""

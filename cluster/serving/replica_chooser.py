@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from outrider.cluster.serving.generation import GenerationJob
-from outrider.decoding.tree import Int32Array
+from outrider.decoding.arrays import Int32Array
 
 BLOCK = 16  # tokens: granularity of known prefixes
 LEAST_SHARE = 0.25  # least share of a prompt that must match: shorter matches are what all prompts of an application begin with
@@ -78,8 +78,6 @@ class _Tenant:
 
 @dataclass(frozen=True, slots=True)
 class _RunningAnswer:
-    """Call that has not ended."""
-
     replica: str
     jobs: Sequence[GenerationJob]
     answer: str  # answer of which the jobs are choices
@@ -104,13 +102,7 @@ class ReplicaChooser:
     """
 
     def __init__(self, slots: int, tenants: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Initialize the memory.
-
-        Args:
-            slots: KV slots of a replica, and so the most prompts remembered per tenant and replica.
-            tenants: number of tenants times (1 + adapters), among which the memory is divided.
-            clock: seconds.
-        """
+        """Initialize the memory for a replica's KV slots, and tenants times (1 + adapters). ``clock`` is in seconds."""
         self._clock = clock
         self._silent: dict[str, float] = {}  # end of the avoidance, by replica
         self._slots = slots

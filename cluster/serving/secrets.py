@@ -21,20 +21,16 @@ def node_secret() -> bytes:
 
 
 def stream_key() -> bytes:
-    """Return the 32-byte key that signs event ids of streams; empty if the API processes share no secret.
-
-    It is derived from ``OUTRIDER_CACHE_SECRET``, which outlives a restart, else from Ray's token.
-    """
+    """Return the 32-byte key that signs event ids of streams; empty if the API processes share no secret."""
+    # It is derived from OUTRIDER_CACHE_SECRET, which outlives a restart, else from Ray's token.
     secret = os.environ.get(SECRET_VARIABLE, "").encode() or _ray_token()
     return _derived(secret, b"outrider: ids of events") if secret else b""
 
 
 def cached_secret(folder: Path) -> str:
-    """Return this user's secret kept in a folder, 64 hexadecimal digits, so that streams can be resumed after a restart.
-
-    A file that is missing, damaged, of another user or open to others is replaced. If it cannot be written, the secret is lost
-    when the server ends.
-    """
+    """Return this user's secret kept in a folder, 64 hexadecimal digits, so that streams can be resumed after a restart."""
+    # A file that is missing, damaged, of another user or open to others is replaced. If it cannot be written, the secret is lost
+    # when the server ends.
     path = folder / "secret"
     with contextlib.suppress(OSError, ValueError):
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), encoding="ascii") as file:

@@ -13,10 +13,7 @@ FRESH_S = 0.5  # seconds for which an answer is reused
 
 
 class SharedAnswer(Generic[T]):
-    """Asynchronous call whose result or exception is shared by all callers meanwhile and shortly after. For one event loop.
-
-    Probes of many clients therefore cost the engines no more than those of one.
-    """
+    """Asynchronous call whose result or exception is shared by all callers meanwhile and shortly after. For one event loop."""
 
     def __init__(self, ask: Callable[[], Awaitable[T]], clock: Callable[[], float] = time.monotonic) -> None:
         self._ask, self._clock = ask, clock

@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 import numpy as np
-import numpy.typing as npt
 
-from outrider.decoding.budget.candidates import Float64Array
+from outrider.decoding.arrays import Float32Array, Float64Array, Int32Array
 from outrider.decoding.budget.features import (
     ALONE,
     BIGRAM,
@@ -29,9 +28,6 @@ from outrider.decoding.budget.features import (
     UNRANKED,
 )
 from outrider.decoding.jit import compiled
-from outrider.decoding.tree import Int32Array
-
-Float32Array = npt.NDArray[np.float32]
 
 # Priors, rounded from replays of retrieval, summary, code and chat texts. Counts replace them after the first steps.
 _SHARE = np.array([0.015, 0.06, 0.15, 0.3, 0.5, 0.7, 0.85, 1.0])  # by share bucket
@@ -91,11 +87,7 @@ def learn(
     """Count the children of reached rows as accepted or rejected, and return the highest entry of ``expected``.
 
     Updates in place: [NUM_FEATURES] ``seen``, ``accepted`` and ``chances``; [NUM_KINDS] ``expected`` (accepted rows that the
-    prior expects) and ``hits`` (rows accepted).
-
-    Args:
-        features: [n] feature of each row; the root's is not read.
-        reached: [m] the root and the accepted rows, in order of depth.
+    prior expects) and ``hits`` (rows accepted). ``reached`` are the root and the accepted rows, in order of depth.
     """
     for row in range(1, len(parents)):
         below = hit = False
@@ -121,10 +113,6 @@ class AcceptanceTable:
 
     A kind of feature whose rows keep failing (for example a poisoned history) is set aside: nothing is drafted from it for a
     number of steps. It then restarts from the prior, and is set aside for twice as long if it fails again.
-
-    Example: a feature with prior 0.5 that was seen 6 times and accepted 5 times has chance (5 + 4 * 0.5) / (6 + 4) = 0.7. Rows of
-    the history with an agreement of twelve tokens begin with a chance of 0.87. Of nineteen of them 16.5 were to be accepted; the
-    target refused them all: the history is left out of the next 256 steps.
     """
 
     def __init__(self) -> None:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from outrider.decoding.arrays import Int32Array, Int64Array
 from outrider.decoding.request import Request, StepReport
 from outrider.decoding.sources.history import Histories, History
-from outrider.decoding.sources.log.chains import BLOCK, MAX_MATCH, Int64Array
-from outrider.decoding.tree import SOURCES, DraftTree, Int32Array
+from outrider.decoding.sources.log.chains import BLOCK, MAX_MATCH
+from outrider.decoding.tree import SOURCES, DraftTree
 
 MODEL = "model"  # the target's own token, not drafted
 DOCUMENT, PROMPT, OUTPUT, TRIE, PUBLIC = "document", "prompt", "output", "trie", "public"
@@ -51,12 +52,7 @@ class _CopySource:
 def step_report(
     request: Request, tree: DraftTree, rows: Sequence[int], pieces: Sequence[str], memory: Histories | None
 ) -> StepReport:
-    """Build the report of a step, before its tokens are committed to the request.
-
-    Args:
-        rows: accepted rows that are emitted, in order.
-        pieces: text released by each emitted token; the bonus token's, if it is emitted, comes last.
-    """
+    """Build the report of a step, before its tokens are committed, from the emitted rows and the text released by each token."""
     sources = origins(request, tree, rows, memory)
     sources += [MODEL] * (len(pieces) - len(sources))
     return StepReport(tuple(pieces), tuple(sources), tree.num_candidates - 1)
@@ -65,16 +61,8 @@ def step_report(
 def origins(request: Request, tree: DraftTree, rows: Sequence[int], memory: Histories | None) -> list[str]:
     """Return the source of each accepted row: the drafter, or the text that it copied from.
 
-    Drafters do not record positions, and a copied token often occurs in several texts. The chosen text has the longest run, up to
-    32 tokens, that agrees with the tokens before the row, as these drafters prefer. Following rows that continue there keep that
-    text.
-
-    Example: document ``4 5 6 7``, prompt ``8 5 6 9``, output ``4``, and ``5 6 9`` accepted. ``5`` follows ``4`` in the document
-    alone, and ``6`` goes on there; ``9`` is not what the document has next, and is the prompt's.
-
-    Args:
-        request: before the rows are committed.
-        rows: rows on one path from the root, in order.
+    Drafters do not record positions. The chosen text has the longest run, up to 32 tokens, that agrees with the tokens before the
+    row. Following rows that continue there keep that text. ``rows`` are on one path from the root, not yet committed.
 
     Returns:
         Per row ``prompt``, ``output`` (the request's own), ``document`` (one of its references), ``trie`` (past outputs of its

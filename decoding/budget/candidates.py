@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
-
+from outrider.decoding.arrays import Float64Array, Int32Array
 from outrider.decoding.jit import compiled
-from outrider.decoding.tree import Int32Array
-
-Float64Array = npt.NDArray[np.float64]
 
 HASH_SLOTS = 4096  # hash slots for the children of one node
 MAX_CHILDREN = HASH_SLOTS // 2  # children of one node; searches end at a free slot, so some must remain

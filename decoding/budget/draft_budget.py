@@ -1,4 +1,4 @@
-"""Joint selection of drafted rows over all requests of a step."""
+"""Draft budgets: joint selection of rows over all requests of a step, with backoff; row limit of other strategies."""
 
 from __future__ import annotations
 
@@ -6,28 +6,88 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from outrider.decoding.budget.backoff import EXPLORED_ROWS, Backoff, Explorer
-from outrider.decoding.budget.candidates import Float64Array
+from outrider.decoding.arrays import Float64Array
 from outrider.decoding.budget.latency import LatencyCurve, StepLoad
 from outrider.decoding.budget.row_pricing import RowPricing
 from outrider.decoding.budget.tree_builder import TreeRows
-from outrider.decoding.step_output import BudgetCounts
+from outrider.decoding.request import Acceptance, BudgetCounts
+from outrider.decoding.tree import DraftTree
 
+_MOST_STEPS = 16  # longest pause, in steps
+_WORTH_GAIN = 0.25  # smoothing factor of a request's expected savings
+_EXPLORE_EVERY = 16  # proposals
+EXPLORED_ROWS = 2  # rows drafted by an explored request
 _NEAR = 0.9  # rows below this fraction of the least paying chance are not grown
 _ASKING_GAIN = 0.05  # smoothing factor of the seconds per asked request
 _EASED = 0.75  # the load has fallen if at most this share of the requests is left
-
+_RATE = 0.08  # smoothing factor of the expected gains
+_PRIOR = 0.4  # prior: accepted tokens that each doubling of the rows adds
+_SLACK = 1.5  # maximum time of a step with guesses for later steps, relative to one without
+_FURTHER = 2  # rows drafted beyond the best number (or half as many again, if more), to see whether more pay off
 # Grows the rows of a request, given its index and [n] the minimum chance of each row (see ``RowPricing.least_chances``).
 Grow = Callable[[int, Float64Array], TreeRows]
 _NO_ROWS, ANY_CHANCE = TreeRows.empty(0), np.zeros(1)
 
 
+class Backoff:
+    """Exponential backoff of one request, because proposing costs time too.
+
+    From the second fruitless answer on, the pause grows up to the number of other requests, which share the cost of asking.
+    """
+
+    __slots__ = ("_fruitless", "_left", "_worth_s", "drafted_at")
+
+    def __init__(self) -> None:
+        self._fruitless = self._left = 0
+        self._worth_s = 0.0
+        self.drafted_at = 0  # number of the last proposal in which it drafted
+
+    def should_draft(self) -> bool:
+        """Return whether the request is asked in this step. A False counts down its pause."""
+        if self._left > 0:
+            self._left -= 1
+            return False
+        return True
+
+    def end_step(self) -> None:
+        """End the pause and reset the backoff."""
+        self._fruitless = self._left = 0
+
+    def drafted(self, rows: int, requests: int, number: int, saved_s: float, asking_s: float) -> None:
+        """Record the answer to proposal ``number``: rows drafted, seconds that they are expected to save, seconds of asking."""
+        self._worth_s += (saved_s - self._worth_s) * _WORTH_GAIN
+        if rows:
+            self.drafted_at = number
+        if rows and max(saved_s, self._worth_s) > asking_s:
+            self._fruitless = 0
+            return
+        self._fruitless += 1
+        if self._fruitless > 1:
+            self._left = min(1 << min(self._fruitless - 2, 8), requests - 1, _MOST_STEPS)
+
+
+class Explorer:
+    """Occasional drafts that are not expected to pay off, to notice requests whose drafts would: the longest idle one in turn."""
+
+    def __init__(self) -> None:
+        self._without = 0
+
+    def pick(self, backoffs: Sequence[Backoff], number: int) -> int | None:
+        """Return the index of the request that drafts ``EXPLORED_ROWS`` rows regardless of cost, or None."""
+        if all(backoff.drafted_at >= number - 1 for backoff in backoffs):
+            return None
+        self._without += 1
+        if self._without < _EXPLORE_EVERY:
+            return None
+        self._without = 0
+        return min(range(len(backoffs)), key=lambda at: backoffs[at].drafted_at)
+
+
 class DraftBudget:
     """Selection of the rows that pay off in a step, by their chances and the device's latency curve.
 
-    Rows that cannot pay off are not grown (``RowPricing.least_chances``). Requests whose rows save less time than drafting costs
-    draft less often (``Backoff``), and occasionally one drafts regardless (``Explorer``). When the number of requests falls by a
-    quarter, all of them draft in the next step.
+    Requests whose rows save less time than drafting costs draft less often (``Backoff``), and occasionally one drafts regardless
+    (``Explorer``). When the number of requests falls by a quarter, all of them draft in the next step.
     """
 
     def __init__(self, latency: Callable[[], LatencyCurve]) -> None:
@@ -91,3 +151,33 @@ class DraftBudget:
     def emitted(self, tokens: int) -> None:
         """Count the tokens that a request got from the step."""
         self._pricing.emitted(tokens)
+
+
+class RowBudget:
+    """Row limit of a drafter that would otherwise draft as many rows as allowed, at most ``most`` per request and rank.
+
+    Strategies put their best guesses first. So each step shows how many tokens every smaller number of rows would have given: the
+    accepted rows among the first n. The best n maximizes expected tokens over step time; a few more rows are drafted so that it
+    can grow. A drafter that computes guesses for later steps (``Drafter.looks_ahead``) gets the rows that cost little.
+    """
+
+    def __init__(self, most: int, looks_ahead: bool) -> None:
+        self._counts, self._looks_ahead = np.arange(most + 1), looks_ahead
+        self._gains = _PRIOR * np.log2(1.0 + self._counts)  # [most + 1] expected accepted tokens by number of rows
+
+    def rows(self, curve: LatencyCurve, load: StepLoad, requests: int, ranks: int) -> int:
+        """Return the rows to draft for each of ``requests`` requests, on all ranks together."""
+        seconds = curve.seconds(load.rows + requests * self._counts.astype(np.float64), load)
+        if self._looks_ahead:
+            return int(np.count_nonzero(seconds <= _SLACK * seconds[0]) - 1) * ranks
+        best = int(np.argmax((1.0 + self._gains) / seconds))
+        return min(best + max(_FURTHER, best // 2), len(self._counts) - 1) * ranks
+
+    def observe(self, tree: DraftTree, acceptance: Acceptance, ranks: int) -> None:
+        """Update the expected gains from a verified tree."""
+        drafted = min(-(-(tree.num_candidates - 1) // ranks), len(self._counts) - 1)
+        if drafted > 0:
+            known, further = self._gains[: drafted + 1], self._gains[drafted + 1 :] - self._gains[drafted]
+            found = np.searchsorted(np.array(acceptance.rows), self._counts[: drafted + 1] * ranks, side="right")
+            known += _RATE * (found - known)
+            self._gains[drafted + 1 :] = known[-1] + further

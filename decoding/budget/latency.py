@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:  # imports numba, which a curve does not need
-    from outrider.decoding.budget.candidates import Float64Array
-    from outrider.decoding.request import Request
+from outrider.decoding.arrays import Float64Array
+from outrider.decoding.request import Request
 
-    # [n] rows, [n] seconds with at least that many rows, seconds per row beyond the last; seconds that the load adds per step and
-    # per row; minimum seconds of a step.
-    CurveParts = tuple[Float64Array, Float64Array, float, float, float, float]
+# [n] rows, [n] seconds with at least that many rows, seconds per row beyond the last; seconds that the load adds per step and per
+# row; minimum seconds of a step.
+CurveParts = tuple[Float64Array, Float64Array, float, float, float, float]
 
 _FLOOR = 0.25  # minimum step time as a fraction of a one-row step, since the fit for contexts may go below
 _FIELDS: dict[str, type] = {
@@ -49,10 +48,6 @@ class LatencyCurve:
     never falls: if more rows measured faster (as in half precision on a CPU), their time applies to fewer rows too. Each further
     sequence and KV entry adds its time, and so does each entry that a row attends to, which on a CPU is most of the cost of a
     wide tree after a long context. Contexts below the measured one do not make rows cheaper.
-
-    Example: 10 ms for one row, 12 ms for five, 22 ms for nine, behind 256 entries; 0.1 ms a sequence, 1 us an entry, 0.5 us for
-    a row to look at one. A step of two requests with 300 entries each, a root each and one drafted row takes 11 ms for its three
-    rows, 0.1 ms for the second sequence, 0.344 ms for the 344 entries more, and 3 * (300 - 256) * 0.5 us = 0.066 ms for looking.
 
     Raises:
         ValueError: fewer than two measurements, rows not ascending from 1, a time that is not positive, or a negative part.
@@ -105,12 +100,7 @@ class LatencyCurve:
         return self._at, self._least, self._slope, float(other), float(self.row_entry_s * farther), self._floor
 
     def critical_rows(self, slack: float = 1.2) -> int:
-        """Return the most measured rows that take at most ``slack`` times as long as one: the critical decoding length.
-
-        Lookahead (arXiv 2312.12728) configures it per device.
-
-        Example: 10, 11 and 16 ms for 1, 8 and 16 rows: 12 ms are reached a fifth of the way from 8 to 16, so 9 rows.
-        """
+        """Return the most rows that take at most ``slack`` times as long as one: the critical length (arXiv 2312.12728)."""
         assert slack >= 1, slack
         counts = np.arange(1, self.rows[-1] + 1)
         most = slack * self._least[0] * (1 + 1e-12)  # exact equality is within the limit

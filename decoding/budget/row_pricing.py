@@ -7,16 +7,117 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from outrider.decoding.budget.candidates import Float64Array
-from outrider.decoding.budget.latency import LatencyCurve, StepLoad
-from outrider.decoding.budget.step_price import fill_counts, price_rows, seconds_of
-from outrider.decoding.tree import Int32Array
+from outrider.decoding.arrays import Float64Array, Int32Array, Int64Array
+from outrider.decoding.budget.latency import CurveParts, LatencyCurve, StepLoad
+from outrider.decoding.jit import compiled
 
 _START_STEPS, _DECAY = 10.0, 0.998  # weight of the initial guess in steps; decay per step
 _PRICED_ROWS = 64  # rows of a request with separate prices; further rows have the last price
-
-
 _NO_DEPTHS = np.zeros(0, np.int32)
+
+
+@compiled
+def seconds_of(rows: float, curve: CurveParts) -> float:
+    """Return the seconds of a step of ``rows`` rows, bit-identical to ``LatencyCurve.seconds``."""
+    at, least, slope, other, row_s, floor = curve
+    last = len(at) - 1
+    if rows >= at[last]:
+        step = least[last]
+    elif rows <= at[0]:
+        step = least[0]
+    else:
+        low = 0
+        while at[low + 1] <= rows:
+            low += 1
+        step = least[low]
+        if at[low] != rows:
+            step = (least[low + 1] - least[low]) / (at[low + 1] - at[low]) * (rows - at[low]) + least[low]
+    return float(max(step + max(rows - at[last], 0.0) * slope + rows * row_s + other, floor))
+
+
+@compiled
+def price_rows(curve: CurveParts, base: int, ranks: int, prices: Float64Array) -> float:
+    """Fill in the minimum price of further rows, and return the seconds of a step that drafts nothing (``base`` rows).
+
+    [n] ``prices`` is non-decreasing: minimum seconds that a row adds with at least that many drafted rows before it, averaged
+    with any number of rows after it.
+    """
+    at, _, slope, _, row_s, _ = curve
+    seconds = np.empty(len(at))
+    for knot in range(len(at)):
+        seconds[knot] = seconds_of(at[knot], curve)
+    # With several ranks the cost of a later row depends on the tree, so that the first row's price applies to all.
+    least = (slope + row_s) / ranks
+    for drafted in range(0 if ranks > 1 else len(prices) - 1, -1, -1):
+        here = seconds_of(float(drafted + base), curve)
+        for knot in range(len(at) - 1, -1, -1):  # time is linear in the rows between knots
+            further = (at[knot] - base) * ranks - drafted
+            if further <= 0:
+                break
+            least = min(least, (seconds[knot] - here) / further)
+        prices[drafted] = least
+    if ranks > 1:
+        prices[:] = prices[0]
+    return seconds_of(float(base), curve)
+
+
+@compiled
+def largest_part(drafted: float, deepest: float, ranks: int, spine: int) -> float:
+    """Return the drafted rows of the rank that computes the most, which determines the time of the step.
+
+    Trees are partitioned as runs of leaves with their ancestors (``DraftTree.partition``): no part is smaller than the longest
+    path. Half of a path of the tree's depth is assumed to be repeated, on each rank but one.
+
+    Args:
+        drafted: rows of all trees, without roots.
+        deepest: sum of the depths of all trees.
+        ranks: ranks that share the step, each with a copy of the model.
+        spine: tokens of all requests that the previous step accepted, computed again on ranks that did not compute them.
+    """
+    if ranks == 1:
+        return drafted
+    return max(deepest, drafted / ranks + deepest * ((ranks - 1) / ranks / 2)) + spine
+
+
+@compiled
+def fill_counts(
+    curve: CurveParts, base: int, chances: Float64Array, depths: Int32Array, token_s: float, ranks: int, spine: int,
+    ends: Int64Array, counts: Int64Array,
+) -> float:  # fmt: skip
+    """Fill in how many rows of each request pay off (see ``rows_to_draft``), and return the seconds of the step.
+
+    Args:
+        chances, depths: of the rows of all requests, contiguous; chances are non-increasing per request.
+        ends, counts: [requests] end of the rows of each request; filled with its paying rows.
+    """
+    heads, deep = np.empty(len(ends), np.int64), np.zeros(len(ends), np.int64)
+    for one in range(len(ends)):
+        heads[one] = ends[one - 1] if one else 0
+    taken = np.empty(len(chances), np.int64)  # request of each row, likeliest row first
+    best = 0
+    expected = deepest = 0.0
+    best_s = seconds_of(largest_part(0.0, 0.0, ranks, spine) + base, curve)
+    best_gain = -best_s
+    for drafted in range(1, len(chances) + 1):
+        owner = -1
+        for one in range(len(ends)):
+            if heads[one] < ends[one] and (owner < 0 or chances[heads[one]] > chances[heads[owner]]):
+                owner = one
+        taken[drafted - 1] = owner
+        expected += chances[heads[owner]]
+        if ranks > 1:
+            depth = depths[heads[owner]]
+            deepest += max(depth - deep[owner], 0)
+            deep[owner] = max(depth, deep[owner])
+        heads[owner] += 1
+        seconds = seconds_of(largest_part(float(drafted), deepest, ranks, spine) + base, curve)
+        gain = expected * token_s - seconds
+        if gain > best_gain:
+            best, best_gain, best_s = drafted, gain, seconds
+    counts[:] = 0
+    for at in range(best):
+        counts[taken[at]] += 1
+    return best_s
 
 
 def rows_to_draft(
@@ -35,14 +136,12 @@ def rows_to_draft(
     is chosen; 0 is allowed.
 
     Example: steps of one, two and three rows take 1.0, 1.1 and 1.8 ms, the chances are 0.5 and 0.4, and a token is worth 0.8 ms:
-    one row gains 0.4 and costs 0.1 ms, the second gains 0.32 and costs 0.7 ms more, so one row is drafted, and the step takes
-    1.1 ms. With two ranks and both rows below the root, one rank computes either: the second row costs nothing, and both are
-    drafted.
+    one row gains 0.4 and costs 0.1 ms, the second gains 0.32 and costs 0.7 ms more, so one row is drafted.
 
     Args:
         chances: chances of the rows of each request, non-increasing; at least one request.
         depths: depths of the same rows, each after its parent; required if ranks share the step.
-        ranks, spine: see ``decoding.budget.step_price.largest_part``.
+        ranks, spine: see ``largest_part``.
     """
     shared = np.concatenate(depths, dtype=np.int32) if ranks > 1 else _NO_DEPTHS
     ends, counts = np.array([*itertools.accumulate(map(len, chances))], np.int64), np.empty(len(chances), np.int64)
@@ -72,12 +171,7 @@ class TokenTime:
 class RowPricing:
     """Choice of the rows that pay off in each step, with token prices learned while serving.
 
-    Each number of ranks and power of two of requests has its own token price, so a load that has passed does not affect others.
-    The initial price is that of plain decoding. Rows beside a prefill cost only what they add. A token is worth the recent
-    average over steps with and without prefills, because it is unknown which of them an accepted token saves.
-
-    Example: plain decoding alone takes 10 ms a token. Among eight requests a step takes 12 ms, a token 1.5: there a row that adds
-    1 ms needs a chance of 0.67, alone one of 0.1.
+    Each number of ranks and power of two of requests has its own token price, initially that of plain decoding.
     """
 
     def __init__(self, curve: LatencyCurve) -> None:
@@ -115,7 +209,8 @@ class RowPricing:
 
     def emitted(self, tokens: int) -> None:
         """Count the tokens that a request got from the step."""
-        # Requests without a draft count too, otherwise the price would never fall.
+        # Requests without a draft count too, otherwise the price would never fall. The average is over steps with and without
+        # prefills, because it is unknown which of them an accepted token saves.
         self._time().add(tokens * self._decoding, self._decode_s / self.curve.one_row_s, 1 / self._decoding)
 
     def _own(self, seconds: float) -> float:

@@ -1,8 +1,6 @@
 """Best-first growth of a draft tree from all draft sources.
 
-A node's children come from occurrences of its context elsewhere (weighted by the length of agreement), from tokens that the
-target ranked after its token, and from generally frequent tokens. Their chances given the parent are measured acceptance rates
-(``decoding.budget.acceptance``). The children with the highest product of chances along their path become rows.
+The children with the highest product of chances along their path (``decoding.budget.acceptance``) become rows.
 """
 
 from __future__ import annotations
@@ -11,7 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from outrider.decoding.budget.candidates import HASH_SLOTS, MAX_CHILDREN, Float64Array, clear_slots, pop, push, slot_of
+from outrider.decoding.arrays import Float64Array, Int32Array, Int64Array
+from outrider.decoding.budget.candidates import HASH_SLOTS, MAX_CHILDREN, clear_slots, pop, push, slot_of
 from outrider.decoding.budget.features import (
     ALONE,
     BIGRAM,
@@ -37,9 +36,8 @@ from outrider.decoding.budget.features import (
     share_bucket,
 )
 from outrider.decoding.jit import compiled
-from outrider.decoding.sources.log.chains import BLOCK, Int64Array, Log, LogArrays, follower, gather, unigram_bucket
+from outrider.decoding.sources.log.chains import BLOCK, Log, LogArrays, follower, gather, unigram_bucket
 from outrider.decoding.sources.ranked.contexts import WORDS, Contexts, PlainContexts, most_alike
-from outrider.decoding.tree import Int32Array
 
 MAX_CANDIDATES = 8192  # candidate nodes of one tree
 MAX_OCCURRENCES = 8192
@@ -116,8 +114,7 @@ class TreeRows:
     """Grown tree.
 
     Args:
-        numbers: [5, n + 1] per row, the root first: token, row of the parent, kind of feature (``NUM_KINDS`` for the root),
-            feature (0 for the root), depth.
+        numbers: [5, n + 1] token, row of the parent, kind of feature, feature, depth; the root, first, has ``NUM_KINDS`` and 0.
         chances: [n] chances of the rows below the root, non-increasing.
     """
 
@@ -338,9 +335,6 @@ def open_node(
 ) -> int:  # fmt: skip
     """Create the children of a node with their chances, and return the number of used candidates.
 
-    Order: occurrences, tokens that the target ranked in a similar context (which also set the level of occurrences, see
-    ``UNKNOWN``), tokens that it last ranked after the token alone.
-
     Args:
         three: the two tokens before the node's, -1 for none, and its own.
         parent: row of the node's parent, -1 for the root.
@@ -369,10 +363,7 @@ def build_tree(
     logs: Logs, context: Int32Array, plain_ranked: PlainRanked, measures: Measures, limits: Limits,
     plain_pool: PlainPool, numbers: Int32Array, row_chances: Float64Array,
 ) -> int:  # fmt: skip
-    """Grow a tree below the last token of ``context``, best chances first, and return the number of rows below the root.
-
-    Fills ``numbers`` and ``row_chances`` (see ``Rows``), which must be large enough for the limits.
-    """
+    """Grow a tree below the last token of ``context``, best chances first; fill the arrays of ``TreeRows``, return its size."""
     ranked, pool = RankedTokens(*plain_ranked), Workspace(*plain_pool)
     tokens, parents, kinds, features, depths = numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]
     log_tokens = logs[0][0][0], logs[1][0][0], logs[2][0][0], logs[3][0][0]

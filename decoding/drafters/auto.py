@@ -6,10 +6,9 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from outrider.decoding.arrays import Float64Array, Int32Array
 from outrider.decoding.budget.acceptance import AcceptanceTable, AcceptanceTables
-from outrider.decoding.budget.backoff import Backoff
-from outrider.decoding.budget.candidates import Float64Array
-from outrider.decoding.budget.draft_budget import ANY_CHANCE, DraftBudget
+from outrider.decoding.budget.draft_budget import ANY_CHANCE, Backoff, DraftBudget
 from outrider.decoding.budget.features import (
     BIGRAM,
     COPY,
@@ -25,14 +24,13 @@ from outrider.decoding.budget.features import (
 from outrider.decoding.budget.latency import StepLoad
 from outrider.decoding.budget.tree_builder import TreeRows, Workspace, build_tree
 from outrider.decoding.drafters.base import Drafter, Target, TargetRows, check_least
-from outrider.decoding.request import Acceptance, Request, SamplingParams
+from outrider.decoding.request import Acceptance, BudgetCounts, Request, SamplingParams
 from outrider.decoding.sources.history import Histories, History, compile_recall
 from outrider.decoding.sources.log.chains import BLOCK, MAX_MATCH
 from outrider.decoding.sources.log.token_log import TokenLog, compile_log
 from outrider.decoding.sources.ranked.contexts import NO_CONTEXTS, NO_SIGNS
 from outrider.decoding.sources.ranked.successors import LearningSteps, SuccessorTables
-from outrider.decoding.step_output import BudgetCounts
-from outrider.decoding.tree import SOURCES, DraftTree, Int32Array
+from outrider.decoding.tree import SOURCES, DraftTree
 
 _SOURCE_OF_KIND = np.zeros(NUM_KINDS + 1, np.int8)  # the last entry is the root's
 _SOURCE_OF_KIND[[COPY, COPY_FRESH]] = SOURCES.index("copy")
@@ -84,9 +82,8 @@ class AutoDrafter(Drafter):
 
     * ``copy``: occurrences of the path to the node, and of ever shorter suffixes of it, in the prompt, the references and the
       request's own output; ``similar``: the same in texts of similar past requests; ``history``: the same in other outputs of its
-      tenant and in public texts. The longest agreement counts most, as in LLMA (arXiv 2304.04487) and suffix decoding, and
-      frequent continuations count more, as in the tries of Lookahead (arXiv 2312.12728): an occurrence weighs 2 to the power of
-      the number of agreeing tokens, and a child has its share of the total weight.
+      tenant and in public texts. An occurrence weighs 2 to the power of the number of agreeing tokens (longest agreement as in
+      LLMA, arXiv 2304.04487, frequency as in Lookahead, arXiv 2312.12728), and a child has its share of the total weight.
     * ``recycling`` (Token Recycling with contexts): tokens that the target ranked after the node's token when it last read a
       similar context, by its last hidden state (``decoding.sources.ranked``) or, if that is unknown, by the tokens before; and
       tokens that it last ranked after the token alone, for the same tenant.
@@ -95,21 +92,15 @@ class AutoDrafter(Drafter):
 
     If the request's grammar allows one text only and the tree does not hold it, that text is drafted instead (``grammar``).
 
-    The chance of a child given its parent is an acceptance rate learned while serving, by kind of feature, length of agreement
-    and share; for ranked tokens by likelihood and by similarity of the contexts. The ranking in a similar context also adjusts
-    the chances of occurrences (as AdaPLD, arXiv 2606.05742, uses the rows of copied positions). If several sources give a child,
-    the highest chance counts. Rows are ordered by the product of chances along the path, and as many are drafted as are expected
-    to pay off on this device.
-
-    If ranks share a step, a row costs what it adds to the largest part of the tree (``decoding.budget.step_price.largest_part``).
-    More rows pay off then, so there are more frequent tokens, more occurrences per node, and rows with lower chances.
+    The chance of a child given its parent is a learned acceptance rate (``AcceptanceTable``). The ranking in a similar context
+    also adjusts the chances of occurrences (as AdaPLD, arXiv 2606.05742, uses the rows of copied positions). If several sources
+    give a child, the highest chance counts. Rows are ordered by the product of chances along the path, and as many are drafted as
+    are expected to pay off on this device (``DraftBudget``). If ranks share a step, more rows pay off, so there are more frequent
+    tokens, more occurrences per node, and rows with lower chances.
 
     **Privacy**: no text of a tenant reaches another. A request without a tenant drafts only from its own texts, its own rankings
     and, if allowed, public texts, with separate acceptance rates, and leaves nothing behind. Only step and row costs, which
     contain no tokens, are shared by all.
-
-    Example: after ``4 5 6 | 4 5`` with nothing else known, ``6 4 5`` is drafted as a chain of copies, beside the tokens that are
-    frequent.
 
     Args:
         max_depth: maximum depth of the tree, at least 1.

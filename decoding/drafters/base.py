@@ -9,21 +9,16 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from outrider.decoding.arrays import Int32Array, Int64Array, SignedArray
 from outrider.decoding.budget.features import TOKEN_MASK
 from outrider.decoding.budget.latency import LatencyCurve, StepLoad
-from outrider.decoding.request import Acceptance, Request
-from outrider.decoding.sources.branches import tree_of
-from outrider.decoding.sources.embeddings import Int64Array
+from outrider.decoding.request import Acceptance, BudgetCounts, Request
 from outrider.decoding.sources.history import Histories
 from outrider.decoding.sources.ranked.contexts import WORDS, signs_of
-from outrider.decoding.step_output import BudgetCounts
-from outrider.decoding.tree import SOURCES, DraftTree, Int32Array
+from outrider.decoding.tree import SOURCES, DraftTree, tree_of
 
 if TYPE_CHECKING:
     import torch  # needed only for logits: a strategy's options are checked without torch
-
-    from outrider.decoding.drafters.with_model.draft_model import DraftModel
-    from outrider.decoding.sampling.ranking import SignedArray
 
 State = TypeVar("State")
 
@@ -53,13 +48,11 @@ class TargetRows:
     """Outputs of the target at each row of a computed tree. Valid during ``observe`` only: it refers to the step's logits.
 
     Args:
-        ids: [n] most likely token after each row, window rows included, for greedy and sampled requests alike. In a replay of
-            known outputs (``decoding.replay``) only the accepted path is known: -1 elsewhere.
-        logits: [>= first + n, vocab] raw logits, those of these rows from ``first`` on; None in a replay, or if they are on other
-            ranks.
-        ranked: [n, k] top-k tokens in the form of ``ranked``, if the ranks that computed the rows were asked for them (see
-            ``Drafter.top_k``). Ignored if there are logits.
-        first: row of the root in the logits.
+        ids: [n] most likely token after each row, window rows included, for greedy and sampled requests alike; in a replay
+            (``decoding.replay``) -1 off the accepted path.
+        logits: [>= first + n, vocab] raw logits; None in a replay, or if they are on other ranks.
+        ranked: [n, k] result of ``ranked`` from the ranks that computed the rows (``Drafter.top_k``). Ignored with logits.
+        first: row of the root in ``logits`` and ``hidden``.
         highest: argmax data of all logits from ``decoding.sampling.ranking.argmax_rows``, if available.
         hidden: [>= first + n, hidden size] bits of the final hidden states of the same rows, if available.
     """
@@ -106,8 +99,7 @@ class TargetRows:
     def ranked(self, rows: Sequence[int], k: int) -> Int32Array:
         """Return ``top_k`` with each token's likelihood bucket, relative to the row's other tokens, above ``TOKEN_BITS``.
 
-        With logits each row costs a pass over the vocabulary: pass few rows, only if ``has_logits``, and at most
-        ``Drafter.top_k`` tokens.
+        With logits each row costs a pass over the vocabulary. Requires ``has_logits``, and at most ``Drafter.top_k`` tokens.
         """
         if self._logits is None:
             assert self._ranked is not None, "no ranked tokens: check has_logits first, or declare needs_logits"
@@ -135,6 +127,28 @@ class Target(Protocol):
 
     def latency(self) -> LatencyCurve:
         """Return the latency curve of its steps on this device."""
+        ...
+
+
+class DraftModel(Protocol):
+    """Second, smaller causal language model over the same tokens, with its own KV in the requests' slots.
+
+    It tracks the tokens that it has computed of each request: the next call computes those that are missing.
+    """
+
+    vocab_size: int  # the target's, and the size of the logits: -inf for tokens that the draft model lacks
+    max_model_len: int  # maximum tokens of a sequence, its draft included
+
+    def catch_up(self, requests: Sequence[Request]) -> list[bool]:
+        """Return whether each request can be drafted for now: not if it is too long, or lacks more than one step's tokens."""
+        ...
+
+    def next_logits(self, requests: Sequence[Request], chains: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Return [n, vocab] logits after each ready request's tokens and its chain, with one forward for all."""
+        ...
+
+    def tree_logits(self, requests: Sequence[Request], trees: Sequence[DraftTree]) -> list[torch.Tensor]:
+        """Return [len(tree), vocab] logits after each row of each ready request's tree, all computed anew, with one forward."""
         ...
 
 
@@ -169,17 +183,12 @@ class Drafter(ABC):
         """Return one tree per request, in order, rooted at its last committed token.
 
         Args:
-            budgets: maximum rows per request, on all ranks together, without the root but with window rows; 0 requests the root
-                alone.
+            budgets: maximum rows per request, on all ranks together, without the root but with window rows; 0: the root alone.
             load: other work of the step; by default a step of these requests alone. Published strategies ignore it.
         """
 
     def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:  # noqa: B027
-        """Learn from a step, after its tokens were committed. Not called for the step that ends a request.
-
-        ``tree`` is the computed tree: it may hold fewer rows than the proposed one (see ``DraftTree.clipped``), and is the root
-        alone if the drafter was not asked, as after a prefill.
-        """
+        """Learn from a step and its computed tree, after its tokens were committed. Not called for a request's last step."""
 
     def budget(self) -> BudgetCounts | None:
         """Return the decisions of the row budget, or None if the strategy has none. Callable from any thread."""
@@ -228,10 +237,7 @@ class RequestDrafter(Drafter, Generic[State]):
 
 
 class CopyDrafter(RequestDrafter[State]):
-    """Drafter that copies the tokens after an earlier occurrence of the text's end.
-
-    If ranks share a step, the tree has one branch per rank: copies with a common prefix share rows, and duplicates are skipped.
-    """
+    """Drafter that copies the tokens after earlier occurrences of the text's end: one branch per rank that shares the step."""
 
     source: int  # in ``SOURCES``
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from outrider.decoding.budget.draft_budget import RowBudget
 from outrider.decoding.budget.latency import LatencyCurve, StepLoad
-from outrider.decoding.budget.row_budget import RowBudget
 from outrider.decoding.drafters.base import Drafter, Target, TargetRows
-from outrider.decoding.request import Acceptance, Request
-from outrider.decoding.step_output import BudgetCounts
+from outrider.decoding.request import Acceptance, BudgetCounts, Request
 from outrider.decoding.tree import DraftTree
 
 
@@ -16,13 +15,8 @@ class ByRequest(Drafter):
     """Drafter that sends each request to the drafter of its strategy (``Request.strategy``), for its whole life.
 
     No other drafter proposes for it or learns from it. Drafters that keep past outputs share one history, the largest of theirs:
-    they draft from each other's texts, a deletion applies to all of them, and replicas share it.
-
-    The first strategy proposes last, and sees the rows that the others drafted as rows that the step computes anyway.
-
-    Example: with ``auto`` and ``llma``, four requests of which the second asks for ``llma``: ``llma`` drafts 20 rows for it, then
-    ``auto`` decides what the first, third and fourth are worth in a step of 4 + 20 rows. The trees come back in the order of the
-    requests.
+    a deletion applies to all of them, and replicas share it. The first strategy proposes last, and sees the rows that the others
+    drafted as rows that the step computes anyway.
 
     Args:
         drafters: new drafters by strategy, at least one. The first is the default.

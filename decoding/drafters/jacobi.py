@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.drafters.base import RequestDrafter, Target, TargetRows, check_least
 from outrider.decoding.request import Acceptance, Request
-from outrider.decoding.sources.branches import tree_of
 from outrider.decoding.sources.jacobi_window import JacobiBlock, JacobiWindow, Ngram, NgramPool, PromptTokens, WindowRows
-from outrider.decoding.tree import SOURCES, DraftTree, Int32Array
+from outrider.decoding.tree import SOURCES, DraftTree, tree_of
 
 _SOURCE = SOURCES.index("jacobi")
 
@@ -128,26 +128,22 @@ class JacobiDrafter(RequestDrafter[_Lookahead | _PlainJacobi]):
 
     Beside the next token, each forward computes a window of guesses (``JacobiWindow``). The target's token for a column continues
     its Jacobi trajectory and completes an n-gram for the pool (``NgramPool``). N-grams that begin with the last committed token
-    are drafted as candidates. The window uses the target's most likely tokens, for sampled requests too; this does not change the
-    output.
+    are drafted as candidates. The window uses the target's most likely tokens, for sampled requests too.
 
     With ``ngram`` 2 it is plain Jacobi decoding (section 2; Santilli et al., arXiv 2305.10427): the draft is a block of
-    ``window`` guesses; the prefix that the target agrees with is accepted, and every other guess is replaced by the target's
-    token at its position. There is no pool then, and ``guesses`` and ``prompt_as_reference`` have no effect.
+    ``window`` guesses (``JacobiBlock``). There is no pool then, and ``guesses`` and ``prompt_as_reference`` have no effect.
 
     Example: root 5, pool ``5: (6 9 7), (6 8 8)``, window of three levels ``_ 1``, ``2 3`` and ``4 0``. Candidates are ``6 8 8``
     and, below the same 6, ``9 7``. Window rows are 1 and ``2 4`` below the root, and ``3 0`` below 1.
 
     Rows: at most ``(window + guesses) * (ngram - 1) - 1``; the defaults give 63, for a budget of 64. The paper uses ngram 5 and,
     on an A100, window and guesses of 15 for 7 B parameters (119 rows), 10 for 13 B and 7 for 34 B. With a smaller budget
-    candidates come first, then whole window columns as far as they fit. While the window fills (``ngram - 2`` steps), it is
-    computed completely or not at all, at the width that the budget allows. It is not computed if the request ends too soon to
-    verify its n-grams.
+    candidates come first, then whole window columns. While the window fills (``ngram - 2`` steps), it is computed completely or
+    not at all, at the width that the budget allows.
 
-    If ranks share a step (lookahead parallelism, section 3.4), window and guesses apply per rank: with two there are 16 columns
-    and 16 guesses by default, partitioned as runs of columns and of n-grams. The guesses follow changes of the number of ranks; a
-    window keeps its columns: those beyond the ranks or the budget wait, and the next request begins with another number. The
-    block of plain Jacobi decoding is one chain, which cannot be partitioned.
+    If ranks share a step (lookahead parallelism, section 3.4), window and guesses apply per rank. The guesses follow changes of
+    the number of ranks; a window keeps its columns, and those beyond the ranks or the budget wait. The block of plain Jacobi
+    decoding is one chain, which cannot be partitioned.
 
     Departures from the paper's code: the token after a fully accepted n-gram is kept; the window begins after the prefill, which
     has no draft, and candidates are verified while it fills; n-grams with a common prefix share rows; the first guesses are drawn

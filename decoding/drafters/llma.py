@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from outrider.decoding.arrays import Int32Array, Int64Array
 from outrider.decoding.drafters.base import CopyDrafter, Target, check_choice, check_least
 from outrider.decoding.request import Request
 from outrider.decoding.sources.history import Histories, History, compile_recall
-from outrider.decoding.tree import SOURCES, Int32Array
-
-Positions = npt.NDArray[np.int64]
+from outrider.decoding.tree import SOURCES
 
 TIES = ("first", "recent", "random")
 
@@ -20,14 +18,10 @@ _END = -1  # separator after each reference; not a token id
 _STREAM = 1  # random stream of the request's seed, apart from the sampling stream
 
 
-def agreements(text: Int32Array, ends: Positions, query: Int32Array, max_length: int) -> list[Positions]:
-    """Return the positions in a text that agree with the end of a query in at least 1, 2, ... tokens, read backwards.
+def agreements(text: Int32Array, ends: Int64Array, query: Int32Array, max_length: int) -> list[Int64Array]:
+    """Return the positions in a text that agree with the end of a query in at least 1, 2, ... tokens, up to ``max_length``.
 
-    Example: text ``4 5 6 5``, query ``9 4 5``: the ends 1 and 3, where 5 stands, agree in one token, and 1 in two.
-
-    Args:
-        ends: [m] ascending positions of the query's last token in ``text``; the result is empty if there are none.
-        max_length: longest agreement to measure.
+    ``ends`` are the [m] ascending positions of the query's last token in ``text``.
     """
     levels = [ends] if len(ends) else []
     while levels and len(levels) < min(max_length, len(query)):
@@ -40,7 +34,7 @@ def agreements(text: Int32Array, ends: Positions, query: Int32Array, max_length:
     return levels
 
 
-def _of_length(levels: list[Positions], length: int) -> Positions:
+def _of_length(levels: list[Int64Array], length: int) -> Int64Array:
     """Return the positions that agree in exactly ``length`` tokens."""
     if length > len(levels):
         return np.zeros(0, np.int64)
@@ -57,10 +51,10 @@ class ReferenceIndex:
         self._order = np.argsort(self.text, kind="stable")  # [n] positions by token, then by position
         self._sorted = self.text[self._order]  # [n]
 
-    def ends(self, token: int) -> Positions:
+    def ends(self, token: int) -> Int64Array:
         """Return [m] ascending positions of a token, without those at the end of a reference."""
         left, right = np.searchsorted(self._sorted, [token, token + 1])
-        ends: Positions = self._order[left:right]
+        ends: Int64Array = self._order[left:right]
         ends = ends[self.text[ends + 1] != _END]
         return ends
 
@@ -81,14 +75,12 @@ class _State:
 class LlmaDrafter(CopyDrafter[_State]):
     """Inference with reference (LLMA, arXiv 2304.04487, sections 2 and 3).
 
-    At each step the last ``match_length`` output tokens are looked up in the references. The occurrence whose preceding tokens
-    agree longest with the output is chosen, and the ``copy_length`` tokens after it are drafted. References are, in this order:
-    those of the request (documents, earlier turns), its prompt, outputs and documents of the tenant's most similar past requests
-    (the paper's cache-assisted generation), and the output itself.
+    The last ``match_length`` output tokens are looked up in the references. The occurrence whose preceding tokens agree longest
+    with the output is chosen, and the ``copy_length`` tokens after it are drafted. References are, in this order: those of the
+    request (documents, earlier turns), its prompt, outputs and documents of the tenant's most similar past requests (the paper's
+    cache-assisted generation), and the output itself. If ranks share a step, further copies come from the next best occurrences.
 
     Example: reference ``4 5 6 7``, output ``9 5``: ``5`` matches and ``6 7`` is drafted.
-
-    If ranks share a step, further copies come from the other occurrences with the longest agreement, then from shorter ones.
 
     Departures from the paper: ties go to the first occurrence, as in the published code, unless ``ties`` selects the paper's
     random choice. Departures from the published code: an occurrence at the end of a reference is skipped, agreement is measured
@@ -177,7 +169,7 @@ class LlmaDrafter(CopyDrafter[_State]):
                     start = int(own_ends[choice - len(ends)]) + 1
                     yield output[start : start + count]
 
-    def _own(self, output: Int32Array) -> list[Positions]:
+    def _own(self, output: Int32Array) -> list[Int64Array]:
         ends = np.flatnonzero(output[:-1] == output[-1]) if self._include_output else np.zeros(0, np.int64)
         return agreements(output, ends, output, self._max_context)
 

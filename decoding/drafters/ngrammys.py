@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.drafters.base import RequestDrafter, Target, check_choice, check_least
 from outrider.decoding.request import Request
-from outrider.decoding.sources.branches import tree_of
 from outrider.decoding.sources.ngrams import ContextNgrams
-from outrider.decoding.tree import SOURCES, DraftTree, Int32Array
+from outrider.decoding.tree import SOURCES, DraftTree, tree_of
 
 _CONTEXT, _BIGRAM, _UNIGRAM = (SOURCES.index(name) for name in ("context_ngram", "bigram", "unigram"))
 _ALLOCATIONS = ("mixed", "context", "bigram", "unigram")
@@ -19,27 +19,24 @@ _SPARE_WIDTH = 32  # minimum width of the bigram table, in case ranks share a st
 class NgrammysDrafter(RequestDrafter[ContextNgrams]):
     """Learning-free batched speculation (N-Grammys, arXiv 2411.03786, section 4): k rows of w tokens.
 
-    Allocation ``mixed`` (section 4.3): first the continuations of earlier occurrences of the last q tokens, by count and then by
-    recency (``ContextNgrams``). Then extended bigram rows: row j begins with the model's j-th token after the last token alone,
-    and continues with the model's first token after each. If the bigram table is narrower than the rows to fill, rows that begin
-    with tokens of the unigram ranking follow, extended in the same way.
+    Allocation ``mixed`` (section 4.3): first the continuations of earlier occurrences of the last q tokens (``ContextNgrams``).
+    Then extended bigram rows: row j begins with the model's j-th token after the last token alone, and continues with the model's
+    first token after each. If the bigram table is narrower than the rows to fill, rows that begin with tokens of the unigram
+    ranking follow, extended in the same way.
 
     Example: last token 5, k = 3, w = 3, and the model says ``4, 7`` after 5, ``2`` after 4, ``4`` after 2, ``5`` after 7, ``4``
     after 5 in first place. The context holds ``5 1 3 3`` once. Rows: ``1 3 3`` (context), ``4 2 4`` and ``7 5 4`` (bigram).
 
-    Layouts: ``tree`` merges rows with a common prefix, so that no token is computed twice; ``batched`` keeps the published block,
-    each row a separate chain below the root. Both emit the same text in the same steps, since rows with a common prefix are
-    verified side by side, and the row that agrees longest is taken, as in the published code. A budget below k * w is filled with
-    rows by rank; the last one is cut.
+    Layouts: ``tree`` merges rows with a common prefix; ``batched`` keeps the published block, each row a separate chain below the
+    root. Both emit the same text in the same steps. A budget below k * w is filled with rows by rank; the last one is cut.
 
     If ranks share a step, there are ``ranks * k`` rows of w tokens. Up to ``ranks * table_width`` of the model's tokens begin a
     row, but at most 32 unless ``table_width`` is larger.
 
     Departures from the paper: the block is not a batch of k sequences with k copies of the KV, but k branches of one sequence
     under a tree mask. The paper does not define the context of a token in the tables of section 4.1: here it is the model's
-    beginning or end token, since a token alone at position 0 would be read as such (see ``engine.target``). The unigram ranking
-    follows the paper's text (distance from the mean), not its listing (inner product). Sampling, which the paper leaves open,
-    follows the engine's rule. Before ``prepare``, only the context is used.
+    beginning or end token (see ``engine.target``). The unigram ranking follows the paper's text (distance from the mean), not its
+    listing (inner product). Before ``prepare``, only the context is used.
 
     Args:
         k: rows per rank, at least 1.

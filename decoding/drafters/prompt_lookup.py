@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.drafters.base import CopyDrafter, RequestDrafter, Target, TargetRows, check_least
 from outrider.decoding.request import Acceptance, Request
-from outrider.decoding.sources.branches import tree_of
 from outrider.decoding.sources.ngrams import NgramIndex
-from outrider.decoding.tree import SOURCES, DraftTree, Int32Array
+from outrider.decoding.tree import SOURCES, DraftTree, tree_of
 
 _COPIED, _RANKED = SOURCES.index("prompt_lookup"), SOURCES.index("recycling")
 _MOST_CONTEXT = 64  # maximum tokens before an occurrence that are compared
@@ -17,12 +17,10 @@ _MOST_CONTEXT = 64  # maximum tokens before an occurrence that are compared
 class PromptLookupDrafter(CopyDrafter[NgramIndex]):
     """Prompt lookup decoding of transformers: the ``num_tokens`` tokens after the first occurrence of the last n-gram.
 
-    N-gram sizes go from ``max_ngram`` down to 1, over prompt and output.
+    N-gram sizes go from ``max_ngram`` down to 1, over prompt and output. If ranks share a step, further copies come from other
+    occurrences of the longest n-gram, the latest first, and of shorter ones.
 
     Example: after ``1 2 3 9 1 2`` with max_ngram 2, the n-gram ``1 2`` stands at the start and ``3 9 1 2`` is drafted.
-
-    If ranks share a step, further copies come from other occurrences of the longest n-gram, the latest first, and of shorter
-    ones.
 
     Source: transformers 5.23 (``prompt_lookup_num_tokens``), with two departures that change no output: end tokens are not cut
     from the draft, since verification stops at them, and the length limit counts the tokens that may still be emitted.
@@ -58,13 +56,10 @@ class AdaPldDrafter(RequestDrafter[dict[int, list[int]]]):
 
     The *anchor* is the occurrence of the last token with the nearest context. The ``num_tokens`` tokens after it are the main
     branch. The target's ``branches`` most likely tokens at the anchor are further children of the root; each is followed by one
-    token, the one after its occurrence whose context is nearest to the anchor's.
+    token, the one after its occurrence whose context is nearest to the anchor's. Prompt positions and replays have no ranks.
 
     Example: after ``1 5 6 2 5 7 1 5`` the anchor is the first 5: ``1 5`` stood before, ``2 5`` is less near. ``6 2 5 7 1 5`` is
     the main branch. Had the target said 5 itself, then with 6, 7 and 9 as likeliest next, 7 and 9 are branches, and 1 follows 7.
-
-    State per request: the ranked tokens after each output position. Prompt positions are not ranked, so that an anchor there has
-    no branches. A replay of known outputs has no ranks.
 
     Departures from the paper, since a drafter does not see hidden states: nearness is the length of agreement of the preceding
     tokens (at most 64; ties go to the latest) instead of the cosine of hidden states; nothing is drafted if the last token is
@@ -114,10 +109,7 @@ class AdaPldDrafter(RequestDrafter[dict[int, list[int]]]):
 
 
 def _nearest(tokens: Int32Array, at: int, token: int | None = None) -> int | None:
-    """Return the position of a token, not the last of the text, whose context agrees longest with the text before ``at``.
-
-    ``token`` is by default the one at ``at``.
-    """
+    """Return the position of ``token`` (default: the one at ``at``), not the last, with the longest agreement before it."""
     places = (tokens[:-1] == (tokens[at] if token is None else token)).nonzero()[0]
     if len(places) == 0:
         return None

@@ -35,10 +35,8 @@ class RecyclingDrafter(Drafter):
     After a forward, the 8 most likely tokens after each computed row, accepted or not, become the table entry of the row's token.
     A draft starts with the root's entry and continues with the entries of the drafted tokens.
 
-    Shapes: ``published`` is the fixed tree of 80 rows, cut level by level if the budget is smaller. ``ranked`` takes the rows
-    with the best estimate: the product, along the path, of the past accuracy of each rank. If ranks share a step, ``ranked``
-    fills the larger budget, and the fixed tree has 80 rows per rank: the published ones, then those with the best estimate under
-    the rates of a new table (see ``_template``).
+    Shapes: ``published`` is the fixed tree of 80 rows (per rank, see ``_template``), cut level by level if the budget is smaller.
+    ``ranked`` takes the rows with the best estimate: the product, along the path, of the past accuracy of each rank.
 
     Example: entries ``1 2`` after 7 and ``3 4`` after 1, ranks right at 0.5 and 0.2, budget 3: the row 1 (0.5), then 3 below it
     (0.25), then 2 (0.2); 4 below 1 would be 0.1.
@@ -47,18 +45,16 @@ class RecyclingDrafter(Drafter):
     tree is learned from its last place on the accepted path, otherwise from the first of the shallowest rows; the published
     result depends on the device. Rows behind the candidates teach nothing, since their context is a guess.
 
-    **Privacy**: with ``scope="tenant"`` one table serves all requests of a tenant and outlives them; a request without a tenant
-    has its own table, which is dropped at its end. So neither drafts nor speed reveal another tenant's requests. Within a tenant,
-    speed depends on its other requests; ``scope="request"`` gives every request its own table. The tables of the 64 most recently
-    served tenants are kept. They hold no texts, so that one text cannot be removed: if texts of a tenant are deleted, its table
-    is dropped. ``memory`` exists only to be notified of deletions.
+    **Privacy**: with ``scope="tenant"`` one table serves all requests of a tenant, so that within a tenant speed depends on its
+    other requests; a request without a tenant has its own table. The tables of the 64 most recently served tenants are kept. They
+    hold no texts, so that one text cannot be removed: if texts of a tenant are deleted, its table is dropped.
 
     Args:
         shape: ``ranked`` or ``published``.
         learn_rows: rows of a step to learn from, per rank, at least 1: accepted ones first, then the others by depth. Each costs
             a pass over the vocabulary.
         start: initial entries of the table: ``empty``, or ``bigram``, the model's bigram table.
-        scope: ``tenant`` or ``request``.
+        scope: ``tenant``, or ``request`` for one table per request.
     """
 
     needs_logits = True
@@ -71,7 +67,7 @@ class RecyclingDrafter(Drafter):
         self._ranked = shape == "ranked"
         self._learn_rows, self._start, self._by_request = learn_rows, start, scope == "request"
         self._tables: SuccessorTables | None = None
-        self.histories = None if self._by_request else Histories(1)
+        self.histories = None if self._by_request else Histories(1)  # only notified of deletions
         self._begun: set[str] = set()  # ids of live requests that a history knows
 
     def keeps_output(self, request: Request) -> bool:
@@ -141,21 +137,18 @@ class RecyclingDrafter(Drafter):
 class RacerDrafter(RecyclingDrafter):
     """RACER (arXiv 2604.14885): retrieved continuations of the text's suffixes, with free slots filled by token recycling.
 
-    Retrieval: a trie holds the windows of ``window`` tokens of prompts and outputs. Of all nodes below suffixes of the text with
-    two tokens or more, the ``draft_nodes`` with the highest counts are taken, ties nearest to the root. Recycling: breadth-first
-    from the root, a row of breadth ``b`` offers the first ``b`` tokens of its entry, of which the j-th has breadth ``b >> j`` at
-    the root and ``b >> j + 1`` below it, at least 1, until the tree has ``draft_nodes`` nodes.
+    Retrieval: see ``WindowTrie.grow``. Recycling: breadth-first from the root, a row of breadth ``b`` offers the first ``b``
+    tokens of its entry, of which the j-th has breadth ``b >> j`` at the root and ``b >> j + 1`` below it, at least 1, until the
+    tree has ``draft_nodes`` nodes.
 
     Example: after ``1 2 3 4 1 2 5 4 1 2`` with windows of 4 and 8 nodes: ``5 4`` and ``3 4`` are retrieved; with the entry
     ``3 6 5 7 9 ...`` of 2 the rows 6, 7 and 9 are recycled.
 
-    Trie and table belong to a tenant and are dropped together: see ``RecyclingDrafter``. A replay of known outputs has no ranks,
-    so that only retrieval works.
+    Trie and table belong to a tenant and are dropped together: see ``RecyclingDrafter``. A replay has no ranks, only retrieval.
 
     Departures from the published code: every suffix is looked up at each step, where failure links are built after the prefill
-    and decay (a copy never slows, and no suffix is outdated); visiting a node makes its ancestors the most recent too, so that no
-    subtree is lost; empty entries offer nothing instead of token 0; an accepted row wins over a rejected one of the same token;
-    prompts are in the trie, but teach nothing to the table, since the target does not rank their next tokens.
+    and decay; visiting a node makes its ancestors the most recent too, so that no subtree is lost; empty entries offer nothing
+    instead of token 0; an accepted row wins over a rejected one of the same token; prompts teach nothing to the table.
 
     Args:
         draft_nodes: nodes of a tree, the root included, per rank, at least 2.
@@ -249,11 +242,7 @@ def _rows_to_learn(tree: DraftTree, path: Sequence[int], count: int) -> list[int
 
 @cache
 def _template(ranks: int) -> tuple[int, ...]:
-    """Return the fixed tree for ``ranks`` ranks in the form of ``_PUBLISHED``.
-
-    It has the published rows, and ``ranks - 1`` times as many with the best product of a new table's rates along the path (0.4
-    for the first rank, then 0.12, 0.07, ...).
-    """
+    """Return ``_PUBLISHED`` for ``ranks`` ranks: with ``ranks - 1`` times as many rows more, the likeliest by ``PRIOR_RATES``."""
     counts, parents, estimates = list(_PUBLISHED), [-1], [1.0]
     for row, count in enumerate(_PUBLISHED):
         for rank in range(count):

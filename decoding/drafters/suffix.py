@@ -36,13 +36,11 @@ class _Texts:
         self._automaton.extend(request.tokens[known:].tolist())
 
     def matches(self, min_length: int, occurrence: str) -> Iterator[tuple[int, int]]:
-        """Yield (start of the copy, match length) of earlier occurrences of suffixes of the text, longest first.
-
-        Two occurrences of each suffix are known: the one that ``occurrence`` prefers comes first.
-        """
+        """Yield (start of the copy, match length) of two occurrences per suffix, the longest first, then by preference."""
         automaton, state = self._automaton, self._automaton.match
         while state and automaton.length[state] >= min_length:
             last, first = automaton.last_end[state], automaton.first_end[state]
+            # A text repeats its latest form, but follows its sources from their beginning.
             latest = occurrence == "latest" or (occurrence == "mixed" and last > self._output)
             for end in (last, first) if latest else (first, last):
                 if automaton.text[end] >= 0:
@@ -60,26 +58,23 @@ class _Texts:
 class SuffixDrafter(CopyDrafter[_Texts]):
     """Longest suffix match (SAM-Decoding, arXiv 2411.10666), drafted by length (SuffixDecoding, arXiv 2411.04975, section 4).
 
-    The longest suffix of the text that occurs earlier in the request's references, prompt or output is chosen, and
-    ``max_spec_factor * match + max_spec_offset`` tokens after it are drafted. They are copied from its latest occurrence in the
-    output, else from the first one in references and prompt: a text repeats its latest form, but follows its sources from their
-    beginning. A copy that reaches the end of the text restarts, so that a period is drafted in full.
+    The longest suffix of the text that occurs earlier in references, prompt or output is chosen, and ``max_spec_factor * match +
+    max_spec_offset`` tokens after it are drafted. A copy that reaches the end of the text restarts, so that a period is drafted
+    in full. If ranks share a step, further copies come from the other known occurrence, then from shorter matches.
 
     Example: reference ``7 1 2 3``, prompt ``1 2 4``, output ``5 1 2``: the match ``1 2`` stands in both, the reference comes
     first, and ``3`` is drafted. After the output ``5 1 2 6 1 2`` it is ``6 1 2 6 1 ...``.
 
-    If ranks share a step, further copies come from the other known occurrence of the longest match, then from shorter matches.
-
-    Departures: one automaton per request, none of other requests' texts; the latest occurrence in the output; nothing is drafted
-    without a match. ``suffix_decoding`` and ``sam`` are the two methods as published.
+    Departures: one automaton per request; the latest occurrence in the output; nothing is drafted without a match.
+    ``suffix_decoding`` and ``sam`` are the two methods as published.
 
     Args:
         max_spec_tokens: maximum tokens of a copy, at least 1; each rank gets one copy.
         max_spec_factor: tokens to copy per matching token, at least 0.
         max_spec_offset: tokens to copy on top; may be negative, so that short matches draft nothing.
         min_match_length: at least 1.
-        occurrence: occurrence of the longest match to copy, over references, prompt and output in this order: the ``latest``, the
-            ``earliest``, or the latest if it is in the output, else the earliest (``mixed``).
+        occurrence: occurrence to copy, over references, prompt and output in this order: ``latest``, ``earliest``, or the latest
+            if it is in the output, else the earliest (``mixed``).
     """
 
     source = _SOURCE
@@ -130,19 +125,16 @@ class SuffixDecodingDrafter(RequestDrafter[CountedAutomaton]):
     """SuffixDecoding (arXiv 2411.04975, section 4): the most frequent continuations of a suffix of the text, as a tree.
 
     Each suffix of ``m`` tokens that occurs in the request's own texts, or in outputs of its tenant, offers a tree of up to
-    ``max_spec_factor * m + max_spec_offset`` tokens, best first by their share of the suffix's occurrences, none below
-    ``min_token_prob``. Its score is the sum of the shares: the expected number of accepted tokens. The tree with the best score
-    is drafted; ties go to the request's own texts, then to the longest suffix.
+    ``max_spec_factor * m + max_spec_offset`` tokens, best first by their share of the suffix's occurrences. Its score is the sum
+    of the shares: the expected number of accepted tokens. The best score is drafted; ties go to the request's own texts, then to
+    the longest suffix. If texts of a tenant are deleted, all its outputs are dropped.
 
     Example: after ``1 2 3 1 2 4 1 2`` the end ``1 2`` stands three times, itself among them, so that 3 and 4 have 1/3 each: both
     are drafted with a score of 2/3.
 
-    Outputs are kept per tenant when requests end, for the ``MAX_TENANTS`` most recently served tenants. A request without a
-    tenant leaves none and uses none. If texts of a tenant are deleted, all its outputs are dropped.
-
     Departures: equally likely tokens are ordered by depth, then by count, where the published order is the heap's; outputs of
-    running requests are only in their own texts; the oldest half of the outputs is dropped at once, where the published code
-    drops request by request; references belong to the request's own texts.
+    running requests are only in their own texts; the oldest half of the outputs is dropped at once; references belong to the
+    request's own texts.
 
     Args:
         max_spec_tokens: maximum tokens of a tree, per rank that shares the step, at least 1.
@@ -255,13 +247,9 @@ class SuffixDecodingDrafter(RequestDrafter[CountedAutomaton]):
 
 
 class SamDrafter(RecyclingDrafter):
-    """SAM-Decoding with token recycling (arXiv 2411.10666, section 3.3): a copy after a long match, else the ``recycling`` tree.
+    """SAM-Decoding (arXiv 2411.10666, section 3.3): a ``suffix`` copy after a long match, else the ``recycling`` tree.
 
-    Example: with ``min_match_length=5`` a text whose last five tokens stand in its prompt is copied from there; one of which only
-    four do gets the tree that the table of recycling gives.
-
-    Departures: no automaton of a corpus; a copy comes from the latest occurrence if that is in the output (see ``suffix``), and
-    restarts at the text's end; prompt rows teach nothing to the table. The table belongs to a tenant.
+    Departures: no automaton of a corpus; prompt rows teach nothing to the table.
 
     Args:
         max_spec_tokens: maximum tokens of a copy, at least 1.

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.drafters.base import RequestDrafter, Target, check_choice
 from outrider.decoding.request import Request, SamplingParams
-from outrider.decoding.sources.branches import tree_of
 from outrider.decoding.sources.history import Histories, History, compile_recall
 from outrider.decoding.sources.log.chains import BLOCK, MAX_MATCH
 from outrider.decoding.sources.log.token_log import TokenLog, compile_log
 from outrider.decoding.sources.log.trie_selection import INPUT, MIXED, OUTPUT, Nodes, hierarchical, single
-from outrider.decoding.tree import SOURCES, DraftTree, Int32Array
+from outrider.decoding.tree import SOURCES, DraftTree, tree_of
 
 _MAX_ROWS, _MOST_OCCURRENCES = 4096, 1024
 _SOURCE = SOURCES.index("trie")
@@ -63,16 +63,13 @@ class TrieDrafter(RequestDrafter[_OwnTexts]):
     and 5.
 
     If ranks share a step, the tree has ``decoding_length`` rows per rank, shorter suffixes are looked up until there are
-    ``branch_length`` rows per rank, and more occurrences count. Branches are not longer, and the layout ``single`` has only one,
-    which cannot be partitioned.
+    ``branch_length`` rows per rank, and more occurrences count. The layout ``single`` cannot be partitioned.
 
     The trie is implicit, see ``decoding.sources.log.token_log``; tests compare it with the explicit one in
     ``experiments/papers/ablation/frequency_trie.py``, which also lists the defects of the published code that are fixed here.
     Further departures: frequencies count at most ``max_occurrences`` occurrences; equally frequent nodes are ordered by depth;
-    an output can be drafted from as soon as it is emitted, not ``branch_length`` tokens later; pruning is continuous: at capacity
-    the oldest block of tokens is dropped, and its frequent branches survive with half their frequency. References count like
-    outputs, for their request only. Each tenant has its own trie of outputs; a request without a tenant has a private one, and
-    leaves nothing behind. Public texts count like outputs.
+    an output can be drafted from as soon as it is emitted, not ``branch_length`` tokens later; pruning is continuous. References
+    count like outputs, for their request only, and so do public texts. A request without a tenant has a private trie.
 
     Args:
         decoding_length: maximum rows of a tree per rank that shares the step, the root included, at least 1.

@@ -1,20 +1,14 @@
-"""Truncation of a row of scores by min-p, top-k and top-p (``decoding.sampling.sampler.warp``) in one compiled call.
-
-Only the few tokens near the most likely one are sorted.
-"""
+"""Truncation of a row of scores by min-p, top-k and top-p (``decoding.sampling.sampler.warp``) in one compiled call."""
 
 from __future__ import annotations
 
 import math
 
 import numpy as np
-import numpy.typing as npt
 
+from outrider.decoding.arrays import Float32Array, Int64Array
 from outrider.decoding.jit import compiled
 from outrider.decoding.request import SamplingParams
-
-Float32Array = npt.NDArray[np.float32]
-Int64Array = npt.NDArray[np.int64]
 
 MOST = 512  # most tokens that may survive
 UNDECIDED = -1  # fall back to ``warp``: a close decision, too many survivors, or unusual scores
@@ -116,10 +110,7 @@ def survivors(
 ) -> tuple[Int64Array, Float32Array] | None:
     """Return the surviving tokens, ascending, and their scores; None if undecided or if there are more than ``MOST``.
 
-    Args:
-        scores: [vocab], all numbers, with ``top`` the highest.
-        total: sum of ``exp(score - top)``; used with top-p alone.
-        params: with a truncation.
+    ``scores`` are [vocab] numbers with ``top`` the highest; ``total`` is the sum of ``exp(score - top)``, used with top-p alone.
     """
     ids, left = np.empty(MOST, np.int64), np.empty(MOST, np.float32)
     count = fill_left(scores, top, total, params.min_p, params.top_k, params.top_p, ids, left)

@@ -4,9 +4,6 @@ Rules and order are vLLM's: grammar, logit bias, minimum length, repetition pena
 negative logits are multiplied), frequency and presence penalty (OpenAI's API reference). Each row of a draft tree is processed
 with its own prefix: the committed tokens and the path to the row.
 
-Example: prompt 5 5, output 6 6, repetition_penalty 2, frequency_penalty 0.5, presence_penalty 0.25. A logit of 3.0 of token 5
-becomes 3.0 / 2 = 1.5, and one of -1.0 of token 6 becomes -1.0 * 2 - 0.5 * 2 - 0.25 = -3.25.
-
 Departures from vLLM: ``min_tokens`` bars the tokens that would end this request (vLLM also bars the model's own end tokens under
 ``ignore_eos``) and does not delay stop strings. It is ignored if a grammar allows nothing but the end.
 """
@@ -19,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from outrider.decoding.arrays import BoolArray, Int32Array, Int64Array
 from outrider.decoding.request import SamplingParams
-from outrider.decoding.tree import BoolArray, Int32Array
 from outrider.decoding.verify.grammar import Grammar
 
 # Logit of tokens that a grammar forbids. No bias or penalty outweighs it, no temperature makes it overflow float32, and its
@@ -44,12 +41,12 @@ class TokenCounts:
         self._output: list[int] = []
 
     @property
-    def ids(self) -> npt.NDArray[np.int64]:
+    def ids(self) -> Int64Array:
         """Return the distinct tokens, those of the prompt first; a view, [d] int64."""
         return self._ids[: self._size]
 
     @property
-    def counts(self) -> npt.NDArray[np.int64]:
+    def counts(self) -> Int64Array:
         """Return the count in the output of each of ``ids``; a view, [d] int64."""
         return self._counts[: self._size]
 
@@ -124,8 +121,7 @@ class LogitRules:
             constrained: whether the grammar is applied.
 
         Returns:
-            [vocab] float32, or float64 if the logits are; -inf for barred tokens, about ``FORBIDDEN`` for those that the grammar
-            forbids.
+            [vocab] float32, or float64 if the logits are; -inf for barred tokens, about ``FORBIDDEN`` for forbidden ones.
         """
         if not constrained and not barred and not self._params.penalized and not self._params.logit_bias:
             return logits

@@ -1,17 +1,11 @@
-"""Philox random numbers at any position of a stream, without the numbers before it, which numpy does not offer.
-
-Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 4.3) computes each block of four numbers
-from a counter and a key alone.
-"""
+"""Philox random numbers at any position of a stream (Salmon et al., SC 2011, section 4.3), which numpy does not offer."""
 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from outrider.decoding.arrays import Int64Array, UInt64Array
 from outrider.decoding.jit import compiled
-
-UInt64Array = npt.NDArray[np.uint64]
 
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
@@ -30,7 +24,7 @@ def _high(a: np.uint64, b: np.uint64) -> np.uint64:
 
 @compiled
 def fill_raw(
-    key: np.uint64, position: np.uint64, places: npt.NDArray[np.int64], found: UInt64Array, stream: int = 0
+    key: np.uint64, position: np.uint64, places: Int64Array, found: UInt64Array, stream: int = 0
 ) -> None:  # fmt: skip
     """Fill ``found`` with ``raw_stream(key, position, n, stream)[places]`` for any sufficient n, computing only these numbers."""
     first, second, first_step, second_step = _FACTORS[0], _FACTORS[1], _STEPS[0], _STEPS[1]

@@ -8,11 +8,9 @@ rejection were never examined, so they carry no information about the output.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from outrider.decoding.arrays import Float64Array
 from outrider.decoding.sampling.philox import raw_stream
-
-Float64Array = npt.NDArray[np.float64]
 
 # Streams. Stream 0 is for the target's own choice (``decoding.sampling.sampler.choose``).
 ACCEPT = 1  # whether a draft token is accepted; the index numbers the candidates of a position
@@ -27,23 +25,13 @@ def uniform(seed: int, position: int, stream: int, index: int = 0) -> float:
 
 
 def pick(distribution: Float64Array, number: float) -> int:
-    """Return the first token at which the cumulated distribution exceeds ``number``; never a token with probability 0.
-
-    Example: of the distribution 0.2, 0.0, 0.8 the number 0.19 picks token 0, and 0.2 or more picks token 2.
-
-    Args:
-        distribution: [vocab] not negative; the sum need not be 1.
-        number: in (0, 1).
-    """
+    """Return the first token at which the cumulated [vocab] distribution, of any sum, exceeds ``number`` in (0, 1)."""
     cumulated = distribution.cumsum()
     return int(cumulated.searchsorted(number * cumulated[-1], side="right"))
 
 
 def residual(target_probs: Float64Array, covered: Float64Array) -> Float64Array:
-    """Return the normalised residual ``max(target_probs - covered, 0)``, [vocab].
-
-    Example: of the target's 0.5, 0.3, 0.2 a draft distribution 0.7, 0.2, 0.1 leaves 0, 0.1, 0.1, so 0, 0.5, 0.5.
-    """
+    """Return the normalised residual ``max(target_probs - covered, 0)``, [vocab]."""
     left = np.maximum(target_probs - covered, 0.0)
     total = left.sum()
     # A total of 0 can only come from rounding.

@@ -1,8 +1,7 @@
 """Argmax and top-k of rows of logits on a CPU, as compiled loops.
 
 Floats are compared as integers with the same bits, whose order is equal once the magnitude bits of negative numbers are inverted:
-no conversion is needed and loops vectorise. One compiled call beats several numpy calls, because the instruction cache is cold
-after a forward.
+no conversion is needed and loops vectorise.
 """
 
 from __future__ import annotations
@@ -11,14 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from outrider.decoding.arrays import Float32Array, Int32Array, Int64Array, SignedArray
 from outrider.decoding.budget.features import TOKEN_BITS, likelihood_bucket
 from outrider.decoding.jit import NATIVE, compiled
-from outrider.decoding.tree import Int32Array
-
-SignedArray = npt.NDArray[np.signedinteger]
 
 _BLOCK = 128  # numbers per block; a block's maximum decides whether its numbers are read
 # By dtype: zero and the bits of -inf in the integer type of the same size, and the mask of all bits but the sign.
@@ -91,6 +87,7 @@ def _first_largest(
     return found
 
 
+# One compiled call beats several numpy calls, because the instruction cache is cold after a forward.
 @compiled
 def _fill_first_largest(
     address: int, zero: np.signedinteger, infinity: np.signedinteger, sign: int, stride: int, vocab: int, best: Int32Array,
@@ -144,7 +141,7 @@ def _rank(row: SignedArray, sign: int, highest: SignedArray, best: Int32Array) -
 @compiled
 def _fill_ranks(
     address: int, zero: np.signedinteger, infinity: np.signedinteger, sign: int, stride: int, vocab: int,
-    rows: npt.NDArray[np.int64], best: Int32Array, known: bool, highest: SignedArray,
+    rows: Int64Array, best: Int32Array, known: bool, highest: SignedArray,
 ) -> None:  # fmt: skip
     """Fill [n, k] ``best`` for [n] ``rows`` of a matrix whose rows start ``stride`` numbers apart from ``address`` on.
 
@@ -169,10 +166,7 @@ def _room(kind: tuple[Any, Any, int], rows: int, vocab: int) -> SignedArray:
 
 
 def argmax_rows(logits: torch.Tensor, highest: SignedArray | None = None) -> Int32Array:
-    """Return the most likely token of each of [n, vocab] logits on any device, [n] int32; of equal ones the lowest id.
-
-    ``highest`` is the result of ``blocks_of(logits)``, to be filled.
-    """
+    """Return the most likely token of each of [n, vocab] logits, of equal ones the lowest; fill ``blocks_of(logits)``."""
     best: Int32Array
     if not logits.is_cpu:
         best = torch.argmax(logits, dim=-1).to("cpu", torch.int32).numpy()
@@ -208,7 +202,7 @@ def top_rows(logits: torch.Tensor, rows: Sequence[int], k: int, highest: SignedA
 
 @compiled
 def _fill_bits(
-    address: int, zero: np.signedinteger, stride: int, vocab: int, rows: npt.NDArray[np.int64], best: Int32Array, shift: int,
+    address: int, zero: np.signedinteger, stride: int, vocab: int, rows: Int64Array, best: Int32Array, shift: int,
     bits: Int32Array,
 ) -> None:  # fmt: skip
     """Fill [n, k] ``bits`` with the logits at [n, k] columns of [n] rows (see ``_fill_ranks``), shifted to the left."""
@@ -219,7 +213,7 @@ def _fill_bits(
 
 
 @compiled
-def _add_buckets(values: npt.NDArray[np.float32], best: Int32Array) -> None:
+def _add_buckets(values: Float32Array, best: Int32Array) -> None:
     """Add the bucket of its likelihood to each of [n, k] tokens, given their [n, k] logits, the largest of a row first."""
     for row in range(len(best)):
         total = 0.0

@@ -2,7 +2,7 @@
 
 The result equals that of ``warp`` and noise over the whole vocabulary, but only surviving tokens need noise. If the nucleus is
 wide, the winner among all tokens is tested first, then the next best while they lie outside. Decisions that the order of a sum
-could change are ``UNDECIDED``. One call is used because the instruction cache is cold after a forward.
+could change are ``UNDECIDED``.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from outrider.decoding.arrays import BoolArray, Float32Array, Int64Array, UInt64Array
 from outrider.decoding.jit import NATIVE, compiled
 from outrider.decoding.request import SamplingParams
-from outrider.decoding.sampling.nucleus import CLOSE, MOST, UNDECIDED, Float32Array, Int64Array, collect, fill_left
-from outrider.decoding.sampling.philox import UInt64Array, fill_raw, fill_stream
+from outrider.decoding.sampling.nucleus import CLOSE, MOST, UNDECIDED, collect, fill_left
+from outrider.decoding.sampling.philox import fill_raw, fill_stream
 from outrider.decoding.sampling.ranking import pointer
-from outrider.decoding.tree import BoolArray
 
 if NATIVE:
     from numba import carray
@@ -184,6 +184,7 @@ def _draw_left(
     return UNDECIDED if place < 0 else ids[place]
 
 
+# One compiled call beats several numpy calls, because the instruction cache is cold after a forward.
 @compiled
 def _draw(
     address: int, zero: np.signedinteger, shift: int, vocab: int, temperature: float, min_p: float, top_k: int, top_p: float,
@@ -202,9 +203,9 @@ def _draw(
 
 
 def draw_row(logits: torch.Tensor, params: SamplingParams, position: int) -> int | None:
-    """Return the token of ``decoding.sampling.sampler.choose`` for [vocab] logits after the logits processors, if any.
+    """Return the token of ``decoding.sampling.sampler.choose`` for [vocab] logits, processed, of a request that is not greedy.
 
-    None is returned for other dtypes and devices, too many surviving tokens, and close decisions. The request must not be greedy.
+    None is returned for other dtypes and devices, too many surviving tokens, and close decisions.
     """
     if logits.dtype == torch.float16:
         logits = logits.float()

@@ -2,10 +2,7 @@
 
 The draw is the Gumbel-max trick (``argmax(logits + noise)`` has the distribution ``softmax(logits)``) with noise from a
 counter-based generator (Philox): the key is the request's seed, the counter the absolute position of the token. So the same seed
-gives the same text under every strategy, after a preemption and after a failover.
-
-The order of operations is vLLM's: logits processors (``decoding.sampling.penalties``), then argmax for a greedy request, or
-temperature, min-p, top-k, top-p and the draw.
+gives the same text under every strategy, after a preemption and after a failover. The order of operations is vLLM's.
 """
 
 from __future__ import annotations
@@ -13,19 +10,19 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from outrider.decoding.arrays import Float64Array, UInt64Array
 from outrider.decoding.request import SamplingParams, TokenLogprob
 from outrider.decoding.sampling.penalties import LogitRules
-from outrider.decoding.sampling.philox import UInt64Array, raw_stream
+from outrider.decoding.sampling.philox import raw_stream
 from outrider.decoding.sampling.ranking import argmax_rows
 from outrider.decoding.sampling.row_draw import draw_row
 
 
-def gumbel(raw: UInt64Array) -> npt.NDArray[np.float64]:
+def gumbel(raw: UInt64Array) -> Float64Array:
     """Convert 64-bit random numbers to standard Gumbel noise, element by element."""
-    noise: npt.NDArray[np.float64] = (raw >> np.uint64(11)).astype(np.float64)
+    noise: Float64Array = (raw >> np.uint64(11)).astype(np.float64)
     noise += 0.5
     noise *= 2.0**-53  # uniform in (0, 1), both ends excluded
     for _ in range(2):  # in-place: for a large vocabulary, allocation costs more than the logarithms
@@ -34,21 +31,16 @@ def gumbel(raw: UInt64Array) -> npt.NDArray[np.float64]:
     return noise
 
 
-def gumbel_noise(seed: int, position: int, count: int) -> npt.NDArray[np.float64]:
+def gumbel_noise(seed: int, position: int, count: int) -> Float64Array:
     """Return standard Gumbel noise for the token at an absolute position, [count]; entry t does not depend on ``count``."""
     # numpy keeps the raw Philox stream stable across versions, but not its distributions.
     return gumbel(raw_stream(seed, position, count))
 
 
 def warp(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Apply temperature, min-p, top-k and top-p in vLLM's order to [vocab] logits; excluded tokens become -inf.
+    """Apply temperature, min-p (arXiv 2407.01082, section 3), top-k and top-p in vLLM's order; excluded tokens become -inf.
 
-    Min-p (arXiv 2407.01082, section 3) keeps the tokens whose probability is at least ``min_p`` times the highest. Example: with
-    probabilities 0.5, 0.3, 0.15, 0.05 and min_p 0.3 the bar is 0.15: three tokens are left.
-
-    Returns:
-        [vocab] float32, or float64 if the logits are. Ties at the edge of top-k are all kept; top-p cuts equal logits by token
-        id. The most likely token is always kept.
+    Ties at the edge of top-k are all kept; top-p cuts equal logits by token id. The most likely token is always kept.
     """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) / params.temperature
     if params.min_p > 0.0:
@@ -101,10 +93,7 @@ def _choose(logits: torch.Tensor, params: SamplingParams, position: int) -> int:
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], count: int) -> tuple[TokenLogprob, ...]:
-    """Return the raw log-probabilities of [n] emitted tokens and of up to ``count`` most likely alternatives each.
-
-    ``logits`` are the [n, vocab] rows below which the tokens were emitted. Which of several ties is last is undefined.
-    """
+    """Return the raw log-probabilities of [n] emitted tokens and of up to ``count`` most likely alternatives each."""
     rows = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logprobs = torch.log_softmax(rows, dim=-1)
     emitted = logprobs.gather(-1, torch.tensor(token_ids).to(rows.device)[:, None])[:, 0].tolist()

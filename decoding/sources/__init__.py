@@ -1,5 +1,1 @@
-"""Sources of draft tokens: past outputs, prompts and documents.
-
-In: tokens.
-Out: continuations.
-"""
+"""Sources of draft tokens. In: tokens of past outputs, prompts and documents. Out: continuations."""

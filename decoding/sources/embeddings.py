@@ -9,20 +9,17 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
-from outrider.decoding.tree import Int32Array
+from outrider.decoding.arrays import Float32Array, Float64Array, Int32Array, Int64Array
 
 MAX_EMBEDDING = 4096  # maximum length of an embedding
 _BITS, _VALUE_BITS, _WORD_BITS = 384, 24, 48
 EMBEDDING = 1 + _BITS // _VALUE_BITS  # encoded values: the length of the embedding, then its signs
 _LENGTHS = 4  # embedding lengths with cached directions
 
-Int64Array = npt.NDArray[np.int64]
-
 
 @lru_cache(_LENGTHS)
-def _directions(size: int) -> npt.NDArray[np.float32]:
+def _directions(size: int) -> Float32Array:
     # Equal in every process: numpy guarantees that this generator's stream never changes.
     return np.random.RandomState(size).standard_normal((size, _BITS)).astype(np.float32)
 
@@ -44,8 +41,8 @@ def words_of(values: Int32Array) -> Int64Array:
 WORDS = 1 + _BITS // _WORD_BITS
 
 
-def nearness(distances: Int32Array) -> npt.NDArray[np.float64]:
+def nearness(distances: Int32Array) -> Float64Array:
     """Convert numbers of differing signs to similarities: 1 for equal signs, 0 for a cosine of at most 1/2."""
     # Some models give unrelated texts a high cosine, so 1/2 maps to 0.
-    similarities: npt.NDArray[np.float64] = np.maximum(0.0, 2.0 * np.cos(np.pi * distances / _BITS) - 1.0)
+    similarities: Float64Array = np.maximum(0.0, 2.0 * np.cos(np.pi * distances / _BITS) - 1.0)
     return similarities

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from outrider.decoding.budget.candidates import Float64Array
-from outrider.decoding.request import PUBLIC, Request, request_of
+from outrider.decoding.arrays import Float64Array, Int32Array
+from outrider.decoding.request import PUBLIC, Request
 from outrider.decoding.sources.log.chains import BLOCK
-from outrider.decoding.sources.log.held_pieces import HeldPieces
 from outrider.decoding.sources.log.token_log import TokenLog
 from outrider.decoding.sources.passages import Passages, compile_passages
 from outrider.decoding.sources.similar import SKETCH_TOKENS, SimilarRequests, as_tokens, compile_similar, of_tokens, sketch_of
@@ -22,14 +22,15 @@ from outrider.decoding.sources.text_keys import (
     output_key,
     passage_key,
     passages_of,
+    request_of,
     sketch_key,
 )
-from outrider.decoding.tree import Int32Array
 
 _MOST_UNCOUNTED = 1 << 16
 _REMOVED_REQUESTS = 1 << 16  # hashes to remember
 _FEWEST_TEXTS = 1024  # keys held before any is dropped
 _CHOICES = 2  # recalled outputs per past request
+HELD_TEXTS, HELD_TOKENS = 256, 1 << 16  # limits per history
 _NOTHING = np.zeros(0, np.int32)
 
 
@@ -39,6 +40,49 @@ class Recalled(NamedTuple):
     tokens: Int32Array  # [n], n >= 1
     similarity: float  # similarity of the prompts, in (0, 1]
     is_output: bool
+
+
+class HeldPieces:
+    """Out-of-order pieces, held until the gap before them is filled; beyond the limits the longest-waiting text is dropped."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[int, list[tuple[int, Int32Array]]] = {}  # pieces by offset; the longest-waiting text first
+        self.num_tokens = 0
+
+    def __len__(self) -> int:
+        """Return the number of texts with pieces behind a gap."""
+        return len(self._pieces)
+
+    def hold(self, text: int, offset: int, tokens: Int32Array) -> None:
+        """Store a copy of a piece; of two pieces with one offset the longer is kept."""
+        pieces = self._pieces.setdefault(text, [])
+        at = bisect_left(pieces, offset, key=lambda piece: piece[0])
+        known = len(pieces[at][1]) if at < len(pieces) and pieces[at][0] == offset else 0
+        if len(tokens) > known:
+            pieces[at : at + (known > 0)] = [(offset, tokens.copy())]
+            self.num_tokens += len(tokens) - known
+        while len(self._pieces) > HELD_TEXTS or self.num_tokens > HELD_TOKENS:
+            self.drop(next(iter(self._pieces)))
+
+    def take(self, text: int, length: int) -> tuple[int, Int32Array] | None:
+        """Pop the first piece if it starts within or directly behind the first ``length`` tokens; None otherwise."""
+        pieces = self._pieces.get(text)
+        if pieces is None or pieces[0][0] > length:
+            return None
+        piece = pieces.pop(0)
+        self.num_tokens -= len(piece[1])
+        if not pieces:
+            del self._pieces[text]
+        return piece
+
+    def drop(self, text: int) -> None:
+        """Discard the pieces of a text."""
+        self.num_tokens -= sum(len(tokens) for _, tokens in self._pieces.pop(text, ()))
+
+    def clear(self) -> None:
+        """Discard all pieces."""
+        self._pieces.clear()
+        self.num_tokens = 0
 
 
 @dataclass(slots=True)
@@ -59,11 +103,9 @@ class _Text:
 class History:
     """Texts of one tenant, and the frequency of each token in them.
 
-    Texts arrive in pieces, from this process or others. Pieces may arrive twice and in any order, with the same result. A piece
-    is used for drafting once all tokens before it have arrived. Notes of requests are stored too, to find similar ones
+    Texts arrive in pieces, from this process or others, twice or in any order, with the same result. A piece is used for drafting
+    once all tokens before it have arrived. Notes of requests are stored too, to find similar ones
     (``decoding.sources.text_keys``). Texts are split at ``end_tokens``, which are in no branch and are not counted.
-
-    Example: the pieces (offset 0) ``1 2``, (offset 3) ``4`` and (offset 1) ``2 3`` make ``1 2``, again ``1 2``, and ``1 2 3 4``.
 
     Raises:
         ValueError: ``capacity``, in tokens, is below 1.
@@ -106,10 +148,7 @@ class History:
         return arrays + 4 * self._held.num_tokens
 
     def start(self, text: int) -> None:
-        """Begin a text that this process writes, or continue one that another process has begun.
-
-        If the text of this key is complete or was removed, a new one begins at offset 0; the tokens of the old one, if any, stay.
-        """
+        """Begin a text that this process writes (a new one, if the last of this key is complete or removed), or continue one."""
         entry = self._texts.get(text)
         if entry is None:
             self._bound_texts()
@@ -244,10 +283,7 @@ class History:
         return entry is not None and entry.dead
 
     def remove(self, text: int, rescued: bool = True) -> None:
-        """Remove a text and all earlier ones of the same key; later pieces are dropped until ``start``.
-
-        ``rescued`` also removes all runs that survived their block, because they may belong to this text.
-        """
+        """Remove a text and all earlier ones of the same key, with ``rescued`` all surviving runs, too; drop later pieces."""
         if is_note(text):
             if is_passage(text):
                 self._passages.remove(text)
@@ -301,11 +337,7 @@ class History:
 
 
 class Histories:
-    """One isolated history per tenant, each of up to ``capacity`` tokens, and the public one.
-
-    Raises:
-        ValueError: ``capacity`` is below 1.
-    """
+    """One isolated history per tenant, each of up to ``capacity`` tokens (at least 1), and the public one."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

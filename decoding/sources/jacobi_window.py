@@ -1,7 +1,4 @@
-"""State of Jacobi lookahead for a request (Lookahead Decoding, arXiv 2402.02057, sections 2 and 3), over token ids.
-
-Columns of the window depend on each other through block 0 alone, so ranks can compute and update them separately.
-"""
+"""State of Jacobi lookahead for a request (Lookahead Decoding, arXiv 2402.02057, sections 2 and 3), over token ids."""
 
 from __future__ import annotations
 
@@ -11,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outrider.decoding.tree import DraftTree, Int32Array
+from outrider.decoding.arrays import Int32Array
+from outrider.decoding.tree import DraftTree
 
 Ngram = tuple[int, ...]
 
@@ -88,10 +86,7 @@ class JacobiWindow:
         return max(levels * (self.columns + self.levels - levels) for levels in range(self.levels, last + 1)) - 1
 
     def ngrams(self, root: int, answers: Int32Array) -> list[tuple[int, Ngram]]:
-        """Return the n-grams of a step by column, before ``advance``: (first token, the ``ngram - 1`` tokens after it).
-
-        ``answers`` are the target's tokens below the newest entries of the first k columns, [k].
-        """
+        """Return (first token, tokens after it) by column, given [k] answers below the newest entries of the first k columns."""
         assert self.full, (self.levels, self._ngram)
         count = len(answers)
         keys = [root, *self.entries[0, 1:count].tolist()]
@@ -142,10 +137,8 @@ class WindowRows:
         return cls(np.concatenate([entries[0, 1:], entries[1:].T.ravel()]), parents, ends)
 
     def locate(self, tree: DraftTree) -> Int32Array:
-        """Return the rows of ``tree`` with the newest entries of the first k columns, where k columns were computed completely.
-
-        The engine may have dropped rows (see ``DraftTree.clipped``) or computed another tree, for example after a preemption.
-        """
+        """Return the rows of ``tree`` with the newest entries of the first k columns, those that were computed completely."""
+        # The engine may have dropped rows (``DraftTree.clipped``) or computed another tree, for example after a preemption.
         first = tree.num_candidates
         if len(tree) - first == len(self.tokens) and np.array_equal(tree.tokens[first:], self.tokens):
             return np.where(self.ends < 0, 0, self.ends + first).astype(np.int32)
@@ -160,9 +153,7 @@ class WindowRows:
 
 
 class NgramPool:
-    """N-grams (N of the paper) by first token, at most ``guesses`` (G of the paper) each, evicted by time of insertion.
-
-    A lookup does not refresh an n-gram; inserting it again does (as in the published code).
+    """N-grams (N of the paper) by first token, at most ``guesses`` (G of the paper) each, evicted by time of last insertion.
 
     Example: with ``guesses`` 2, after ``1 2 3``, ``1 4 5``, ``1 2 3`` and ``1 6 7`` the entries of 1 are ``2 3`` and ``6 7``.
     """
@@ -193,8 +184,7 @@ class NgramPool:
 class JacobiBlock:
     """Block of plain Jacobi decoding: one guess per position after the root, all replaced by the target's answers.
 
-    Example: guesses ``4 5 6`` after the root; the target says 4 after the root, 7 after 4, 8 after 5 and 9 after 6. Guess 4 is
-    accepted and 7 emitted; for the places after 7 the target has said 8 and 9, and the last one gets a random prompt token.
+    Example: guesses ``4 5 6``, answers 4, 7, 8, 9 after root, 4, 5, 6: 4 is accepted, 7 emitted; next guesses: 8, 9, random.
     """
 
     def __init__(self, size: int, source: PromptTokens) -> None:

@@ -8,14 +8,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from outrider.decoding.tree import Int32Array
+from outrider.decoding.arrays import Int32Array
 
 
 class NgramIndex:
-    """End positions of the n-grams of a growing sequence, for several n.
-
-    An n-gram is indexed only once a token follows it, so a match is never the end of the sequence itself.
-    """
+    """End positions of the n-grams of a growing sequence, for several n, except of the one at its end."""
 
     def __init__(self, sizes: Iterable[int]) -> None:
         self._first: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in sizes}
@@ -46,9 +43,6 @@ class ContextNgrams:
 
     ``query`` and ``length`` are q and w of the paper, both at least 1.
 
-    Example: with q = 1 and w = 2 the sequence ``5 1 2 5 1 2 5 1 3 5`` has three earlier 5s, followed by ``1 2``, ``1 2`` and
-    ``1 3``: the rows are ``1 2`` (twice) and then ``1 3`` (once). With equal counts, the row that occurred last comes first.
-
     Departure from the paper: only the latest ``max_occurrences`` of a q-gram are counted, to bound the cost of a proposal.
     """
 
@@ -59,8 +53,7 @@ class ContextNgrams:
     def continuations(self, tokens: Int32Array, count: int, short: bool) -> list[list[int]]:
         """Return up to ``count`` distinct continuations of the last q tokens, by number of occurrences, then the latest first.
 
-        With ``short``, continuations of fewer than w tokens, cut off by the end of the sequence, follow unless they begin another
-        row. Earlier calls must have passed a prefix of ``tokens``.
+        With ``short``, those of fewer than w tokens, cut off by the end of the sequence, follow unless they begin another row.
         """
         self._index.update(tokens)
         ends = self._index.ends(tokens, self._query)

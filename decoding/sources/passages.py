@@ -1,9 +1,8 @@
 """Passages of a tenant, each stored once: documents that requests brought, and recurring parts of prompts.
 
 A prompt is cut at *anchors*: n-grams with the smallest hash in a window (winnowing, Schleimer, Wilkerson and Aiken 2003, section
-4.2, "robust"). Every text of ``_WINDOW + _GRAM - 1`` tokens contains an anchor, and equal texts have equal anchors. The text
-between two anchors is a *stretch*. Consecutive stretches that prompts of other requests also contained form a passage, unless
-they belong to one already: the common beginning of an application's prompts is stored once.
+4.2, "robust"). The text between two anchors is a *stretch*. Consecutive stretches that prompts of other requests also contained
+form a passage, unless they belong to one already.
 """
 
 from __future__ import annotations
@@ -11,13 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import numpy as np
-import numpy.typing as npt
 
+from outrider.decoding.arrays import BoolArray, Int32Array, Int64Array
 from outrider.decoding.jit import compiled
 from outrider.decoding.sources.text_keys import MAX_RECURRING, document_hash, is_recurring, passages_of, recurring_key, request_of
-from outrider.decoding.tree import Int32Array
-
-Int64Array = npt.NDArray[np.int64]
 
 _FEWEST_TOKENS = 16  # minimum length of a stored document
 LEAST_RECURRING = 64  # minimum tokens of a recurring passage
@@ -105,15 +101,14 @@ def _put(name: int, owner: int, known: Int64Array, owners: Int32Array) -> None:
 @compiled
 def _compare(
     tokens: Int32Array, places: Int32Array, names: Int64Array, request: int, known: Int64Array, owners: Int32Array,
-    recurs: npt.NDArray[np.bool_],
+    recurs: BoolArray,
 ) -> None:  # fmt: skip
     """Mark the stretches that a prompt of another request contained, and record those of this prompt.
 
     Args:
         places, names: anchors and stretches of the prompt.
         request: number of the request, above 0.
-        known: [buckets, _WAYS] hashes of stretches and whole prompts, 0 if empty.
-        owners: [buckets, _WAYS] request that had them first.
+        known, owners: [buckets, _WAYS] hashes of stretches and whole prompts (0 if empty), and the request that had them first.
         recurs: [stretches] out, initially false.
     """
     # Ignore a prefix that was the whole prompt of an earlier request: it is the same conversation one turn later.
@@ -182,7 +177,7 @@ def _owner(request: int) -> int:
 class Passages:
     """Latest passages, by the key of the request that first brought each or in whose prompt it was found to recur.
 
-    The search tables take three bytes per token of the capacity. ``capacity`` is in tokens; the oldest passages are evicted.
+    ``capacity`` is in tokens; the search tables take three bytes per token of it.
     """
 
     def __init__(self, capacity: int) -> None:

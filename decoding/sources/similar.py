@@ -1,8 +1,7 @@
 """Past requests of a tenant that resemble a new one, whose outputs it may repeat (LLMA, arXiv 2304.04487, section 2).
 
-A *sketch* consists of the smallest hashes of a prompt's n-grams (bottom-k sketch, Broder 1997): some of its beginning, some of
-its end, where questions stand, and some of all of it. The overlap of two sketches estimates the overlap of the n-grams. A
-client-supplied embedding (``decoding.sources.embeddings``) is appended to the sketch, to find paraphrased prompts.
+A *sketch* consists of the smallest hashes of a prompt's n-grams (bottom-k sketch, Broder 1997). The overlap of two sketches
+estimates that of the n-grams. A client-supplied embedding (``decoding.sources.embeddings``) finds paraphrased prompts.
 """
 
 from __future__ import annotations
@@ -10,14 +9,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from outrider.decoding.arrays import BoolArray, Float64Array, Int32Array, Int64Array, UInt64Array
 from outrider.decoding.jit import NATIVE, compiled
-from outrider.decoding.sources.embeddings import EMBEDDING, WORDS, Int64Array, nearness, words_of
-from outrider.decoding.tree import BoolArray, Int32Array
-
-UInt64Array = npt.NDArray[np.uint64]
-Float64Array = npt.NDArray[np.float64]
+from outrider.decoding.sources.embeddings import EMBEDDING, WORDS, nearness, words_of
 
 # (tokens, n-gram order, hashes to keep) for a prompt's beginning, its end (negative), and all of it (0).
 _PARTS = ((96, 2, 8), (-48, 2, 12), (0, 3, 12))
@@ -115,11 +110,9 @@ def _compare(
     similarity is the weight of the shared values over that of all values of the prompt.
 
     Args:
-        wanted: sketch of the prompt.
-        live: number of stored requests, n.
+        wanted, live: sketch of the prompt, and number of stored requests, n.
         marks: [places] scratch space, all false.
-        places: [SKETCH * _WAYS] out.
-        similarities: [SKETCH * _WAYS] out: similarity of each of ``places``.
+        places, similarities: [SKETCH * _WAYS] out.
     """
     used, total = 0, 0.0
     worths = np.zeros(len(wanted))
@@ -167,13 +160,12 @@ if NATIVE:
 
 @compiled
 def _nearest(wanted: Int64Array, words: Int64Array, added: int, places: Int32Array, distances: Int32Array) -> int:
-    """Find the nearest embeddings of the same length, and return how many were found.
+    """Find the nearest embeddings of the same length, the nearest first, of equal ones the latest; return how many were found.
 
     Args:
         wanted: [WORDS].
         words: [places, WORDS] stored ones, 0 if empty, in a ring to which ``added`` were ever added.
-        places: [most] out: the nearest first, of equal ones the latest.
-        distances: [most] out: number of differing signs.
+        places, distances: [most] out: places, and numbers of differing signs.
     """
     used = 0
     place = added % len(words)
@@ -196,11 +188,7 @@ def _nearest(wanted: Int64Array, words: Int64Array, added: int, places: Int32Arr
 
 
 class SimilarRequests:
-    """Ring of the latest requests of a tenant, searched by prompt similarity in microseconds.
-
-    Embeddings are compared exhaustively, in some nanoseconds each. A request takes about 530 bytes, and 72 more once any has an
-    embedding.
-    """
+    """Ring of the latest requests of a tenant, of 530 bytes each, and 72 more once any has an embedding."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = 1 << max(capacity - 1, 0).bit_length()
@@ -261,7 +249,7 @@ class SimilarRequests:
         _count(sketch, self._counts, 1)
         _post(sketch, place, self._postings)
 
-    def _places(self, request: int) -> npt.NDArray[np.int64]:
+    def _places(self, request: int) -> Int64Array:
         places = np.flatnonzero(self._requests == np.uint64(request))
         return places[self._sketches[places].any(axis=1)]
 

@@ -13,9 +13,6 @@ class SuffixAutomaton:
     A state is a class of substrings with equal end positions; its *link* is the class of its longest suffix that also ends
     elsewhere. The whole text ends at one position only, so its link holds the longest suffix that occurred before.
 
-    Example: after ``1 2 3 1 2`` the longest repeated end is ``1 2``: its state has length 2 and its last occurrence before ends
-    at 2, counted in tokens, where ``3`` follows.
-
     Departures from SAM-Decoding: the last occurrence is known as well as the first. If more than 32 classes are nested, as after
     that many equal tokens, the outer ones may know an earlier occurrence instead of the last.
     """
@@ -82,12 +79,7 @@ class SuffixAutomaton:
 
 
 class CountedAutomaton(SuffixAutomaton):
-    """Suffix automaton with the count of each run of up to ``depth`` tokens, including the one at the end of the text.
-
-    It is equivalent to the suffix tree of SuffixDecoding (arXiv 2411.04975), in which a node is a run with a count.
-
-    Example: in ``1 2 3 1 2`` the run ``1 2`` stands twice and ``1 2 3`` once: 3 follows with probability 1/2.
-    """
+    """Suffix automaton with counts of runs of up to ``depth`` tokens: the suffix tree of SuffixDecoding (arXiv 2411.04975)."""
 
     __slots__ = ("_end", "_end_length", "count", "depth")
 

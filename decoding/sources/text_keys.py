@@ -1,15 +1,14 @@
-"""Keys of stored texts: the outputs of a request and the notes stored with them.
+"""Keys of stored texts: the outputs of a request and the notes stored with them when it has ended.
 
-A note is written once, when the request has ended. A *sketch* summarises the prompt for similarity search
-(``decoding.sources.similar``). A *passage* is a document that the request brought along, or a part of its prompt that recurs in
-another prompt (``decoding.sources.passages``).
+A *sketch* summarises the prompt for similarity search (``decoding.sources.similar``). A *passage* is a document that the
+request brought along, or a part of its prompt that recurs in another prompt (``decoding.sources.passages``).
 """
 
 from __future__ import annotations
 
 import hashlib
 
-from outrider.decoding.tree import Int32Array
+from outrider.decoding.arrays import Int32Array
 
 _CHOICE_BITS = 16  # choice bits of a text key
 MAX_CHOICES = 0xFF00  # choice numbers of outputs are below it; higher numbers mark notes
@@ -38,9 +37,7 @@ def text_key(request_id: str) -> int:
     """Return the key, below 2**80, of the output of a request: the hash of its name, then 16 bits for the choice.
 
     The id ``NAME/INDEX`` of a choice hashes NAME; INDEX has up to five digits and is below 65,280. Any other id is a name, choice
-    0.
-
-    Example: ``text_key("chatcmpl-7/2") == request_hash("chatcmpl-7") << 16 | 2``.
+    0. Example: ``text_key("chatcmpl-7/2") == request_hash("chatcmpl-7") << 16 | 2``.
     """
     name, _, index = request_id.rpartition("/")
     if name and index.isascii() and index.isdigit() and len(index) <= 5 and int(index) < MAX_CHOICES:

@@ -7,12 +7,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from outrider.decoding.arrays import Int32Array, Int64Array
 from outrider.decoding.jit import compiled
-from outrider.decoding.tree import Int32Array
-
-Int64Array = npt.NDArray[np.int64]
 
 _NUM_NODES, _FREE = 0, 1  # indices into ``_Nodes.state``: number of nodes without the root, and the first free node
 
@@ -164,11 +161,7 @@ def _grow(nodes: _Nodes, tail: Int32Array, longest: int, least: int, count: int,
 class WindowTrie:
     """Trie of all windows of ``window`` tokens (at least 2), with up to ``capacity`` nodes (at least ``window``) of 60 bytes.
 
-    Beyond it the least recently visited nodes are removed. A visit makes a node and then its ancestors the latest, so a node
-    never leaves before its descendants.
-
-    Example: of the windows of 4 of ``1 2 3 4 1 2 5 4 1`` one begins with ``4 1 2``, which ``5`` follows, and two with ``1 2``,
-    which ``3 4`` and ``5 4`` follow: after a further 2 the ends of the text are ``4 1 2`` and ``1 2``.
+    Beyond it the least recently visited nodes are removed, never before their descendants.
     """
 
     def __init__(self, window: int, capacity: int) -> None:

@@ -15,8 +15,7 @@ def verify_exact(tree: DraftTree, choose: Callable[[int], int], max_tokens: int,
     ``decoding.sampling.sampler``). It has the distribution of the published multi-candidate rule (Lookahead Decoding, arXiv
     2402.02057, Algorithm 4) with one draw per visited row. It emits 1 to ``max_tokens`` tokens.
 
-    Example: root 7 with branches 1 2 and 3; the target chooses 1 at the root, 2 after 1, 9 after 1 2. The rows of 1 and 2 are
-    accepted and 9 is the bonus token: three tokens for one forward.
+    Example: root 7 with branches 1 2 and 3; the target chooses 1 at the root, 2 after 1, 9 after 1 2: 1, 2 and 9 are emitted.
 
     Args:
         choose: row -> the target's token after the path to that row. Called once for each visited row, from the root down.

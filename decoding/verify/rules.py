@@ -1,32 +1,20 @@
-"""Verification rules other than ``verify_exact``: for drafts drawn from a known distribution, and lossy rules.
-
-A drafter makes a rule for one tree. It emits at most ``TargetDistributions.remaining`` tokens and nothing after an end token, and
-verifies the prefix of a chain if the engine computed only that.
-"""
+"""Verification rules other than ``verify_exact``: for drafts drawn from a known distribution, and lossy rules."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
+from outrider.decoding.arrays import Float64Array, Int32Array
 from outrider.decoding.request import Acceptance
-from outrider.decoding.sampling.probabilities import Float64Array, residual
-from outrider.decoding.tree import DraftTree, Int32Array
-from outrider.decoding.verify.kseq import KSeq
+from outrider.decoding.sampling.probabilities import residual
+from outrider.decoding.tree import DraftTree, RowDistributions
 
-if TYPE_CHECKING:
-    from outrider.decoding.verify.target_probabilities import TargetDistributions  # imports torch, which rules do not need
-
-
-class Rule(Protocol):
-    """Verification rule of one tree."""
-
-    def accept(self, tree: DraftTree, distributions: TargetDistributions) -> Acceptance:
-        """Return the accepted rows and the token after them: 1 to ``distributions.remaining`` tokens."""
-        ...
+_HALVINGS = 60  # bisection steps: the remaining interval is below the rounding of a double
 
 
 class RejectionRule:
@@ -36,9 +24,8 @@ class RejectionRule:
     normalized ``max(target - draft, 0)``; a fully accepted chain is followed by the target's own choice. The output has exactly
     the target's distribution, whatever the draft distribution.
 
-    Example: draft distribution 0.5, 0.5, target 0.8, 0.2. Token 0 is always accepted. Token 1 is with probability 0.4; otherwise
-    token 0 takes its place, the only one of which the draft distribution gives too little. So token 0 comes with 0.5 + 0.5 * 0.6
-    = 0.8.
+    Example: draft 0.5, 0.5, target 0.8, 0.2. Token 0 is always accepted, token 1 with probability 0.4, else token 0 replaces it:
+    token 0 comes with 0.5 + 0.5 * 0.6 = 0.8.
 
     Args:
         draft_probs: [gamma, vocab] distributions from which the tokens of the chain were drawn.
@@ -47,7 +34,7 @@ class RejectionRule:
     def __init__(self, draft_probs: Float64Array | Sequence[Float64Array]) -> None:
         self._draft_probs = draft_probs
 
-    def accept(self, tree: DraftTree, distributions: TargetDistributions) -> Acceptance:
+    def accept(self, tree: DraftTree, distributions: RowDistributions) -> Acceptance:
         """See ``Rule``."""
 
         def token_at(row: int) -> int:
@@ -60,12 +47,79 @@ class RejectionRule:
         return _follow_chain(tree, distributions, token_at)
 
 
+@dataclass(frozen=True, slots=True)
+class KSeq:
+    """K-SEQ: one token of the target's distribution from k independent draft tokens (arXiv 2310.15141, Algorithm 2).
+
+    The draft tokens are tested in turn. A token is accepted with probability ``min(1, target / (rho * draft))``; if none is
+    accepted, the token is drawn from ``residual``. A smaller ``rho`` accepts more; the smallest valid one has
+    ``1 - (1 - beta)^k <= rho * beta``, where ``beta = sum(min(draft, target / rho))`` is the acceptance probability of one token.
+
+    Example: draft 1, 0, target 0.5, 0.5, k = 2. ``beta`` is ``0.5 / rho``, and ``1 - (1 - 0.5 / rho)^2 <= 0.5`` gives
+    ``rho = 1.7071``: token 0 is accepted with probability 0.2929 at each of two tries, which makes 0.5, and the residual is 0, 1.
+    """
+
+    target_probs: Float64Array  # [vocab]
+    draft_probs: Float64Array  # [vocab]
+    k: int
+    rho: float
+    beta: float
+    covered: Float64Array  # [vocab] probability that one draft token is this token and is accepted
+
+    @classmethod
+    def of(cls, target_probs: Float64Array, draft_probs: Float64Array, k: int) -> KSeq:
+        """Build the coupling for k >= 1 draft tokens. With k = 1 it is the rule of speculative sampling."""
+        assert k >= 1 and target_probs.shape == draft_probs.shape, (k, target_probs.shape, draft_probs.shape)
+        rho = rho_star(target_probs, draft_probs, k)
+        covered = np.minimum(draft_probs, target_probs / rho)
+        return cls(target_probs, draft_probs, k, rho, min(float(covered.sum()), 1.0), covered)
+
+    def accept_prob(self, token: int) -> float:
+        """Return the acceptance probability of a draft token, whose draft probability must be positive."""
+        assert self.draft_probs[token] > 0.0, token
+        return float(self.covered[token] / self.draft_probs[token])
+
+    def residual(self) -> Float64Array:
+        """Return [vocab] the distribution of the token if no draft token is accepted."""
+        return residual(self.target_probs, self.covered * _tries(self.beta, self.k))
+
+
+def rho_star(target_probs: Float64Array, draft_probs: Float64Array, k: int) -> float:
+    """Return the smallest ``rho`` in [1, k] with ``1 - (1 - beta(rho))^k <= rho * beta(rho)``, by bisection; see ``KSeq``."""
+    if k == 1 or _tries(float(np.minimum(draft_probs, target_probs).sum()), k) <= 1.0:
+        return 1.0
+    # Tokens whose min(draft, target / rho) is decided on the whole remaining interval are summed once, so that all bisection
+    # steps together take few passes over the vocabulary.
+    target, draft = target_probs, draft_probs  # undecided tokens
+    drafts_sum = targets_sum = 0.0  # sums over tokens whose minimum is the draft's, and the target's
+    low, high = 1.0, float(k)
+    for _ in range(_HALVINGS):
+        if len(draft):
+            by_draft, by_target = target >= high * draft, target <= low * draft
+            drafts_sum += float(draft[by_draft].sum())
+            targets_sum += float(target[by_target & ~by_draft].sum())
+            undecided = ~(by_draft | by_target)
+            target, draft = target[undecided], draft[undecided]
+        middle = 0.5 * (low + high)
+        beta = drafts_sum + targets_sum / middle + float(np.minimum(draft, target / middle).sum() if len(draft) else 0.0)
+        if _tries(beta, k) <= middle:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _tries(beta: float, k: int) -> float:
+    """Return ``(1 - (1 - beta)^k) / beta`` as a geometric sum; k for ``beta`` 0."""
+    rejected = max(1.0 - beta, 0.0)
+    return sum(rejected**tries for tries in range(k))
+
+
 class KSeqRule:
     """SpecTr: verification of several independently drawn sequences as one tree (arXiv 2310.15141, section 5).
 
-    At each row the tokens of the live sequences are candidates of K-SEQ (``decoding.verify.kseq``), which turns them into one
-    token of the target's distribution. Sequences that hold this token stay alive. The block ends if there are none, or all have
-    ended. The output has exactly the target's distribution.
+    At each row the tokens of the live sequences are candidates of ``KSeq``, which turns them into one token of the target's
+    distribution. Sequences that hold this token stay alive. The output has exactly the target's distribution.
 
     Departure from the paper, which stops if all candidates are rejected: if a live sequence holds the token drawn instead, the
     walk continues with it. The later tokens of the sequences had no influence on that decision.
@@ -88,7 +142,7 @@ class KSeqRule:
         self._sequences, self._rows = np.asarray(sequences).tolist(), np.asarray(rows).tolist()
         self._draft_probs = draft_probs
 
-    def accept(self, tree: DraftTree, distributions: TargetDistributions) -> Acceptance:
+    def accept(self, tree: DraftTree, distributions: RowDistributions) -> Acceptance:
         """Verify a tree that holds all sequences: those of a clipped tree would not be independent."""
         alive = list(range(len(self._sequences)))
         depth = max(map(len, self._rows), default=0)
@@ -102,7 +156,7 @@ class KSeqRule:
             accepted = self._rows[alive[0]][: len(accepted) + 1]
         return Acceptance(tuple(accepted), distributions.choose(accepted[-1] if accepted else 0))
 
-    def _token(self, alive: Sequence[int], depth: int, row: int, distributions: TargetDistributions) -> int:
+    def _token(self, alive: Sequence[int], depth: int, row: int, distributions: RowDistributions) -> int:
         target_probs, draft_probs = distributions.warped(row), self._draft_probs[row]
         coupling = KSeq.of(target_probs, draft_probs, len(alive))
         for index, one in enumerate(alive):
@@ -115,9 +169,8 @@ class KSeqRule:
 class BildRule:
     """Big little decoder: the target replaces the first draft token that it finds too unlikely (arXiv 2302.07863, section 3.3).
 
-    A draft token is too unlikely if ``-log target`` exceeds the rollback threshold. The target's own token replaces it, and the
-    rest of the draft is dropped unless both tokens are equal. If none is replaced, the target adds one token. Lossy: the output
-    is not the target's.
+    A token is too unlikely if ``-log target`` exceeds the rollback threshold. The rest of the draft is dropped, unless the
+    target's own token is equal. If none is replaced, the target adds one token. Lossy: the output is not the target's.
 
     Example: threshold 5, target probabilities 0.6, 0.001, 0.9 of three draft tokens. ``-log 0.001 = 6.9``: the first is kept, the
     second replaced, the third dropped.
@@ -131,7 +184,7 @@ class BildRule:
     def __init__(self, rollback: float, variant: Literal["original", "mjsd"] = "original") -> None:
         self._rollback, self._variant = rollback, variant
 
-    def accept(self, tree: DraftTree, distributions: TargetDistributions) -> Acceptance:
+    def accept(self, tree: DraftTree, distributions: RowDistributions) -> Acceptance:
         """See ``Rule``."""
 
         def token_at(row: int) -> int:
@@ -149,8 +202,7 @@ class MjsdRule:
     accepted, even if a shorter one fails, and the target's own choice follows. Lossy: the output is not the target's. With a
     threshold of 1 or more nothing passes, which is plain decoding. A draft is cut after its first end token.
 
-    Example: threshold 0.5, target 0.2, 0.9, draft 0.5, 0.3. The ratios are 0.4 and 0.4 * 3 = 1.2: the first prefix fails, the
-    second passes, so both tokens are accepted.
+    Example: threshold 0.5, target 0.2, 0.9, draft 0.5, 0.3: ratios 0.4 and 0.4 * 3 = 1.2, so that both tokens are accepted.
 
     Args:
         draft_logprobs: [gamma] log-probability of each draft token given those before it.
@@ -161,7 +213,7 @@ class MjsdRule:
     def __init__(self, draft_logprobs: Sequence[float], threshold: float, joint_law: Literal["raw", "warped"] = "raw") -> None:
         self._draft_logprobs, self._threshold, self._joint_law = draft_logprobs, threshold, joint_law
 
-    def accept(self, tree: DraftTree, distributions: TargetDistributions) -> Acceptance:
+    def accept(self, tree: DraftTree, distributions: RowDistributions) -> Acceptance:
         """See ``Rule``."""
         joint, kept = 0.0, 0  # log of the ratio
         for row in range(min(tree.num_candidates - 1, distributions.remaining)):
@@ -178,14 +230,14 @@ class MjsdRule:
         return Acceptance(accepted, distributions.choose(kept))
 
 
-def _logprob(distributions: TargetDistributions, row: int, token: int, distribution: Literal["raw", "warped"]) -> float:
+def _logprob(distributions: RowDistributions, row: int, token: int, distribution: Literal["raw", "warped"]) -> float:
     if distribution == "raw":
         return float(distributions.raw_logprobs(row)[token])
     prob = float(distributions.warped(row)[token])
     return math.log(prob) if prob > 0.0 else -math.inf
 
 
-def _follow_chain(tree: DraftTree, distributions: TargetDistributions, token_at: Callable[[int], int]) -> Acceptance:
+def _follow_chain(tree: DraftTree, distributions: RowDistributions, token_at: Callable[[int], int]) -> Acceptance:
     """Emit ``token_at(row)`` from the root down while the chain's next row holds it, and the target's choice at its end."""
     last = tree.num_candidates - 1
     for row in range(last):

@@ -3,25 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Protocol
 
 import numpy as np
 import torch
 
+from outrider.decoding.arrays import Float64Array
 from outrider.decoding.jit import NATIVE
 from outrider.decoding.request import Request, SamplingParams
-from outrider.decoding.sampling.logit_rows import LogitRows
 from outrider.decoding.sampling.nucleus import survivors
 from outrider.decoding.sampling.penalties import LogitRules
-from outrider.decoding.sampling.probabilities import ACCEPT, RESIDUAL, Float64Array, pick, uniform
+from outrider.decoding.sampling.probabilities import ACCEPT, RESIDUAL, pick, uniform
 from outrider.decoding.sampling.ranking import argmax_rows
 from outrider.decoding.sampling.sampler import choose, warp
 from outrider.decoding.tree import DraftTree
 
 
-class TargetDistributions:
-    """Distributions of the target at each row of a tree, with the request's rules and warps at the row's prefix.
+class LogitRows(Protocol):
+    """Rows of logits: a tensor on the CPU, or ``HostRows`` for another device."""
 
-    Rows may be queried in any order, and repeatedly.
+    def __getitem__(self, row: int, /) -> torch.Tensor:
+        """Return one row, [vocab]."""
+        ...
+
+
+class HostRows:
+    """Rows of [n, vocab] logits on another device, each copied to the host at its first use; ``root`` is the first row."""
+
+    def __init__(self, logits: torch.Tensor, root: torch.Tensor) -> None:
+        # Copies are lazy because verification visits few rows of a draft tree.
+        self._logits, self._there = logits, {0: root}
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        if row not in self._there:
+            self._there[row] = self._logits[row].cpu()
+        return self._there[row]
+
+
+class TargetDistributions:
+    """Distributions of the target at each row of a tree, in any order, with the request's rules and warps at the row's prefix.
 
     Args:
         logits: raw logits of the tree's n rows.
@@ -53,10 +73,7 @@ class TargetDistributions:
         return request_distribution(self._logits[row], self.params, self._rules_at(row), self._barred(row))
 
     def raw_logprobs(self, row: int) -> Float64Array:
-        """Return [vocab] log-probabilities below a row, before temperature and truncation.
-
-        Bias, minimum length and penalties are applied, so that banned tokens stay banned under lossy rules.
-        """
+        """Return [vocab] log-probabilities below a row, before temperature and truncation, but after the logits processors."""
         logits, rules = self._logits[row], self._rules_at(row)
         if rules is not None:
             logits = rules.apply(logits, self._barred(row))
@@ -107,8 +124,7 @@ def request_distribution(
     """Return [vocab] probabilities from which a request draws its next token; for a greedy request 1 at its token.
 
     Args:
-        rules: the request's logit rules, with the counts of the same prefix as the [vocab] logits.
-        barred: tokens that may not come yet (see ``LogitRules.apply``); requires ``rules``.
+        rules, barred: as in ``decoding.sampling.sampler.choose``.
     """
     if rules is not None:
         logits = rules.apply(logits, barred)

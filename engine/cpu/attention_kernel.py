@@ -1,9 +1,8 @@
 """CPU attention over KV slots: one call computes a layer for all requests, in decoding and prefill.
 
-Threads first store the new keys and values, then take blocks of sixteen rows that share a KV head; a block goes through the keys
-that its rows see. A row's result depends bit for bit only on what it sees, not on other rows or requests, nor on the slot entries
-of its ancestors. Values are added in text order, and hidden ones add zeros; weights are added as integers, whose sum does not
-depend on the order.
+Threads first store the new keys and values, then take blocks of sixteen rows that share a KV head. A row's result depends bit for
+bit only on what it sees. Values are added in text order, and hidden ones add zeros; weights are added as integers, whose sum does
+not depend on the order.
 """
 
 from __future__ import annotations
@@ -313,7 +312,6 @@ def _score_all(queries: Any, keys: int, num_keys: int, scores: Any, scale: np.fl
 
 @compiled
 def _write(mixed: Any, shares: Any, layer: Any, rows: Any, head: int, first: int, like: Any) -> None:
-    """Divide by the sums of the weights and write the outputs."""
     count, size = mixed.shape
     for place in range(count):
         row = rows.offset + (first + place) % rows.rows

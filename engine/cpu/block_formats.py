@@ -113,14 +113,12 @@ def packed(blocks: Blocks, form: BlockFormat, pair: int) -> Codes:
 
 
 def _filled(numbers: Numbers) -> Numbers:
-    """Reshape [rows, n] to [panels, PANEL, n], padded with zeros."""
     missing = -len(numbers) % PANEL
     filled = np.concatenate((numbers, np.zeros((missing, *numbers.shape[1:]), numbers.dtype))) if missing else numbers
     return filled.reshape(-1, PANEL, numbers.shape[1])
 
 
 def _by_panel(numbers: Numbers) -> Numbers:
-    """Reshape [rows, n] to [panels, n, PANEL]."""
     return np.ascontiguousarray(_filled(numbers).swapaxes(1, 2))
 
 

@@ -102,7 +102,6 @@ def _octets(b: Any, address: Any, offset: int, signed: bool) -> Any:
 
 
 def _as_lanes(b: Any, numbers: list[Any], pair: int) -> list[Any]:
-    """Arrange a panel's numbers, one per output, in the order of its vectors' lanes."""
     if pair == 1:
         return numbers
     turned = []

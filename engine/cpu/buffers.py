@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outrider.decoding.sampling.ranking import SignedArray
+from outrider.decoding.arrays import SignedArray
 from outrider.engine.cpu.linear import PANEL, filled_up, unpacked_numbers, where_it_lies
 
 if TYPE_CHECKING:  # it imports numba

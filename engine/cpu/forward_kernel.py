@@ -1,7 +1,7 @@
 """Layers of a model as one list of operations, which all threads execute together in one call.
 
-An operation of a few rows takes microseconds, and so does its call from Python. Threads take parts of an operation until none is
-left, and wait only if the next operation needs all results. Results are rounded as in the modules of the model's family.
+Threads take parts of an operation until none is left, and wait only if the next operation needs all results. Results are rounded
+as in the modules of the model's family.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from outrider.decoding.sampling.ranking import SignedArray
+from outrider.decoding.arrays import SignedArray
 from outrider.decoding.sources.ranked.contexts import signs_of
 from outrider.engine.cpu.attention import request_rows
 from outrider.engine.cpu.buffers import RowBuffers
@@ -83,11 +83,7 @@ class FusedForward:
         self._make_room(self._buffers.rows)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Compute all rows, store their KV and return the logits of ``logit_rows``, [len(batch.logit_rows), vocab].
-
-        Raises:
-            IndexError: a token or position is out of range; compiled code does not check it.
-        """
+        """Compute all rows and return the logits of ``logit_rows``. Raises ``IndexError`` for a wrong token or position."""
         native, count, picked = self._native, len(batch.token_ids), len(batch.logit_rows)
         threads, room = torch.get_num_threads(), self._buffers.rows
         if max(count, picked) > room or threads > self._buffers.threads:

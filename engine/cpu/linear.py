@@ -39,9 +39,8 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 class PanelWeight(torch.Tensor):
     """Weight matrices stored in the order in which ``linear`` reads them, of shape [..., outputs, size].
 
-    The memory holds zero-padded panels, [..., outputs / 32, size / pair, 32, pair] with pairs in bfloat16. Products, embeddings
-    and selection of a matrix use it directly. Other operations get a copy in plain order, which is written back if they work in
-    place.
+    The memory holds zero-padded panels, [..., outputs / 32, size / pair, 32, pair] with pairs in bfloat16. Operations other than
+    products, embeddings and selection of a matrix get a copy in plain order, which is written back if they work in place.
     """
 
     _float32: PanelWeight | None = None
@@ -111,7 +110,6 @@ class PanelWeight(torch.Tensor):
             return found
 
     def _in_float32(self) -> PanelWeight:
-        """Return a float32 copy, made once and kept."""
         if self.dtype == torch.float32:
             return self
         if self._float32 is None:

@@ -1,11 +1,8 @@
 """Linear layers that read a weight once for several rows, with bits that do not depend on the other rows.
 
-A library's product uses different kernels for one row and for two, with different orders of additions. Here each output of a row
-is one lane of a register, to which products are added in the order of the inner size.
-
-Weights are stored in panels of ``PANEL`` outputs, [outputs / PANEL, size, PANEL], so that they are read sequentially. In bfloat16
-two numbers of an output are adjacent, [outputs / PANEL, size / 2, PANEL, 2]: AVX512-BF16 multiplies such pairs, and AMX tiles of
-them, sixteen rows by sixteen outputs, each output again with its own sum. bfloat16 and float16 have float32 sums.
+Each output of a row is one lane of a register, to which products are added in the order of the inner size, in float32. Weights
+are stored in panels of ``PANEL`` outputs, [outputs / PANEL, size, PANEL]. In bfloat16 two numbers of an output are adjacent,
+[outputs / PANEL, size / 2, PANEL, 2]: AVX512-BF16 multiplies such pairs, and AMX tiles of them, sixteen rows by sixteen outputs.
 """
 
 from __future__ import annotations
@@ -142,7 +139,6 @@ def _parts(builder: Any, pairs: Any) -> tuple[Any, ...]:
 
 
 def _spread(builder: Any, like: Any, address: Any) -> tuple[Any, ...]:
-    """Load a row's number, or pair, into all lanes."""
     b = builder
     if like == types.uint16:
         return _parts(b, spread(b, b.load(b.inttoptr(address, INT.as_pointer()), align=2), INTS))

@@ -28,11 +28,7 @@ class Adapters:
     """Numbered LoRA adapters of a model's linear layers; their factors are used in place."""
 
     def __init__(self, model: PreTrainedModel, adapters: Sequence[Adapter]) -> None:
-        """Add hooks, active inside ``rows``, to the adapted layers.
-
-        Raises:
-            ModelLoadError: no kernels for the model's dtype.
-        """
+        """Add hooks, active inside ``rows``, to the adapted layers. Raises ``ModelLoadError`` without kernels for the dtype."""
         if not has_kernels(model.device, model.dtype):
             dtype = str(model.dtype).removeprefix("torch.")
             raise ModelLoadError(

@@ -1,7 +1,7 @@
 """Outputs of LoRA adapters (arXiv 2106.09685), ``up @ (down @ x)``, computed row by row.
 
-Sums and factors are float32 for every model dtype, and the changed output is rounded once more. Rows without an adapter are not
-touched. A row's sums follow the inner size, so that its bits do not depend on other rows.
+Sums and factors are float32 for every model dtype, and the changed output is rounded once more. A row's sums follow the inner
+size, so that its bits do not depend on other rows. Rows without an adapter are not touched.
 """
 
 from __future__ import annotations

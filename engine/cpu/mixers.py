@@ -1,8 +1,7 @@
 """Recurrent layers (mixers) of stock models, and replacements for the functions that they call.
 
-A mixer computes projections, gates and norms for all rows at once, and calls two functions of its module where rows interact: a
-short convolution and a recurrent rule. A bound instance runs its class's own code with these two names looked up elsewhere;
-without a running step they are transformers' own.
+A mixer calls two functions of its module where rows interact: a short convolution and a recurrent rule. A bound instance runs its
+class's own code with these two names looked up elsewhere; without a running step they are transformers' own.
 """
 
 from __future__ import annotations
@@ -41,11 +40,7 @@ def _nothing() -> None:
 
 
 def bind_mixers(model: PreTrainedModel) -> int:
-    """Route the functions of a model's mixers to the running step, in place; return the number of mixers.
-
-    Raises:
-        ModelLoadError: a mixer's code is not as expected.
-    """
+    """Route the functions of a model's mixers to the running step, in place; return their number. Raises ``ModelLoadError``."""
     count = 0
     for count, module in enumerate(mixers(model), start=1):
         own = _own_forward(module)

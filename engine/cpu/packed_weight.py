@@ -18,10 +18,7 @@ _TOGETHER = 128  # panels packed or unpacked at once
 
 
 class PackedWeight(torch.Tensor):
-    """Matrix [outputs, size] of a dtype in ``DTYPES`` whose memory holds quantized blocks, see ``block_formats``.
-
-    Products and embeddings use it directly; any other operation gets an unpacked copy. It cannot be changed.
-    """
+    """Constant matrix [outputs, size] of quantized blocks (``block_formats``); operations but products get an unpacked copy."""
 
     kind: str  # name of its format
     panels: torch.Tensor  # [panels, bytes of a panel] uint8

@@ -4,8 +4,6 @@ Two rules are computed, both in float32 whatever the model's dtype, over a state
 
 - the gated delta rule (Yang, Kautz and Hatamizadeh, arXiv 2412.06464): ``S <- d S + k (b (v - (d S)^T k))^T``, and ``S^T q``;
 - the state space rule of Mamba-2 (Dao and Gu, arXiv 2405.21060), with B, C, x and dt as k, q, v and b: ``S <- d S + k (b v)^T``.
-
-A head's values are processed in blocks, so that a block's state stays in the L1 cache for several rows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Vectors of sixteen float32 numbers for compiled code: LLVM's vector types, which numba does not offer.
 
-LLVM turns a vector into one register with AVX-512, two with AVX2 or four with SSE and NEON. Addresses are plain integers.
-``like`` arguments name a type by a value of it: ``uint16`` stands for bfloat16, which is the upper half of a float32, and
-``int16`` for float16. Additions must keep the order in which they are written, or a number would depend on the code around it.
+Addresses are plain integers. ``like`` arguments name a type by a value of it: ``uint16`` stands for bfloat16, ``int16`` for
+float16. Additions must keep the order in which they are written, or a number would depend on the code around it.
 """
 
 from __future__ import annotations
@@ -315,7 +314,6 @@ def counted(builder: Any, address: Any) -> Any:
 
 @primitive(types.void)
 def _pause(builder: Any) -> None:
-    """Emit the processor's spin-wait hint."""
     triple = str(builder.module.triple)
     kind = ir.FunctionType(ir.VoidType(), [INT] if triple.startswith(("aarch64", "arm64")) else [])
     if triple.startswith(("x86_64", "i686")):

@@ -131,7 +131,6 @@ class States:
 
 @cache
 def _kernels(dtype: str) -> tuple[Kernel, Kernel, Kernel]:
-    """Return the kernels of convolutions, delta rule and state space rule."""
     from outrider.engine.cpu.convolution_kernel import convolution_entry  # needs numba
     from outrider.engine.cpu.recurrence_kernel import rule_entry
 

@@ -1,8 +1,4 @@
-"""Calls of a C function on the threads that torch computes with.
-
-torch's threads spin between jobs, so threads of our own would compete with them for the cores. On Linux they belong to GNU
-OpenMP, whose entry point for a parallel region takes any function.
-"""
+"""Calls of a C function on the threads that torch computes with, by GNU OpenMP's entry point for a parallel region."""
 
 from __future__ import annotations
 
@@ -14,6 +10,7 @@ from typing import Any
 
 import torch
 
+# torch's threads spin between jobs, so further threads would compete with them for the cores.
 _LIBRARY = "libgomp.so.1"
 
 

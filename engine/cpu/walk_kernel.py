@@ -1,8 +1,7 @@
 """Order in which a forward pass visits a request's rows in recurrent layers, and the state that each row begins from.
 
-A row's state is its parent's, advanced by one step. So a head visits a request's rows one after another: committed rows on the
-slot's own state, then the draft tree, depth first, with a copy of the state for each pending branch. A row's result depends bit
-for bit on its preceding tokens alone; in the rule's chunked form, the order of additions would depend on the chunks.
+A row's state is its parent's, advanced by one step: committed rows on the slot's own state, then the draft tree, depth first,
+with a copy of the state for each pending branch. A row's result depends bit for bit on its preceding tokens alone.
 """
 
 from __future__ import annotations

@@ -1,21 +1,18 @@
 """Tree attention over KV slots as two Triton kernels for CUDA graphs: inputs that vary between steps are device tensors.
 
-**Row invariance.** The bits of a row's output are a function of its query and of the keys and values at its logical positions
-``0 .. position`` alone. They do not depend on ``start``, the tree's entries in the slot, other rows, the row's index or the
-slot's capacity. So everything is anchored at logical positions: blocks of 64 keys are folded left to right by an online
-softmax (Milakov and Gimelshein, arXiv 1805.02867) within splits of 256 positions, and the splits' states are merged left to
-right, all at the greatest of their scores. A block or split of which a row sees nothing does not change its bits. A row at
-position 300 of a sequence with start 140 is
+**Row invariance.** The bits of a row's output are a function of its query and of the keys and values at its logical positions ``0
+.. position`` alone, not of ``start``, the tree's entries, other rows or the capacity. So everything is anchored at logical
+positions: blocks of 64 keys are folded left to right by an online softmax (Milakov and Gimelshein, arXiv 1805.02867) within
+splits of 256 positions, and the splits' states are merged left to right, all at the greatest of their scores. A row at position
+300 of a sequence with start 140 is
 
     kernel 1: fold 0..63, 64..127                                                   unnormalised, in float32
     kernel 2: continue with 128..191, 192..255; fold 256..300; merge the two splits; divide
 
-and with start 280 kernel 1 computes all of the first split: the same operations in the same order. Both kernels compute a
-block by the same code with operands of the same shapes, and the compiler must not fuse multiplications and additions, because it
-might do so in one kernel only.
+and with start 280 kernel 1 computes all of the first split: the same operations in the same order. Both kernels compute a block
+by the same code, and the compiler must not fuse multiplications and additions, because it might do so in one kernel only.
 
-Both launches are one torch operation, ``outrider::slot_attention``, which declares what it writes: a test double of a GPU can
-observe, record or replace it.
+Both launches are one torch operation, ``outrider::slot_attention``, which declares what it writes: a test double can replace it.
 """
 
 from __future__ import annotations
@@ -23,14 +20,16 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from outrider.engine.accelerator import accelerator
-from outrider.engine.cuda.slot_kernels import context_kernel, path_kernel
-from outrider.engine.cuda.step_buffers import StepRows
-from outrider.engine.forward.batch import AttentionCall
-from outrider.engine.kv.kv_cache import KVShape
+from outrider.engine.cuda.slot_kernels import context_kernel, kernel_errors, path_kernel
+from outrider.engine.cuda.step_buffers import StepBuffers, StepRows
+from outrider.engine.errors import one_line
+from outrider.engine.forward.batch import AttentionCall, DummySequence, ScheduledDummy, pack
+from outrider.engine.kv.kv_cache import KVShape, SlotCache
 
 BLOCK_N = 64  # keys per block
 SPLIT = 256  # positions per split; fixed in every configuration, because bits depend on it
@@ -157,15 +156,13 @@ class SlotAttention:
         self._states = torch.empty(taken, dtype=torch.float32, device=shape.device)
 
     def attend(self, call: AttentionCall, keys: Tensor, values: Tensor, rows: StepRows, output: Tensor) -> None:
-        """Store a layer's new keys and values in its slots and write the attention output, [1, rows, heads, head_dim].
-
-        The first call with arguments of a kind compiles for seconds, so it must run once before a graph is captured.
+        """Store a layer's new keys and values and write the attention output; call it once before a graph is captured.
 
         Args:
             call: of the layer; the elements of a head are contiguous.
             keys: [slots, kv_heads, capacity, head_dim] of the layer, contiguous; ``values`` likewise.
             rows: layout of the rows; no new entry precedes its row's ``start``.
-            output: contiguous; zeros for padding rows.
+            output: [1, rows, heads, head_dim], contiguous; zeros for padding rows.
         """
         self._check(call.query, (call.key, call.value), (keys, values), rows, output)
         window, softcap = call.window, call.softcap
@@ -189,3 +186,32 @@ class SlotAttention:
         assert all(each.shape == (count,) for each in per_row) and rows.path.shape[0] == count and rows.tiles.shape[1] == 2
         assert all(each.is_contiguous() for each in (*cached, output, *per_row, rows.tiles)) and rows.path.stride(1) == 1
         assert {each.dtype for each in (*per_row, rows.path, rows.tiles)} == {torch.int32}, rows
+
+
+@torch.inference_mode()
+def graph_fault(device: torch.device) -> str | None:
+    """Capture attention over a few rows as a CUDA graph, replay it and return the failure in one line, or None."""
+    rows, heads, head_dim = 16, 4, 64
+    shape = KVShape(1, heads, head_dim, torch.float32, device)
+    if not available(shape):
+        return "the attention kernels need Triton"
+    with accelerator().current(device):
+        try:
+            cache = SlotCache(shape, 1, rows)
+            attention = SlotAttention(shape, heads, rows, rows, best_block_rows(shape))
+            buffers = StepBuffers(rows, attention.rows_of_tile, 1, rows, device)
+            buffers.fill(pack([ScheduledDummy(DummySequence(0, np.arange(rows, dtype=np.int32)), 0, rows, None)]))
+            numbers = torch.arange(heads * rows * head_dim, dtype=torch.float32, device=device).sin()
+            numbers = numbers.view(1, heads, rows, head_dim)
+
+            def attend() -> torch.Tensor:
+                output = numbers.new_empty(1, rows, heads, head_dim)
+                attention.attend(AttentionCall(0, numbers, numbers, numbers), *cache.layer(0), buffers.step_rows, output)
+                return output
+
+            expected = attend().cpu()
+            graph, output = accelerator().capture(device, accelerator().graph_pool(), attend)
+            graph.replay()
+            return None if torch.equal(output.cpu(), expected) else "the replay of a CUDA graph differs from the captured run"
+        except kernel_errors() as error:
+            return one_line(error)

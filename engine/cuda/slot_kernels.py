@@ -116,10 +116,7 @@ def context_kernel(
     CAP: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Store the new entries and the softmax states of whole blocks before ``start``, split by split (kernel 1).
-
-    A program has a tile, a KV head and every n-th split of the context; the context's length is read from ``starts``.
-    """
+    """Store new entries and, by tile, KV head and every n-th split, the states of whole blocks before ``start`` (kernel 1)."""
     kv_head, kv_heads, program, lane = tl.program_id(1), tl.num_programs(1), tl.program_id(2), tl.arange(0, BLOCK_M)
     first_row, count = tl.load(tiles + 2 * tl.program_id(0)), tl.load(tiles + 2 * tl.program_id(0) + 1)
     if count == 0:

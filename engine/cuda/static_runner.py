@@ -1,9 +1,7 @@
 """Forward passes with a few fixed numbers of rows, captured as CUDA graphs of the stock model.
 
-A decoding step of a GPU takes less time than Python needs to launch its thousand kernels one by one. A graph launches them at
-once, but has fixed shapes and addresses: rows are padded to the next of ``ROWS``, and what varies from step to step is read from
-tensors (``engine.cuda.step_buffers``). Larger steps, such as prefill, run as in ``ModelRunner``. ``prepare`` captures all
-graphs before the first request; a forward pass without graphs computes the same.
+A graph launches a thousand kernels at once, but has fixed shapes and addresses: rows are padded to the next of ``ROWS``, and what
+varies from step to step is read from tensors (``engine.cuda.step_buffers``). Larger steps run as in ``ModelRunner``.
 """
 
 from __future__ import annotations
@@ -178,11 +176,7 @@ class StaticRunner(ModelRunner):
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Capture the steps of all sizes before any request runs; those that cannot be captured run without graphs.
-
-        Raises:
-            ModelLoadError: a step does not fit into memory, or the kernels do not run.
-        """
+        """Capture the steps of all sizes; failed captures run without graphs. Raises ``ModelLoadError`` if steps fail."""
         device = self.model.device
         if device.type != "cuda":
             return

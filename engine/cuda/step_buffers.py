@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from outrider.decoding.arrays import BoolArray, Int32Array
 from outrider.decoding.jit import compiled
-from outrider.decoding.tree import BoolArray, Int32Array
 from outrider.engine.accelerator import Event, accelerator
 from outrider.engine.forward.batch import Batch, SequenceRows
 
@@ -21,9 +21,9 @@ _TURNS = 4  # copies in flight while the next one is filled
 class StepRows:
     """Layout of R rows for the attention kernels; R is fixed, the number of used rows varies.
 
-    A row sees the logical positions ``0 .. position`` of its sequence. Positions before ``start`` are at the entry of the same
-    number in the slot; position ``start + j`` is at entry ``path[row, j]``, and the last of these is the row's own. So a row of a
-    draft tree has its ancestors in text order, wherever in the slot they are stored.
+    A row sees the logical positions ``0 .. position``. Those before ``start`` are at the entry of the same number in the slot;
+    position ``start + j`` is at entry ``path[row, j]``, and the last of these is the row's own: ancestors are in text order,
+    wherever stored.
     """
 
     slot: torch.Tensor  # [R] int32

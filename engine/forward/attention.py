@@ -1,8 +1,7 @@
-"""Tree attention over KV slots, as an attention function for stock transformers models.
+"""Tree attention over KV slots, as an attention function for stock transformers models (``attn_implementation=TREE_ATTENTION``).
 
-A model loaded with ``attn_implementation=TREE_ATTENTION`` calls this function with the query, key and value of all new rows,
-already rotated to their tree positions. It stores keys and values in the slots and lets each row see its own sequence and its
-ancestors in the draft tree. The model's code is not changed.
+It gets the query, key and value of all new rows, already rotated to their tree positions, stores keys and values in the slots and
+lets each row see its own sequence and its ancestors in the draft tree. The model's code is not changed.
 """
 
 from __future__ import annotations

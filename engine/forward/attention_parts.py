@@ -1,12 +1,11 @@
 """Attention of one request's rows in two parts: flash kernels for the shared context, plain matrix products for the draft tree.
 
-All rows see the whole context: that part needs no mask, which flash kernels do not take, and query heads that share keys can be
-rows of one head, so that keys are read once. Only the small block of rows among themselves needs a mask.
+All rows see the whole context: that part needs no mask, which flash kernels do not take. Only the small block of rows among
+themselves needs one.
 
 The parts are merged by their log-sum-exps, as in FlashDecoding: a part counts as one more key whose score is the log-sum-exp of
-its scores and whose value is its output. Example: a context with scores log 1 and log 2 and the values 3 and 6 gives 5,
-with log-sum-exp log 3. Beside a block of one key with score log 1 and value 1 the weights are 3/4 and 1/4, and the result is 4:
-(1 * 3 + 2 * 6 + 1 * 1) / 4.
+its scores and whose value is its output. Example: a context with scores log 1 and log 2 and the values 3 and 6 gives 5, with
+log-sum-exp log 3. Beside one key with score log 1 and value 1 the result is 4: (1 * 3 + 2 * 6 + 1 * 1) / 4.
 """
 
 from __future__ import annotations
@@ -89,10 +88,9 @@ def attend_parts(
 
 
 def _merge(scores: torch.Tensor, values: torch.Tensor, output: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-    """Merge the attention over a block of keys into that over a part.
+    """Merge the attention over a block of keys into a part, [kv_heads, rows, head_dim] with log-sum-exps [kv_heads, rows].
 
-    ``scores``, [kv_heads, rows, columns], and ``values``, [kv_heads, columns, head_dim], have the dtype to compute in. The part's
-    ``output`` and the result are [kv_heads, rows, head_dim], its log-sum-exps ``sums`` [kv_heads, rows].
+    ``scores``, [kv_heads, rows, columns], and ``values``, [kv_heads, columns, head_dim], have the dtype to compute in.
     """
     columns = scores.shape[2]
     weights = torch.softmax(torch.cat([scores, sums[..., None].to(scores.dtype)], 2), 2)

@@ -10,18 +10,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from outrider.decoding.arrays import BoolArray, Int32Array
 from outrider.decoding.request import Request
-from outrider.decoding.tree import BoolArray, DraftTree, Int32Array
-from outrider.decoding.verify.rules import Rule
-from outrider.decoding.verify.tree_rows import lay_rows
+from outrider.decoding.tree import DraftTree, Rule
+from outrider.decoding.tree_rows import lay_rows
 
 
 @dataclass(slots=True)  # not frozen, for speed: one is created per request and step
 class ScheduledRequest:
-    """Scheduled work of one request in one step: committed tokens ``start:end`` and a draft tree below the last of them.
+    """Scheduled work of one request in one step: committed tokens ``start:end``, and a draft tree with the last one as root.
 
-    The first ``start`` tokens have KV in the slot. With a tree, ``end`` is the number of committed tokens, and the last of them
-    is the tree's root. Without one (a prefill chunk, also after a preemption), ``end`` is smaller and nothing is verified.
+    With a tree, ``end`` is the number of committed tokens. Without one (a prefill chunk) it is smaller and nothing is verified.
     """
 
     request: Request

@@ -1,14 +1,10 @@
 """Self-check at engine start that every number of a row depends on its preceding tokens alone, bit for bit.
 
-A floating-point sum depends on its order. Library kernels for one row and for many rows, and attention over contexts of different
-lengths, add in different orders; if the two best tokens are nearly tied, that decides which one is emitted. So on a CPU, our own
-code computes products and attention in text order for any number of rows (``engine.cpu.linear_kernel``,
-``engine.cpu.attention_kernel``). On a GPU, and wherever that form fails, every forward pass has the same number of rows,
-padded, and attention in text order.
-
-The rest of a model's code (norms, activations) may still depend on the number of rows, so ``check`` tests it. A captured CUDA
-graph does not follow later changes of the model: checks that shorten the model to its first layers run without graphs, and
-``check_graphs`` compares the graphs with the model's code.
+Library kernels add in an order that depends on the number of rows and the context. So on a CPU, our own code computes products
+and attention in text order (``engine.cpu.linear_kernel``, ``engine.cpu.attention_kernel``). On a GPU, and wherever that form
+fails, every forward pass has the same number of rows, padded, and attention in text order. The rest of a model's code (norms,
+activations) may still depend on the number of rows, so ``check`` tests it. Checks that shorten the model to its first layers run
+without graphs, which do not follow such a change; ``check_graphs`` compares the graphs with the model's code.
 """
 
 from __future__ import annotations
@@ -21,7 +17,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from outrider.decoding.tree import DraftTree, Int32Array
+from outrider.decoding.arrays import Int32Array
+from outrider.decoding.tree import DraftTree
 from outrider.engine.cuda.slot_attention import SPLIT
 from outrider.engine.cuda.static_runner import StaticRunner
 from outrider.engine.forward.attention import TREE_ATTENTION
@@ -57,9 +54,8 @@ class _Found:
 def check(runner: ModelRunner) -> str | None:
     """Compute tokens alone and in different batches, slots and chunks, and return a difference in any bit as text, or None.
 
-    Must run while no request has a slot, because it writes to the first two. Without ``fixed_rows``, every number of rows up to
-    the largest tree, and some larger ones, are tried on the first layer of each kind. On a GPU, the borders of the attention
-    kernels' splits are tried on these layers, without graphs. Then follow chunked prefill and trees on all layers.
+    It writes to the first two slots. Numbers of rows, and on a GPU the borders of the attention kernels' splits, are tried on the
+    first layer of each kind. Then follow chunked prefill and trees on all layers.
     """
     vocab, longest = int(runner.model.config.get_text_config().vocab_size), _longest(runner)
     tokens = np.random.default_rng(0).integers(0, vocab, max(_MANY) + _LAST).astype(np.int32)
@@ -82,8 +78,7 @@ def check(runner: ModelRunner) -> str | None:
 def check_attention(runner: ModelRunner) -> str | None:
     """Compare tree attention with the model's own (stock ``transformers``); return a difference beyond rounding as text, or None.
 
-    This finds consistent errors that ``check`` cannot see: positions that a model counts itself, or an unsupported kind of
-    attention. It does not see effects beyond the compared tokens, for example of a window.
+    This finds errors that ``check`` cannot see: positions that a model counts itself, or an unsupported kind of attention.
     """
     model, tokens = runner.model, _tokens_of(runner)
     with first_layers(model), _uncaptured(runner):  # graphs compute all layers
@@ -148,13 +143,11 @@ def _text_logits(runner: ModelRunner, tokens: Int32Array) -> torch.Tensor:
 
 
 def _chain(runner: ModelRunner, tokens: Int32Array, start: int, reach: int = 0) -> torch.Tensor:
-    """Return the logits of the tokens from ``start`` on, [n, vocab]."""
     count = len(tokens) - start
     return _logits(runner, tokens[: start + 1], start, tokens[start + 1 :], range(-1, count - 1), reach)
 
 
 def _longest(runner: ModelRunner) -> int:
-    """Return the longest text that a slot and the model's positions allow."""
     positions = getattr(runner.model.config.get_text_config(), "max_position_embeddings", None)
     return min(runner.cache.capacity, positions or runner.cache.capacity)
 

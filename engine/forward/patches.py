@@ -1,7 +1,27 @@
-"""Faster replacements for modules of a stock model, with the same results and a rounding independent of the number of rows.
+"""Replacements inside a stock transformers model, in place, and the kinds that this module makes (``patch_modules``).
 
-A decoding step of a small model spends as long in Python calls as in arithmetic. Modules that a model looks up by name in itself,
-such as norms and the list of layers, are replaced in the instance; transformers itself is not changed.
+Results are those of the model's own code up to rounding, and no number of a row depends on the number of rows. transformers
+itself is not changed.
+
+    in the model                 replacement                          reason
+    attention function           attention.tree_attention             KV slots; a row sees its ancestors in a draft tree
+    cache (Llama 4 only)         runner.PositionOnlyCache             it scales queries by positions that it asks the cache for
+    list of layers               WholeList                            torch makes a new list of every slice
+    RMS norms, on CPUs           CompiledNorm                         Python calls take as long as the arithmetic
+    activations, on CPUs         RowActivation                        torch computes the last elements by another function
+    search for padding           do_not_warn                          it makes a GPU synchronize in every forward pass
+    RoPE that depends on length  rope.RowRope                         frequencies by row, not by the greatest position
+    weights, on CPUs             cpu.linear.row_linears               products in text order; ``Conv1D`` becomes ``Linear``
+    matrices of a GGUF file      loading.weights.packing.keep_blocks  weights stay quantized
+    ``forward`` of mixers        cpu.mixers.bind_mixers               states in slots, advanced along draft trees
+    gates of mixers and experts  cpu.mixers.FilledRows, ApartRows     as for activations
+    implementation of experts    runner.ModelRunner: "eager"          an expert's rows are rows of a linear layer
+    linear layers with adapters  cpu.lora.Adapters (forward hooks)    each row has the adapter of its request
+    layers, engine.compile       runners.compile_layers               fewer kernels in a CUDA graph
+    list of layers, for a check  exactness.first_layers               shortened for the time of the check
+    all modules, known families  cpu.fused_forward.FusedForward       one call for all layers; the modules keep the weights
+
+Paths are in ``engine/forward`` or ``engine``. ``actors/sharded`` replaces what ranks divide, ``loading.weights.gguf`` what reads.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Length-dependent RoPE (longrope and dynamic NTK), computed row by row.
 
-transformers derives the frequencies of a forward pass from its greatest position, so that other requests and rejected drafts
-would change an output. Here a row has the frequencies of length ``max(reach, position + 1)``, as in ``generate`` of transformers
-5.23, where the *reach* of a request is the length of its prompt. Phi-3 and Phi-MoE drop their cache when a text outgrows the
-first set of frequencies and recompute it: all rows of such a text have the second set.
+transformers derives the frequencies of a forward pass from its greatest position, which another request or a rejected draft may
+have. Here a row has those of length ``max(reach, position + 1)``, as in ``generate`` of transformers 5.23, where the *reach* of a
+request is the length of its prompt. Phi-3 and Phi-MoE recompute a text that outgrows the first set of frequencies: all its rows
+have the second set.
 """
 
 from __future__ import annotations
@@ -36,10 +36,7 @@ class LengthRope:
     recomputes: bool  # a sequence that crosses the border is recomputed
 
     def rope_length(self, request: Request) -> int:
-        """Return the least sequence length by which a request's rows are rotated; 0 if each row's own position decides.
-
-        Rows of two requests with equal reach and equal preceding tokens have the same keys and values.
-        """
+        """Return the least sequence length by which a request's rows are rotated; 0 if each row's own position decides."""
         length = request.num_tokens if self.recomputes else request.num_prompt
         if length <= self.border:
             return 0
@@ -120,11 +117,7 @@ class RowRope(torch.nn.Module):
 
 
 def ropes_by_row(model: PreTrainedModel) -> list[RowRope]:
-    """Replace a model's rotary embeddings with length-dependent RoPE in place, and return the replacements, if it needs any.
-
-    Raises:
-        ModelLoadError: the embeddings were not found.
-    """
+    """Replace length-dependent rotary embeddings in place; return the replacements. Raises ``ModelLoadError``."""
     rope = length_rope(model.config)
     if rope is None:
         return []

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from outrider.decoding.sampling.ranking import SignedArray
+from outrider.decoding.arrays import SignedArray
 from outrider.engine.accelerator import accelerator
 from outrider.engine.cpu.attention import RowAttention, laid_out
 from outrider.engine.cpu.fused_forward import FusedForward
@@ -143,11 +143,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def adapt(self, adapters: Sequence[Adapter]) -> None:
-        """Add LoRA adapters that segments may name; to be called at most once, before any segment names one.
-
-        Raises:
-            ModelLoadError: an adapter does not fit this model.
-        """
+        """Add LoRA adapters that segments may name, at most once. Raises ``ModelLoadError`` if an adapter does not fit."""
         if not adapters:
             return
         self._adapters = Adapters(self.model, adapters)
@@ -227,7 +223,6 @@ class ModelRunner:
         return logits if len(logits) else computed
 
     def _compute(self, batch: Batch) -> torch.Tensor:
-        """Run a batch that fits into a single forward pass."""
         if self._whole is not None and not (self.model._forward_hooks or self.model._forward_pre_hooks):
             logits, self.hidden = self._whole.forward(batch), self._whole.hidden
             if self._states is not None:

@@ -74,11 +74,7 @@ def _checked(model: PreTrainedModel, capacity: int, options: EngineOptions, tree
 
 
 def refuse_form(name: str, config: PreTrainedConfig, shape: KVShape, options: EngineOptions) -> None:
-    """Refuse options that a model cannot be served with on its device, independent of its weights.
-
-    Raises:
-        ModelLoadError: ``options.exact`` or ``options.compile`` is not supported for this configuration and KV shape.
-    """
+    """Raise ``ModelLoadError`` if ``options.exact`` or ``options.compile`` is not supported for a configuration and KV shape."""
     on_gpu = shape.device.type == "cuda"
     if options.compile and not (on_gpu and lacks_graphs(config, shape) is None):
         raise ModelLoadError(f"engine.compile=true needs a GPU and Triton, and the model is on {shape.device}: leave it out")

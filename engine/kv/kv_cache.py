@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from outrider.decoding.tree import Int32Array
+from outrider.decoding.arrays import Int32Array
 from outrider.engine.kv.prefix_cache import PrefixCache
 from outrider.engine.kv.state_cache import StateCache
 
@@ -66,8 +66,8 @@ class SlotLayout(NamedTuple):
 class SlotCache:
     """KV of ``slots`` sequences; entry i of a slot belongs to token i, and draft rows follow the committed ones.
 
-    Memory is allocated once, ``capacity`` entries per slot, and not cleared: entries are written before they are read. Keys in
-    panels form a [room, entry_size] matrix per layer, slot and head, in the layout of ``linear`` weights.
+    Memory is not cleared: entries are written before they are read. Keys in panels form a [room, entry_size] matrix per layer,
+    slot and head, in the layout of ``linear`` weights.
     """
 
     def __init__(self, shape: KVShape, slots: int, capacity: int) -> None:
@@ -113,7 +113,6 @@ class SlotCache:
         return self._panel_entries(panels, end)[..., :size], slot_values[:, :end]
 
     def _places(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the panel and the index in the panel of each entry."""
         entries = torch.arange(start, end, device=self._keys.device)
         return entries // self.shape.panel, entries % self.shape.panel
 

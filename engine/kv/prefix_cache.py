@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outrider.decoding.tree import Int32Array
+from outrider.decoding.arrays import Int32Array
 from outrider.engine.kv.state_cache import StateCache
 
 WORTH_COPYING = 16  # tokens; computing fewer is about as fast as copying their entries
@@ -27,9 +27,9 @@ class Placement:
 class PrefixCache:
     """Tokens whose KV the slots of one ``SlotCache`` hold.
 
-    Entry i of a slot depends only on the tokens up to i, so a request may take over, or copy, the entries of the longest common
-    prefix. Entries are reused only within a *scope*, a name for the requests that may share KV, because the time of a first step
-    reveals whether its prompt was cached. Nothing is kept of a request without a scope.
+    A request takes over, or copies, the entries of the longest common prefix within its *scope*, a name for the requests that may
+    share KV, because the time of a first step reveals whether its prompt was cached. Nothing is kept of a request without a
+    scope.
 
     Example: slot 0 holds 100 tokens of a live request, and slot 1, free, 8 tokens. A request of the same scope begins as both,
     for 60 tokens as slot 0 and for 8 as slot 1: it is placed in slot 1, where 52 entries are copied from slot 0, and 60 of its
@@ -66,9 +66,9 @@ class PrefixCache:
     def place(self, tokens: Int32Array, scope: str | None, free: Sequence[int]) -> Placement:
         """Choose one of the ``free`` slots (in order of release) for a request and record it; the caller copies the entries.
 
-        A slot is reused in place if the common prefix is at least half of its tokens (a continued conversation). Otherwise the
-        slot released longest ago is overwritten, empty ones first, and a longer common prefix is copied from another slot, so
-        that a system prompt survives in its slot. The last token is always left to compute.
+        A slot is reused in place if the common prefix is at least half of its tokens. Otherwise the slot released longest ago,
+        empty ones first, is overwritten, and a longer common prefix is copied from another slot. The last token is always left to
+        compute.
         """
         common, states = ({}, {}) if scope is None else self._common(tokens[:-1], scope)
         slot = min(free, key=lambda one: self._held[one] is not None)  # the first of equal ones

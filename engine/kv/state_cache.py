@@ -1,8 +1,7 @@
 """States of recurrent layers and short convolutions: one per slot, and snapshots from which requests may start.
 
-A state exists for one position only and cannot be rewound. So a forward advances the state of a slot over committed tokens only,
-up to the *anchor*, the root of the draft tree. The inputs of the rows below are kept: the next forward of the slot first advances
-the state over those that were accepted.
+A state cannot be rewound. So a forward advances the state of a slot over committed tokens only, up to the *anchor*, the root of
+the draft tree. The inputs of the rows below are kept: the next forward first advances the state over those that were accepted.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from outrider.decoding.tree import Int32Array
+from outrider.decoding.arrays import Int32Array
 
 _ALIGNED = 64  # bytes; alignment of the state of a layer
 _ANYWHERE, _LOST = -1, -2  # positions: state of no text; state of an unfinished forward
@@ -113,11 +112,7 @@ class StateCache:
     # ---- a forward ------------------------------------------------------------------------------------------------------------
 
     def begin(self, segments: Sequence[SegmentRows]) -> list[StatePlan]:
-        """Plan a forward; the states of its slots are invalid until ``finish``.
-
-        Raises:
-            RuntimeError: a state cannot be advanced to the first row.
-        """
+        """Plan a forward; its slots' states are invalid until ``finish``. Raises ``RuntimeError`` for an unreachable row."""
         plans = []
         for segment in segments:
             slot, anchor = segment.slot, self._anchors[segment.slot]
@@ -170,10 +165,7 @@ class StateCache:
     ) -> None:
         """Request snapshots of a prompt from the next forward, which advances a slot's state from ``start`` to ``anchor``.
 
-        Nothing is stored without a scope, or of the last prompt token, which is always computed.
-
-        Raises:
-            RuntimeError: the rows follow a text, but the slot's state belongs to none.
+        Nothing is stored without a scope. Raises ``RuntimeError``: the rows follow a text, but the slot's state belongs to none.
         """
         if start and self._anchors[slot] == _ANYWHERE:
             raise RuntimeError(f"slot {slot} holds no state, but a step computes rows from {start} on")
@@ -194,7 +186,6 @@ class StateCache:
             self._wanted[slot] = found
 
     def _find(self, snapshot: StateSnapshot) -> int | None:
-        """Return the place of an equal snapshot, marking it as used; None if there is none."""
         for at, held in enumerate(self._snapshot):
             if held is not None and held.scope == snapshot.scope and np.array_equal(held.tokens, snapshot.tokens):
                 self._used[at] = next(self._clock)

@@ -11,8 +11,9 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from outrider.configs.slices import SELF, Dtype, ModelOptions
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.request import Request
-from outrider.decoding.tree import DraftTree, Int32Array
+from outrider.decoding.tree import DraftTree
 from outrider.engine.errors import ModelLoadError
 from outrider.engine.forward.batch import DummySequence, ScheduledDummy, pack
 from outrider.engine.forward.rope import length_rope
@@ -39,8 +40,7 @@ class _Slot:
     def align(self, chain: Sequence[int], known: int) -> int:
         """Set ``tokens`` to the request's tokens and the chain, and cut ``length`` at the first change; return the total length.
 
-        Ids from ``known``, the size of the draft model's vocabulary, are replaced by the last one: the target may have more
-        tokens.
+        Ids from ``known``, the size of the draft model's vocabulary, are replaced by the last one.
         """
         assert self.request is not None
         committed = self.request.tokens
@@ -70,11 +70,10 @@ class _Slot:
 
 
 class LocalDraftModel:
-    """Draft model (``decoding.drafters.with_model.draft_model.DraftModel``) with the target's slot numbers.
+    """Draft model (``decoding.drafters.base.DraftModel``) with the target's slot numbers.
 
     A KV entry is valid if the tokens up to it are those it was computed from; comparing tokens detects rejected drafts,
-    preemption and reused slots. As in the target (``engine.kv.prefix_cache``), requests of one scope share KV, and those without
-    a scope share none.
+    preemption and reused slots. Requests of one scope share KV, and those without a scope share none.
     """
 
     def __init__(self, runner: ModelRunner, vocab_size: int, max_model_len: int, step_tokens: int) -> None:
@@ -202,10 +201,7 @@ def load_draft_model(
 def check_vocabularies(
     target_name: str, target: PreTrainedTokenizerFast, draft_name: str, draft: PreTrainedTokenizerFast, most: int
 ) -> None:
-    """Raise ``ModelLoadError`` unless the ids below ``most``, which both models can emit, are the same tokens in both.
-
-    Ids that a tokenizer does not know are ignored, because vocabularies are padded.
-    """
+    """Raise ``ModelLoadError`` unless the known ids below ``most``, which both models can emit, are the same tokens in both."""
     ours = {number: token for token, number in target.get_vocab().items() if number < most}
     theirs = {number: token for token, number in draft.get_vocab().items() if number < most}
     differing = [number for number, token in ours.items() if theirs.get(number, token) != token]

@@ -59,10 +59,7 @@ def release_heap() -> None:
 
 
 def left_bytes(device: torch.device, utilization: float = 1.0) -> int:
-    """Return the bytes that this process may still take of a device's memory; 0 if there is no such device.
-
-    On a GPU, given with its number, that is the share ``utilization`` less the process's own use, and never more than is free.
-    """
+    """Return the bytes that this process may take of a device, on a GPU of its share ``utilization``; 0 without the device."""
     if device.type != "cuda":
         return free_bytes()
     with contextlib.suppress(RuntimeError):

@@ -89,11 +89,7 @@ class LoadedModel:
 
 
 def load_model(options: ModelOptions, utilization: float = 1.0) -> LoadedModel:
-    """Load a stock causal language model with tree attention. Weights may take the share ``utilization`` of a GPU.
-
-    Raises:
-        ModelLoadError: there is no such model or adapter, the checkpoint is broken, or the architecture is not supported.
-    """
+    """Load a causal language model with tree attention, in a share ``utilization`` of a GPU. Raises ``ModelLoadError``."""
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     config = served_config(options.path)
@@ -346,8 +342,8 @@ def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> t
 def model_revision(model: PreTrainedModel) -> str:
     """Return 32 hexadecimal digits that identify the weights and the configuration.
 
-    Names, types, shapes and contents of all weights are hashed; above ``_HASH_WHOLE_BYTES``, evenly spaced elements of each
-    tensor. Weights in GGUF blocks are hashed by their dequantized values, so that keeping the blocks does not change the result.
+    Names, types, shapes and contents of all (dequantized) weights are hashed; above ``_HASH_WHOLE_BYTES``, evenly spaced
+    elements.
     """
     digest = hashlib.blake2b(digest_size=16)
     config = model.config.to_dict()

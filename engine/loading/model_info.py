@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.configs.slices import SpeculationOptions
-from outrider.decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
+from outrider.decoding.drafters.registry import LOSSLESS, WITH_DRAFT_MODEL, parse_strategy
 from outrider.decoding.request import PLAIN
-from outrider.decoding.strategy_choice import parse_strategy
 from outrider.engine.errors import RequestError
 
 

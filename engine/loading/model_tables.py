@@ -1,7 +1,6 @@
 """Tables computed from the model alone (N-Grammys, arXiv 2411.03786, section 4.1), and their files.
 
-A table is a hint to a drafter: a wrong one costs speed and changes no output. So a file is used if its name, shape, type and
-range are right, and otherwise built again with a warning.
+A wrong table only costs speed. So a file is used if its name, shape, type and range are right, and otherwise built again.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.private_files import open_private, save_file
-from outrider.decoding.tree import Int32Array
 from outrider.engine.errors import ModelLoadError
 from outrider.engine.forward.batch import Batch, SequenceRows
 from outrider.engine.forward.runner import ModelRunner
@@ -52,10 +51,7 @@ class TableProgress:
 
 
 def cached_table(folder: Path, name: str, shape: tuple[int, ...], limit: int, build: Callable[[], Int32Array]) -> Int32Array:
-    """Return a table [``shape``] int32 from its file, or build and store it. A failure to store it is logged.
-
-    ``name`` must identify all inputs of the contents; entries are at least 0 and below ``limit``.
-    """
+    """Return a table [``shape``] int32 from its file, or build and store it; ``name`` must identify all its inputs."""
     table = load_table(folder, name, shape, limit)
     if table is None:
         table = _checked(build(), shape, limit)
@@ -110,8 +106,6 @@ def bigram_table(runner: ModelRunner, vocab_size: int, width: int, bos: int | No
 
 def bigram_rows(runner: ModelRunner, table: Int32Array, bos: int | None, most_rows: int = _MAX_ROWS) -> Iterator[int]:
     """Fill a table of the most likely next tokens after each token, or after ``bos`` and the token.
-
-    Many tokens are computed in one forward, as rows that do not see each other: all at position 0, or as branches below ``bos``.
 
     Example: with ``bos`` = 1, the rows ``1 a b c`` at the positions 0 1 1 1 give what follows ``1 a``, ``1 b`` and ``1 c``.
 

@@ -1,7 +1,6 @@
 """Outline of a model from its configuration alone: attention of its layers, and number of weights.
 
-The stock model is built on torch's meta device and computes one row before weights are read, in a fraction of a second. The
-arguments of its attention calls tell more than a list of known names.
+The stock model is built on torch's meta device and computes one row: the arguments of its attention calls are recorded.
 """
 
 from __future__ import annotations
@@ -83,8 +82,6 @@ def outline(config: PreTrainedConfig) -> Outline:
 
 
 class _Key:
-    """Configuration as a cache key, compared by its contents."""
-
     def __init__(self, config: PreTrainedConfig) -> None:
         self.config, self._contents = config, (type(config), config.to_json_string(use_diff=False))
 

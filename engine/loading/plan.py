@@ -1,7 +1,7 @@
-"""Plan of a start on a GPU, from a model's configuration and a card's data sheet: without weights, and without a GPU.
+"""Plan of a start on a GPU, from a model's configuration and a card's data sheet, by the functions of a real start.
 
-It calls the functions of a real start. Bytes of weights, KV slots, attention states and step buffers are those that the engine
-allocates; activations, graphs and libraries are estimates, and times are computed by the roofline, not measured.
+Bytes of weights, KV slots, states and buffers are those that the engine allocates; activations, graphs and libraries are
+estimates, and times are computed by the roofline.
 """
 
 from __future__ import annotations
@@ -19,14 +19,52 @@ from outrider.engine.loading.cards import Card, planned
 from outrider.engine.loading.footprint import Footprint, footprint
 from outrider.engine.loading.memory import refuse_more_than_free
 from outrider.engine.loading.model import served_config
-from outrider.engine.loading.outline import outline
-from outrider.engine.loading.roofline import Roofline
+from outrider.engine.loading.outline import Outline, outline
 from outrider.engine.loading.slot_memory import STRICT_ROWS, Reserved, SlotMemory, refuse_unfitting, reserved
 
 STEP_ROWS = (1, STRICT_ROWS)
 STEP_CONTEXT = 2048  # tokens before a step's rows, or less in a shorter context
 PROMPTS = (2048, 8192)  # lengths in tokens
 ALLOWED = ("activations", "graphs_and_libraries")  # estimates in ``Plan.memory``, see ``engine.loading.slot_memory``
+
+# Shares of the peaks that engines with graphs and fused kernels reach: reading weights, and with matrices of some hundred rows.
+BANDWIDTH_SHARE, FLOPS_SHARE = 0.75, 0.6
+
+
+def seconds_of(read_bytes: float, operations: float, bandwidth: float, flops: float) -> float:
+    """Return the longer of reading and computing, at rates per second."""
+    return max(read_bytes / bandwidth, operations / flops)
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """Roofline of a model on a card, without launches and host time between forwards."""
+
+    card: Card
+    found: Outline
+    dtype: torch.dtype
+    entry_bytes: int  # KV of one token in all layers
+    weight_bytes: int  # bytes of all weights
+
+    def forward_s(self, rows: int, context: int) -> float:
+        """Return the seconds of one forward of ``rows`` that each attend to ``context`` entries of one sequence.
+
+        Weights are read once, experts in proportion to the rows routed to them evenly; KV is read once. A row takes 2 operations
+        per weight, and 4 per KV entry and query element.
+        """
+        found = self.found
+        used = 1 - (1 - found.expert_share) ** rows  # share of experts that some row uses
+        others = found.parameters - found.embeddings - found.expert_parameters
+        wide = self.weight_bytes / found.parameters
+        read = wide * (others + used * found.expert_parameters) + context * self.entry_bytes
+        products = 2 * rows * (others + found.expert_share * found.expert_parameters)
+        attended = 4 * rows * context * sum(layer.heads * layer.head_dim for layer in found.layers)
+        rates = self.card.bandwidth * BANDWIDTH_SHARE, self.card.flops(self.dtype) * FLOPS_SHARE
+        return seconds_of(read, products + attended, *rates)
+
+    def prefill_s(self, tokens: int, piece: int) -> float:
+        """Return the seconds of a prompt in forwards of ``piece`` rows."""
+        return sum(self.forward_s(piece, start + piece // 2) for start in range(0, tokens, piece))
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,10 +161,7 @@ def _per_token(config: PreTrainedConfig, dtype: torch.dtype, device: torch.devic
 def fitted(
     loaded: LoadedModel, options: EngineOptions, speculation: SpeculationOptions, world_size: int
 ) -> tuple[LoadedModel, EngineOptions]:
-    """Return a model on a GPU with the context that its KV slots have room for, and options with their number.
-
-    A shortened context is logged. Raises ``ModelLoadError`` if the slots do not fit.
-    """
+    """Return a model with the context that KV slots of its GPU have room for, and options. Raises ``ModelLoadError``."""
     model, length = loaded.model, loaded.max_model_len
     accelerator().empty_cache()  # left by loading
     room = left_bytes(model.device, options.gpu_memory_utilization)

@@ -1,7 +1,4 @@
-"""Latency curve of a model on this device, measured once and stored in a file.
-
-An invalid or outdated file is measured again. A wrong curve costs speed and changes no output.
-"""
+"""Latency curve of a model on this device, measured once and stored in a file; a wrong curve only costs speed."""
 
 from __future__ import annotations
 
@@ -146,7 +143,6 @@ def _setting(runner: ModelRunner, info: ModelInfo) -> dict[str, Any]:
 
 @cache
 def _code() -> str:
-    """Return a digest of the engine's sources."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
         digest.update(path.read_bytes())

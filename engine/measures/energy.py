@@ -1,7 +1,4 @@
-"""Energy readings from hardware counters: NVML for GPUs, RAPL for processors; nothing is estimated.
-
-A counter covers all use of its device: a GPU's board, or a processor's packages and memory.
-"""
+"""Energy readings from hardware counters, each of all use of its device: NVML for GPUs, RAPL for processors."""
 
 from __future__ import annotations
 
@@ -149,10 +146,7 @@ class RaplMeter(EnergyMeter):
 
 
 class NvmlMeter(EnergyMeter):
-    """GPUs, by NVML's counter of millijoules since the driver was loaded (Volta and later).
-
-    Raises ``NVMLError`` if a GPU has no such counter.
-    """
+    """GPUs, by NVML's counter of millijoules (Volta and later). Raises ``NVMLError`` if a GPU has no such counter."""
 
     source, _devices = "nvml", "the GPUs"
 
@@ -169,10 +163,7 @@ class NvmlMeter(EnergyMeter):
 
 
 def open_meter(devices: Sequence[str | torch.device], powercap: Path = POWERCAP) -> EnergyMeter:
-    """Return one meter for some devices; ``NoMeter`` if any has no readable counter, or for processors together with GPUs.
-
-    A device is ``cpu``, ``cuda``, ``cuda:N``, or the ``meter_name`` of a GPU of this machine.
-    """
+    """Return one meter for ``cpu``, or for GPUs (``cuda``, ``cuda:N``, a ``meter_name``); ``NoMeter`` without a counter."""
     names = list(dict.fromkeys(map(meter_name, devices)))
     if names == ["cpu"]:
         return _rapl(powercap)
@@ -191,10 +182,7 @@ def meter_name(device: str | torch.device) -> str:
 
 
 def measure_idle(meter: EnergyMeter, seconds: float) -> float | None:
-    """Measure for ``seconds`` the watts drawn while this process computes nothing; None if not metered.
-
-    The result is stored in the meter and includes other processes. Less than a second is of little use.
-    """
+    """Measure for ``seconds``, at least one, the idle watts of the devices, and store them in the meter; None if not metered."""
     if not meter.works:
         return None
     with meter.span() as span:

@@ -30,9 +30,8 @@ class EnergyLedger:
     """Attribution of metered energy to requests, in proportion to their rows (``SpecStats.energy_j``).
 
     A *window* lasts from one reading to the next; there is none without requests. Its energy is shared in proportion to the rows,
-    drafts included, that the target computed: the shares are a convention, the total is the counter's. A request that ends less
-    than ``FRESH_S`` after a reading, while others run, is charged up to that reading and may have no figure. Its last rows stay
-    in the window, so that no other request pays for them.
+    drafts included, that the target computed. A request that ends less than ``FRESH_S`` after a reading, while others run, is
+    charged up to that reading and may have no figure. Its last rows stay in the window, so that no other request pays for them.
 
     Example: a window of 30 J with two steps, of 1 row of A and 9 rows of B, then of 5 rows of A: A has 12 J, B has 18 J.
     """

@@ -1,4 +1,4 @@
-"""Step times on this device: forwards over synthetic sequences, and the latency curve fitted to them."""
+"""Step times on this device: the latency curve, fitted to forwards over synthetic sequences and corrected by the steps."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import numpy.typing as npt
 import torch
 
 from outrider.decoding.budget.latency import LatencyCurve, StepLoad
+from outrider.decoding.budget.row_pricing import seconds_of
 from outrider.decoding.sampling.ranking import argmax_rows
 from outrider.decoding.tree import DraftTree
-from outrider.engine.forward.batch import Batch, DummySequence, ScheduledDummy, pack
+from outrider.engine.forward.batch import Batch, DummySequence, ScheduledDummy, ScheduledRequest, pack
 from outrider.engine.forward.runner import ModelRunner
 from outrider.engine.loading.model_tables import TableProgress
 
@@ -32,6 +33,13 @@ _LEAST_ROUNDS, _ROUNDS = 2, 8
 _TURN_S, _MOST_OFTEN = 0.02, 4  # shorter steps run up to ``_MOST_OFTEN`` times per round
 _GLANCED = (1, 8, 64)  # rows of the steps in ``quick_curve``
 _PARTS = 1000  # progress units for the log
+
+# Of ``LiveCurve``.
+_KEPT = 0.99  # decay of older steps per step
+_TIMED = 0.5  # weight of the timed curve in each factor, in steps
+_REDRAWN = 16  # steps between updates of ``curve``
+_MOST_OFF = 1.5  # largest deviation of one step from the expectation, as a factor
+_LEAST, _MOST = 0.2, 5.0  # bounds of the factors
 
 Result = TypeVar("Result")
 Report = Callable[[int, int], None]  # forwards done, forwards in all
@@ -119,9 +127,8 @@ def timing(
 ) -> Generator[None, None, Timings]:
     """Time forwards, including the argmax of all rows, which waits for a GPU; the caller may pause before each.
 
-    The steps alternate, so that disturbances affect all of them. ``most_rounds`` is the number of rounds, by default as many as
-    fit into ``_TIMING_S``. ``report`` is called after each forward. No request may have a slot, because the slots are
-    overwritten.
+    Slots are overwritten. The steps alternate, so that disturbances affect all of them. ``most_rounds`` is by default as many as
+    fit into ``_TIMING_S``.
     """
     # The CPU time of a single thread does not include other processes on its core.
     alone = runner.ranks == 1 and runner.model.device.type == "cpu" and torch.get_num_threads() == 1
@@ -180,9 +187,7 @@ def fit(seconds: Mapping[Case, float]) -> LatencyCurve:
 
     Times of one sequence at the context with the most row counts are used directly. The excess time of the other steps is divided
     between further sequences, KV entries, and entries that each row reads, by least squares relative to the time of each step.
-
-    Raises:
-        ValueError: no context has two steps of one sequence, one of them with a single row.
+    Raises ``ValueError``: no context has two steps of one sequence, one of them with a single row.
     """
     contexts = [case.context for case in seconds if case.sequences == 1]
     context = max(contexts, key=contexts.count, default=0)
@@ -223,7 +228,7 @@ def _non_negative(parts: npt.NDArray[np.float64], wanted: npt.NDArray[np.float64
 
 
 def _batch(case: Case) -> Batch:
-    """Build the batch of a step. Each tree is a root with branches of one token, so that the attention mask is used."""
+    """Build the batch of a step whose trees are a root with branches of one token, so that the attention mask is used."""
     parents = np.minimum(np.arange(-1, case.rows - 1, dtype=np.int32), 0)
     tree = DraftTree(np.zeros(case.rows, np.int32), parents, np.zeros(case.rows, np.int8), case.rows)
     tokens, end = np.zeros(case.context + 1, np.int32), case.context + 1
@@ -237,3 +242,59 @@ def _clear(runner: ModelRunner, wanted: Iterable[Case]) -> None:
     for slot, length in lengths.items():
         runner.cache.prefixes.cut(slot, 0)  # cached KV there is lost
         runner.cache.zero(slot, length)
+
+
+class LiveCurve:
+    """Timed latency curve with two factors, fitted to the latest steps by least squares relative to the timed seconds.
+
+    One factor scales the fixed time of a step (mostly memory), the other the time that its rows add (mostly compute). If all
+    steps have equal rows, which cannot separate the two, the larger part changes more.
+
+    Example: one row was timed at 6 ms, nine at 8. The neighbours of the machine go, and steps of one row take 4 ms, of nine 6.
+    The factors go to 0.67 and 1: a row, which added a 24th to a step, adds a 16th.
+    """
+
+    def __init__(self, timed: LatencyCurve) -> None:
+        self.curve = self._timed = timed
+        self._fixed = self._added = 1.0  # the factors
+        self._since = 0  # steps since the last update of ``curve``
+        # Decayed sums of products of: f, the fixed part of the timed step; a, the part added by rows; t, the time taken.
+        self._ff = self._fa = self._aa = self._ft = self._at = 0.0
+
+    def record_step(self, works: Sequence[ScheduledRequest], seconds: float) -> None:
+        """Update the fit with a step and its seconds; steps that compute prompts are ignored."""
+        rows = context = 0
+        for work in works:
+            if work.tree is None or work.end - work.start != 1:
+                return
+            rows += len(work.tree)
+            context += work.start
+        parts = self._timed.parts(StepLoad(len(works), len(works), context))
+        timed = seconds_of(float(rows), parts)
+        fixed = min(max(self._timed.one_row_s + parts[3], parts[5]), timed) / timed
+        added = 1.0 - fixed
+        expected = self._fixed * fixed + self._added * added
+        taken = min(max(seconds / timed, expected / _MOST_OFF), expected * _MOST_OFF)
+        self._ff = _KEPT * self._ff + fixed * fixed
+        self._fa = _KEPT * self._fa + fixed * added
+        self._aa = _KEPT * self._aa + added * added
+        self._ft = _KEPT * self._ft + fixed * taken
+        self._at = _KEPT * self._at + added * taken
+        self._since += 1
+        if self._since == _REDRAWN:
+            self._redraw()
+
+    def _redraw(self) -> None:
+        ff, fa, aa, ft, at = self._ff + _TIMED, self._fa, self._aa + _TIMED, self._ft + _TIMED, self._at + _TIMED
+        over = ff * aa - fa * fa
+        fixed = self._fixed = min(max((ft * aa - at * fa) / over, _LEAST), _MOST)
+        added = self._added = min(max((at * ff - ft * fa) / over, _LEAST), _MOST)
+        timed, one_s = self._timed, self._timed.one_row_s
+        self.curve = replace(
+            timed,
+            rows_s=tuple(fixed * one_s + added * (seconds - one_s) for seconds in timed.rows_s),
+            sequence_s=fixed * timed.sequence_s,
+            entry_s=fixed * timed.entry_s,
+            row_entry_s=added * timed.row_entry_s,
+        )
+        self._since = 0

@@ -1,7 +1,6 @@
 """Engine counters for dashboards: plain numbers and histograms with fixed bounds.
 
-The engine's thread counts and any thread reads, without a lock: an increment is visible now or at the next reading. Counting does
-not synchronise with the device.
+The engine's thread counts and any thread reads, without a lock: an increment is visible now or at the next reading.
 """
 
 from __future__ import annotations
@@ -9,16 +8,17 @@ from __future__ import annotations
 import os
 import uuid
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outrider.decoding.request import FinishReason, Request
+from outrider.decoding.drafters.registry import LOSSLESS
+from outrider.decoding.request import PLAIN, FinishReason, Request
 from outrider.decoding.tree import SOURCES, DraftTree
 
 if TYPE_CHECKING:
-    from outrider.decoding.step_output import BudgetCounts
+    from outrider.decoding.request import BudgetCounts
     from outrider.engine.forward.batch import ScheduledRequest
 
 _STATM = Path("/proc/self/statm")
@@ -166,10 +166,7 @@ class EngineMetrics:
         self._histograms[name].observe(value)
 
     def record_output(self, request: Request, tree: DraftTree, tokens: int, accepted: int, now_s: float) -> None:
-        """Count the tokens that a step emits for a request, before the request's own times are updated.
-
-        ``accepted`` of the ``tokens`` are draft tokens, and ``now_s`` is the engine's clock.
-        """
+        """Count tokens emitted for a request, ``accepted`` of them draft tokens, before the request's times are updated."""
         self._generation_tokens += tokens
         began = request.first_token_s
         if began is not None:
@@ -182,7 +179,6 @@ class EngineMetrics:
             self._drafted(tree, accepted)
 
     def _drafted(self, tree: DraftTree, accepted: int) -> None:
-        """Count the draft tokens of a tree, by source, and the accepted ones."""
         self._draft_tokens += tree.num_candidates - 1
         lengths = self._accepted_lengths
         if accepted >= len(lengths):
@@ -194,7 +190,7 @@ class EngineMetrics:
             self._drafts_by_source[source] += 1
 
     def record_step(self, works: Sequence[ScheduledRequest], forward_s: float) -> None:
-        """Count a step after its ``emitted`` calls; ``forward_s`` includes verification."""
+        """Count a step after its ``record_output`` calls; ``forward_s`` includes verification."""
         rows = computed = 0
         for work in works:
             span = work.end - work.start
@@ -262,5 +258,65 @@ class EngineMetrics:
 
 
 def _by_name(counts: Sequence[int]) -> dict[str, int]:
-    """Return the non-zero counts, given in the order of ``SOURCES``, by name."""
     return {source: count for source, count in zip(SOURCES, counts, strict=True) if count}
+
+
+@dataclass(slots=True)
+class StrategyCounts:
+    """Counters of the ended requests of one strategy."""
+
+    strategy: str
+    lossless: bool  # whether outputs have the distribution of plain decoding
+    requests: int = 0
+    tokens: int = 0  # tokens emitted by this engine
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    energy_j: float | None = None  # energy of the metered requests; None if none was metered
+
+    def add(self, request: Request) -> None:
+        """Count an ended request."""
+        stats = request.stats
+        self.requests += 1
+        self.tokens += request.num_output - request.num_given
+        self.steps += stats.steps
+        self.drafted += stats.drafted
+        self.accepted += stats.accepted
+        if stats.energy_j is not None:
+            self.energy_j = (self.energy_j or 0.0) + stats.energy_j
+
+    def merge(self, other: StrategyCounts) -> None:
+        """Add the counts of another engine."""
+        for name in ("requests", "tokens", "steps", "drafted", "accepted"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        if other.energy_j is not None:
+            self.energy_j = (self.energy_j or 0.0) + other.energy_j
+
+
+class CountsByStrategy:
+    """Counters of all allowed strategies, the default one first; requests without drafts count as plain decoding."""
+
+    def __init__(self, strategies: Iterable[str]) -> None:
+        names = dict.fromkeys((*strategies, PLAIN))
+        self._default = next(iter(names))
+        self._counts = {name: StrategyCounts(name, name in LOSSLESS) for name in names}  # fixed keys: threads may read it
+
+    def add(self, request: Request) -> None:
+        """Count an ended request."""
+        self._counts[PLAIN if request.plain else request.strategy or self._default].add(request)
+
+    def read(self) -> tuple[StrategyCounts, ...]:
+        """Return the current counts; callable from any thread."""
+        return tuple(map(replace, self._counts.values()))
+
+
+def sum_counts(engines: Iterable[Iterable[StrategyCounts]]) -> list[StrategyCounts]:
+    """Sum the counts of several engines by strategy, in order of first appearance."""
+    total: dict[str, StrategyCounts] = {}
+    for counts in engines:
+        for one in counts:
+            if one.strategy in total:
+                total[one.strategy].merge(one)
+            else:
+                total[one.strategy] = replace(one)
+    return list(total.values())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,8 +13,6 @@ from outrider.configs.slices import EngineOptions
 from outrider.decoding.request import Request, RequestState
 from outrider.engine.errors import QueueFullError, RequestError
 from outrider.engine.kv.prefix_cache import WORTH_COPYING, common_prefix
-from outrider.engine.scheduling.fair_queue import FairQueue
-from outrider.engine.scheduling.quarantine import QuarantineTurns
 
 
 @dataclass(slots=True)  # not frozen, because creation is faster: one per request and step
@@ -49,6 +49,116 @@ def check_options(options: EngineOptions) -> None:
         )
 
 
+class FairQueue:
+    """Waiting requests by account, with the slots that each account holds.
+
+    Among the most urgent requests, the account with the fewest slots for its weight is next, then the least served one: an
+    admission adds prompt length and ``max_tokens``, over the weight, to the service of its account (start-time fair queueing,
+    Goyal, Vin and Cheng 1996). Idle time earns no credit. Within an account the order is priority, then arrival.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, list[tuple[int, int, Request]]] = {}  # heaps of (priority, arrival, request)
+        self._held: defaultdict[str, int] = defaultdict(int)  # slots by account
+        self._served: defaultdict[str, float] = defaultdict(float)
+        self._now = 0.0  # service of the last admitted account before its admission
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request for heap in self._waiting.values() for _, _, request in heap)
+
+    def push(self, request: Request) -> None:
+        """Queue a request whose ``arrival`` is set."""
+        account = request.account
+        if account not in self._waiting:
+            self._waiting[account] = []
+            if not self._held[account]:
+                self._served[account] = max(self._served[account], self._now)
+        heapq.heappush(self._waiting[account], (request.priority, request.arrival, request))
+
+    def first(self) -> Request:
+        """Return the request that is next."""
+
+        def order(top: tuple[int, int, Request]) -> tuple[int, float, float, int]:
+            priority, arrival, request = top
+            return priority, self.load(request), self._served[request.account], arrival
+
+        return min((heap[0] for heap in self._waiting.values()), key=order)[2]
+
+    def remove(self, request: Request) -> None:
+        """Remove a waiting request."""
+        heap = self._waiting[request.account]
+        if heap[0][2] is request:
+            heapq.heappop(heap)
+        else:
+            heap[:] = (entry for entry in heap if entry[2] is not request)
+            heapq.heapify(heap)
+        if not heap:
+            del self._waiting[request.account]
+
+    def admit(self, request: Request) -> None:
+        """Remove a waiting request because it received a slot."""
+        self.remove(request)
+        self._now = self._served[request.account]
+        self._served[request.account] += _cost(request)
+        self._held[request.account] += 1
+
+    def release(self, request: Request, unserved: bool = False) -> None:
+        """Record that a request lost its slot; ``unserved`` refunds its service because it will wait again."""
+        self._held[request.account] -= 1
+        if unserved:
+            self._served[request.account] -= _cost(request)
+
+    def slots(self, account: str) -> int:
+        """Return the number of slots that an account holds."""
+        return self._held.get(account, 0)
+
+    def load(self, request: Request, more: int = 0) -> float:
+        """Return the slots of a request's account, plus ``more``, over its weight."""
+        return (self._held[request.account] + more) / request.weight
+
+
+def _cost(request: Request) -> float:
+    return (request.num_prompt + request.params.max_tokens) / request.weight
+
+
+class QuarantineTurns:
+    """Selection of the steps that compute one quarantined request alone, at most every second one while others run.
+
+    Each account gets at most its weighted share of the steps: in start-time fair queueing a turn costs an account 1 / weight of a
+    virtual time that advances by 1 / (all weights) per step.
+
+    Example: of two accounts with the same weight one has a quarantined request, and this has every second step. One of four has
+    every fourth step; three of four have every sixth each.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0.0  # virtual time
+        self._due: dict[str, float] = {}  # by account: virtual time of its next turn
+        self._was_alone = False  # whether the last step was a turn
+
+    def next(self, running: Sequence[Request]) -> Request | None:
+        """Return the request that is computed alone in the next step; None if the step is for the other requests."""
+        quarantined = [request for request in running if request.quarantined]
+        was_alone, self._was_alone = self._was_alone, False
+        if not quarantined:
+            return None
+        has_others = len(quarantined) < len(running)
+        weights, own = ({one.account: one.weight for one in some} for some in (running, quarantined))
+        self._now += 1 / max(sum(weights.values()), 2 * sum(own.values()))
+        first = min(quarantined, key=lambda one: self._due.get(one.account, self._now))
+        due = self._due.get(first.account, self._now)
+        if has_others and (was_alone or due > self._now):
+            return None
+        self._now = max(self._now, due)
+        self._due = {account: at for account, at in self._due.items() if account in own or at > self._now}
+        self._due[first.account] = max(due + 1 / first.weight, self._now)
+        self._was_alone = True
+        return first
+
+
 class Scheduler:
     """Admission of up to ``max_running`` requests by priority and arrival, with one row budget per step.
 
@@ -57,16 +167,12 @@ class Scheduler:
     rest is for prefills that may pass it: more urgent ones, and equally urgent ones that lack at most half as many tokens. A
     prefill waits for another one of its scope that computes tokens it needs in this step, and copies them.
 
-    Under the policy ``priority`` a more urgent request without a slot preempts the least urgent one, which later recomputes its
-    tokens with the same output. A request that has waited ``max_wait_s`` in total takes the next free slot in order of arrival
-    and is not preempted again. Under ``fcfs`` all requests are equally urgent.
+    Under the policy ``priority`` a more urgent request without a slot preempts the least urgent one. A request that has waited
+    ``max_wait_s`` in total takes the next free slot in order of arrival and is not preempted again.
 
     Accounts share slots (``FairQueue``) and prefill rows by weight. If no slot is free, a waiting request preempts an account
     that holds more slots for its weight than its own account would with the slot. While several accounts are active, prefill rows
     are limited (``_prefill_shares``), and at most every second step excludes the accounts with the most slots for their weight.
-
-    A quarantined request is computed alone, in its turns (``QuarantineTurns``); an account may have one. After a step that ran
-    out of memory fewer requests run, with fewer rows (``shrink``), and gradually more again.
 
     Args:
         max_draft_rows: most rows drafted for one request in a step, per rank that shares the step.
@@ -159,8 +265,7 @@ class Scheduler:
     def shrink(self, rows: int) -> bool:
         """Lower the limits after a step of ``rows`` rows ran out of memory; return False if they cannot be lower.
 
-        The request admitted last is preempted, unless it is the only one. The number that remains becomes the maximum, with half
-        the rows. Every ``RECOVERY_STEPS`` computed steps raise the maximum by one request and double the rows.
+        The request admitted last is preempted, unless it is the only one; the rest becomes the maximum, with half the rows.
         """
         if len(self.running) == 1 and self._most_rows == 2:
             return False
@@ -191,12 +296,11 @@ class Scheduler:
     def schedule(self, width: int = 1) -> list[RowAllotment]:
         """Return the shares of the next step; empty if there is nothing to do.
 
-        ``max_step_tokens`` are the rows of one rank. Draft trees are partitioned among the ``width`` ranks that share the step;
-        the root of a tree and all prefill rows are computed on every rank. Ancestors that a rank repeats, at most the depth of
-        the tree, and tokens accepted on other ranks in the last step are extra rows.
+        Draft trees are partitioned among the ``width`` ranks that share the step; roots and prefill rows are computed on every
+        rank. Ancestors that a rank repeats and tokens accepted on other ranks in the last step are beyond ``max_step_tokens``.
 
-        Example: 16 rows a step, two requests that decode, one prefill of 100: 12 rows are for decoding, so 5 are drafted for
-        each request, and 4 tokens of the prefill are computed. With width 2 it is 10 drafted rows each, 5 of them on each rank.
+        Example: 16 rows a step, two requests that decode, one prefill of 100: 12 rows are for decoding, so 5 are drafted for each
+        request, and 4 tokens of the prefill are computed. With width 2 it is 10 drafted rows each, 5 of them on each rank.
         """
         for request in self._followers:
             if request.slot is not None and request.scope is not None:

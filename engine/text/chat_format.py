@@ -81,8 +81,7 @@ class ChatFormat:
     def begins_within(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> bool | None:
         """Return whether the output after a prompt begins inside reasoning; None if the model decides.
 
-        Example: the prompt of a model that always reasons ends with ``<think>``, where ``enable_thinking`` is false with
-        ``<think>`` and ``</think>``.
+        Example: the prompt of a model that always reasons ends with ``<think>``.
         """
         if self.reasoning is None:
             return False

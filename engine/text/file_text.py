@@ -1,6 +1,6 @@
 """Text of a document in a file: plain text and Markdown unchanged, HTML as Markdown, PDF page by page.
 
-Files come from anywhere, so HTML and PDF are read in a separate process with low priority and bounded time and memory.
+HTML and PDF are read in a separate process with low priority and bounded time and memory.
 
     python -P engine/text/file_text.py < report.pdf
 """

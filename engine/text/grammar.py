@@ -1,12 +1,9 @@
 """Structured output: grammars for JSON schemas, regular expressions and choices, compiled for the tokenizer of a model.
 
 llguidance computes the allowed next tokens: an Earley parser over a lexer of lazily built regular-expression derivatives, walked
-along a trie of the vocabulary (https://guidance-ai.github.io/llguidance/llg-go-brrr). A new schema mostly costs milliseconds, and
-states move back as well as forward, as the branches of a draft tree require. ``engine.text.grammar_check`` refuses expensive
-grammars.
-
-A grammar is sent as text in the library's notation (``SamplingParams.grammar``), so that every rank of a group, and a replica
-that takes over a request, compiles the same one.
+along a trie of the vocabulary (https://guidance-ai.github.io/llguidance/llg-go-brrr). States move back as well as forward, as the
+branches of a draft tree require. A grammar is sent as text in the library's notation (``SamplingParams.grammar``), so that every
+rank, and a replica that takes over a request, compiles the same one.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from outrider.decoding.tree import BoolArray, Int32Array
+from outrider.decoding.arrays import BoolArray, Int32Array
 from outrider.engine.errors import RequestError
 from outrider.engine.text.chat_format import Tags
 from outrider.engine.text.grammar_check import INSTALLED, NO_VOCABULARY, GrammarChecker, Vocabulary, deeply
@@ -359,10 +356,7 @@ class _Compiled:
 
 
 class Grammars:
-    """Thread-safe compiler and cache of grammars for one model, with separate entries for each account.
-
-    An account's grammars evict those of another account only if it has no others.
-    """
+    """Thread-safe compiler and cache of grammars for one model, by account: an account evicts its own grammars first."""
 
     def __init__(
         self,
@@ -391,11 +385,7 @@ class Grammars:
         yield
 
     def start(self, grammar: str, account: str = "", field: str = FIELD) -> MatcherGrammar:
-        """Return the initial state of a grammar, compiled (by one thread, which blocks) unless it is cached for the account.
-
-        Raises:
-            RequestError: the grammar cannot be used with this model; the error names ``field``.
-        """
+        """Return the initial state of a grammar, compiled unless cached for the account. Raises ``RequestError``."""
         try:
             return self._start(grammar, account)
         except GrammarError as error:

@@ -1,8 +1,8 @@
 """Checks of grammars in killable processes, because the library's compiler can neither be interrupted nor limited.
 
-``{"multipleOf": 9999991}`` compiles for 200 s and takes 4.7 GB, and 20 patterns in an ``allOf`` are compared for 34 s, whatever
-the library's fuel limit. So each grammar is tried in a fork of a small process with bounded processor time and memory. Serving
-processes compile only grammars that passed: at most ``CPU_S`` each, in a thread that releases the GIL except for parsing.
+``{"multipleOf": 9999991}`` compiles for 200 s and takes 4.7 GB, and 20 patterns in an ``allOf`` are compared for 34 s. So each
+grammar is tried in a fork of a small process with bounded processor time (``CPU_S``) and memory. Serving processes compile only
+grammars that passed.
 
     python -P engine/text/grammar_check.py DESCRIPTOR
 """

@@ -1,13 +1,115 @@
-"""Text and end tokens of the live requests."""
+"""Text and end tokens of the live requests. Unfinished characters and possible stop strings are held back."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Sequence
 
+from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
 from outrider.decoding.request import FinishReason, Request
-from outrider.engine.text.detokenizer import Detokenizer
+
+_TEXT_CHANGED = "Invalid prefix"  # start of the error of ``DecodeStream`` if a token changes earlier text
+
+
+class _StopString:
+    """Matcher of one stop string over text that arrives in pieces (Knuth-Morris-Pratt)."""
+
+    __slots__ = ("_borders", "_text", "matched")
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self.matched = 0  # length of the longest prefix of the string that ends the text so far
+        self._borders = array("H", [0])  # KMP failure function: length of the longest border of each prefix
+        length = 0
+        for character in text[1:]:
+            length = self._next(length, character)
+            self._borders.append(length)
+
+    def find(self, piece: str) -> int | None:
+        """Return where the string that a piece completes begins, relative to the piece (may be negative); None if incomplete."""
+        if not self.matched and self._text[0] not in piece:
+            return None
+        for end, character in enumerate(piece, start=1):
+            self.matched = self._next(self.matched, character)
+            if self.matched == len(self._text):
+                return end - self.matched
+        return None
+
+    def _next(self, length: int, character: str) -> int:
+        while length and self._text[length] != character:
+            length = self._borders[length - 1]
+        return length + (self._text[length] == character)
+
+
+class Detokenizer:
+    """Incremental text of one request.
+
+    Tokens are processed one at a time, also within an accepted burst, so that a stop string ends the output at the token that
+    completes it. Text that was returned stays: if a later byte makes earlier tokens decode to other text, the tokens whose text
+    was not returned yet are decoded separately.
+
+    Example: the bytes ``41 FF`` and a token ``b`` decode to two replacement characters and ``b``. ``A`` was shown after the first
+    byte; a replacement character and ``b`` follow.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, stop: Sequence[str], include_stop: bool = False, skip_special: bool = True
+    ) -> None:
+        self._include_stop, self._skip_special = include_stop, skip_special
+        self._tokenizer, self._stop = tokenizer, tuple((len(text), _StopString(text)) for text in stop)
+        self._backend = tokenizer.backend_tokenizer
+        self._stream = DecodeStream(skip_special_tokens=skip_special)
+        self._ids: list[int] = []
+        self._whole = 0  # number of ids whose text is decoded
+        self._decoded = ""  # all decoded text
+        self._shown = 0  # characters returned
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        """Add one token; return the text to show now, and whether a stop string is complete. Do not push after that."""
+        piece = self._decode(token_id)
+        if not piece:
+            return "", False
+        before = len(self._decoded)
+        self._decoded += piece
+        if not self._stop:
+            self._shown += len(piece)
+            return piece, False
+        found = [(before + at, size) for size, stop in self._stop if (at := stop.find(piece)) is not None]
+        if found:
+            at, size = min(found)
+            return self._show(at + size if self._include_stop else at), True
+        return self._show(len(self._decoded) - max(stop.matched for _, stop in self._stop)), False
+
+    def flush(self) -> str:
+        """Return the rest of the text at the end of a request without a stop string, unfinished characters included."""
+        if self._whole < len(self._ids):
+            full = self._text(self._ids)
+            self._decoded = full if full.startswith(self._decoded) else self._decoded + self._text(self._ids[self._whole :])
+        return self._show(len(self._decoded))
+
+    def _decode(self, token_id: int) -> str | None:
+        self._ids.append(token_id)
+        try:
+            piece: str | None = self._stream.step(self._backend, token_id)
+        except Exception as error:
+            if not str(error).startswith(_TEXT_CHANGED):
+                raise
+            self._stream = DecodeStream(skip_special_tokens=self._skip_special)
+            piece = self._stream.step(self._backend, self._ids[self._whole :])
+        if piece:
+            self._whole = len(self._ids)
+        return piece
+
+    def _text(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
+        return text
+
+    def _show(self, end: int) -> str:
+        text = self._decoded[self._shown : end]
+        self._shown = max(self._shown, end)
+        return text
 
 
 class Outputs:
@@ -36,7 +138,7 @@ class Outputs:
         return self._live[request.request_id][0]
 
     def read(self, request: Request, tokens: Sequence[int]) -> tuple[list[str], FinishReason | None]:
-        """Return a piece of text, possibly empty, for each token that belongs to the output, and the reason if the output ends.
+        """Return a piece of text, maybe empty, for each token of the output, and the reason if the output ends.
 
         Text that was held back is released by the token that decided it, and the rest at the end by the last token. Call it with
         at least one token, before the tokens are committed.

@@ -37,10 +37,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer_alone(path: str) -> PreTrainedTokenizerFast:
-    """Load the tokenizer in a process that does nothing else with transformers, hiding torch from it to save memory.
-
-    If torch is imported already, or for a GGUF file, which transformers reads with torch, this is ``load_tokenizer``.
-    """
+    """Load the tokenizer in a process that does nothing else with transformers, hiding torch, if not imported, to save memory."""
     if is_gguf(find_tokenizer(path)) or "torch" in sys.modules:
         return load_tokenizer(path)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # silence the warning that torch is missing

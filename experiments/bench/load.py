@@ -11,12 +11,18 @@ from typing import Any, get_args
 from outrider.cluster.cli.generate.prompt_file import PromptFileError
 from outrider.cluster.cli.generate.strategy_option import chosen_strategies, parse_strategy
 from outrider.configs.slices import Dtype, EngineOptions
-from outrider.decoding.drafters import LOSSLESS
-from outrider.experiments.bench.engines.contestants import Prompt, make_request
-from outrider.experiments.bench.engines.measures import measured, rows_of_a_cell
+from outrider.decoding.drafters.registry import LOSSLESS
+from outrider.experiments.bench.engines.contestants import Prompt, SharedModel, make_request
 from outrider.experiments.bench.engines.models import MAX_TOKENS, Setting, calm, load_setting
-from outrider.experiments.bench.engines.shared_model import SharedModel
-from outrider.experiments.bench.engines.traffic import Arrivals, ClosedLoop, EngineServer, drive, poisson
+from outrider.experiments.bench.engines.traffic import (
+    Arrivals,
+    ClosedLoop,
+    EngineServer,
+    drive,
+    measured,
+    poisson,
+    rows_of_a_cell,
+)
 from outrider.experiments.bench.figure import panel
 from outrider.experiments.bench.options import check_distinct, check_prompts, numbers
 from outrider.experiments.bench.progress import Progress

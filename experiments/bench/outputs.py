@@ -27,7 +27,7 @@ from outrider.actors.offline_group import OfflineGroup, OfflinePrompt
 from outrider.actors.ranks import GroupError
 from outrider.cluster.cli.generate.prompt_file import PromptRecord
 from outrider.configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
-from outrider.decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
+from outrider.decoding.drafters.registry import LOSSLESS, WITH_DRAFT_MODEL
 from outrider.decoding.request import PLAIN, Request, SamplingParams
 from outrider.engine.engine import Engine, load_runner
 from outrider.engine.text.chat import render_chat

@@ -23,7 +23,7 @@ import torch
 
 from outrider.configs.schema import find_model
 from outrider.configs.slices import Dtype, EngineOptions, ModelOptions
-from outrider.decoding.drafters import LOSSLESS, STRATEGIES, build_drafter
+from outrider.decoding.drafters.registry import LOSSLESS, STRATEGIES, build_drafter
 from outrider.decoding.request import Request, SamplingParams
 from outrider.engine.engine import Engine
 from outrider.engine.executor import LocalExecutor

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from outrider.cluster.cli.generate.strategy_option import chosen_strategies
 from outrider.configs.slices import Dtype, SpeculationOptions
-from outrider.decoding.drafters import LOSSLESS
+from outrider.decoding.drafters.registry import LOSSLESS
 from outrider.experiments.bench.engines.competition import (
     Tally,
     compete,

@@ -104,7 +104,7 @@ async def count_replicas(client: httpx.AsyncClient, seen: list[tuple[float, int]
 
 def settings(args: argparse.Namespace) -> list[str]:
     """Return the settings of the server; clients without a key are one tenant, so that replicas share outputs."""
-    return [*replica_settings(args), "tenancy.anonymous=local"]
+    return [*replica_settings(args.dtype, args.replicas), "tenancy.anonymous=local"]
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,7 @@
-"""Parts of a measurement in a process of their own: one that fails, crashes or hangs takes no other with it.
+"""Processes of the suite: a worker for the parts, and processes that compile ahead.
 
-A fault on a GPU (an illegal address in a kernel, say) makes every later call of its process fail. So the parts run in a worker;
-the process that asks for them keeps what each part has found so far, and starts another worker when one is lost.
+A fault on a GPU, such as an illegal address in a kernel, makes every later call of its process fail. Therefore the parts run in a
+worker. The parent keeps the results of each part so far, and starts another worker if one is lost.
 """
 
 from __future__ import annotations
@@ -10,14 +10,80 @@ import contextlib
 import importlib
 import logging
 import multiprocessing
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+from outrider.experiments.bench.record import ROOT
 from outrider.experiments.gpu_suite.device import measured_on
 from outrider.experiments.gpu_suite.report import Job, Report, Setting, UnavailableError, is_fatal, last_lines, one_line
+
+WARMED = ("executor", "llma", "trie", "auto")  # see ``experiments.gpu_suite.parts.warm``; a process each
+_WARM_LIMIT_S = 150.0
+
+
+def numba_fault() -> str | None:
+    """Return why an installed numba cannot be used; None if it works or is not installed."""
+    from outrider.decoding.jit import NATIVE  # here: a worker without numba hides it before its first import
+
+    if not NATIVE:
+        return None
+    tried = subprocess.run([sys.executable, "-c", "import numba"], capture_output=True, text=True)
+    return tried.stderr.strip().splitlines()[-1] if tried.returncode else None
+
+
+def keep_compiled() -> None:
+    """Keep compiled code of all processes where the project's tests do, so that it is compiled once."""
+    os.environ["XDG_CACHE_HOME"] = str(ROOT / ".pytest_cache" / "user_cache")
+
+
+class Warming:
+    """Processes that compile ahead, beside the first parts."""
+
+    def __init__(self, log: Path) -> None:
+        """Start the processes; their output goes to ``log``."""
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        self._began, self._log = time.monotonic(), log
+        with log.open("wb") as file:
+            self._processes = {
+                name: subprocess.Popen(
+                    [sys.executable, "-m", "outrider.experiments.gpu_suite.parts.warm", name],
+                    cwd=ROOT,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file, stderr=subprocess.STDOUT,
+                )
+                for name in WARMED
+            }  # fmt: skip
+        self.outcome: dict[str, Any] | None = None  # once they have ended: exit codes, seconds, and the last lines of a failure
+
+    def wait(self) -> None:
+        """Wait until all have ended; those that take too long are killed, and then every process compiles for itself."""
+        if self.outcome is not None:
+            return
+        codes = {}
+        for name, process in self._processes.items():
+            try:
+                codes[name] = process.wait(max(0.1, _WARM_LIMIT_S - (time.monotonic() - self._began)))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                codes[name] = process.wait()
+        self.outcome = {"exit_codes": codes, "waited_until_s": round(time.monotonic() - self._began, 1)}
+        if any(codes.values()):
+            self.outcome["log"] = self._log.read_text(errors="replace").splitlines()[-6:]
+
+    def end(self) -> None:
+        """End those that still run."""
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +91,9 @@ _WARNING_CHARS = 300
 
 
 def work(connection: Connection, without: tuple[str, ...] = ()) -> None:
-    """The worker's loop: a job and its setting in, messages out, until nothing comes any more.
+    """Run the jobs that come through a connection, and send messages, until it is closed.
 
-    Args:
-        connection: to the process that asks.
-        without: packages that count as not installed, because they do not work.
+    The packages ``without`` count as not installed, because they do not work.
     """
     for package in without:
         sys.modules[package] = None  # type: ignore[assignment]
@@ -72,7 +136,7 @@ def _work(connection: Connection, warnings: _Warnings, kept: dict[str, Any], dev
 
 
 class _Warnings(logging.Handler):
-    """Puts what is warned of into the report of the part that runs: a step that could not be captured, say."""
+    """Log handler that adds warnings, such as a step that could not be captured, to the report of the running part."""
 
     report: Report | None = None
 
@@ -85,26 +149,18 @@ class _Warnings(logging.Handler):
 
 
 class Worker:
-    """The process that runs parts, started anew when it is lost."""
+    """Process that runs parts, started again when it is lost."""
 
     def __init__(self, without: tuple[str, ...] = ()) -> None:
-        """See ``work``."""
         self._without = without
         self._process: Any = None
         self._connection: Connection | None = None
 
     def run(self, job: Job, setting: Setting, limit_s: float, grace_s: float, on_found: Callable[[Any], None]) -> dict[str, Any]:
-        """Runs a job.
-
-        Args:
-            job: to run.
-            setting: for it.
-            limit_s: that it is told to keep.
-            grace_s: that it gets on top before the worker is killed.
-            on_found: is given what was found, each time the part saves it.
+        """Run a job, and kill the worker ``grace_s`` after its limit; ``on_found`` gets the results each time they are saved.
 
         Returns:
-            ``state`` (``done``, ``n/a`` or ``failed``); ``error`` (lines) and ``error_line``, where it is not done; ``lost``,
+            ``state`` (``done``, ``n/a`` or ``failed``); ``error`` (lines) and ``error_line``, unless it is done; ``lost``,
             whether the worker is gone; and ``kind``, of the runner that was in use.
         """
         connection = self._started()
@@ -135,7 +191,7 @@ class Worker:
         return _lost(f"no end after {limit_s + grace_s:.0f} s: its process was killed", kind)
 
     def stop(self) -> int | None:
-        """Ends the process, if there is one; its exit code."""
+        """End the process, if any, and return its exit code."""
         if self._process is None or self._connection is None:
             return None
         self._connection.close()

@@ -1,4 +1,4 @@
-"""Llama-shaped models of random weights, made on the device in seconds, and the runners that compute their steps."""
+"""Llama-shaped models of random weights, made on the device in seconds, with their runners and engines."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from outrider.configs.slices import EngineOptions
-from outrider.decoding.request import Request, SamplingParams
+from outrider.configs.slices import EngineOptions, SpeculationOptions
+from outrider.decoding.drafters.registry import parse_strategy
+from outrider.decoding.request import PLAIN, Request, SamplingParams
 from outrider.decoding.tree import DraftTree
 from outrider.engine.cuda.static_runner import has_graphs
 from outrider.engine.errors import ModelLoadError
@@ -24,9 +25,28 @@ from outrider.engine.forward.batch import Batch, ScheduledRequest, pack
 from outrider.engine.forward.runner import ModelRunner
 from outrider.engine.forward.runners import make_runner
 from outrider.engine.loading.model import LoadedModel
+from outrider.experiments.bench.engines.contestants import EngineContestant, SharedModel
 from outrider.experiments.bench.engines.guided import stock_twin
 from outrider.experiments.gpu_suite.device import empty_cache
 from outrider.experiments.gpu_suite.report import Report, Setting, UnavailableError, one_line
+
+STRATEGIES = (PLAIN, "llma", "trie", "auto")
+
+
+def engines(loaded: LoadedModel, runner: ModelRunner, folder: Path, guided: bool = True) -> SharedModel:
+    """Return a maker of engines over one runner, which runs one of them at a time.
+
+    ``guided`` engines follow known outputs: every row is computed, and the known token is committed. The latency curve is kept in
+    ``folder``, which must be new in this run.
+    """
+    options = EngineOptions(max_running=1, prefix_caching=False)
+    return SharedModel(loaded, options, SpeculationOptions().most_draft_tokens, guided, runner=runner, kept=folder)
+
+
+def contestants(model: SharedModel, max_tokens: int) -> dict[str, EngineContestant]:
+    """Return a contestant for each of ``STRATEGIES``."""
+    return {name: model.contestant(parse_strategy(name), max_tokens) for name in STRATEGIES}
+
 
 DRAFT_ROWS = 256  # entries of a KV slot behind the context: of the widest tree
 _STD = 0.02  # of the weights
@@ -65,15 +85,7 @@ SIZES: dict[str, Size] = {
 
 @torch.no_grad()
 def device_model(size: str, device: str, dtype: torch.dtype, seed: int, attention: str = TREE_ATTENTION) -> PreTrainedModel:
-    """A Llama whose weights are drawn where they stay: no copy of them is ever on the CPU.
-
-    Args:
-        size: a key of ``SIZES``.
-        device: torch's name of it.
-        dtype: of weights and activations.
-        seed: same seed and device, same weights.
-        attention: transformers' name of the attention function.
-    """
+    """Make a Llama of a size of ``SIZES`` on a device, without a copy on the CPU; the seed and the device fix its weights."""
     config = LlamaConfig(
         **SIZES[size].shape, max_position_embeddings=16_384, bos_token_id=None, eos_token_id=None, pad_token_id=None
     )
@@ -143,11 +155,11 @@ class Bench:
         return SIZES[self.size].context + DRAFT_ROWS
 
     def folder(self, kind: str) -> Path:
-        """For the latency curve of a kind's runner, which every part of the run uses."""
+        """Return the folder of the latency curve of a kind's runner, which every part of the run uses."""
         return self.setting.scratch / self.size / kind
 
     def runner(self, kind: str, report: Report) -> ModelRunner:
-        """Of a kind; raises as ``build_runner``, and ``UnavailableError`` where that failed before."""
+        """Return the runner of a kind; raises as ``build_runner``, and ``UnavailableError`` if that failed before."""
         report.using(kind)
         if kind in self._failed:
             raise UnavailableError(self._failed[kind])
@@ -165,7 +177,7 @@ class Bench:
 
 
 def bench(setting: Setting, report: Report, kept: dict[str, Any]) -> Bench:
-    """The job's model: the one that the worker holds, or another one in its place."""
+    """Return the job's model: the one that the worker holds, or a new one that replaces it."""
     size = report.job.size
     assert size is not None, report.job
     found = kept.get("bench")
@@ -193,8 +205,7 @@ def release(setting: Setting, kept: dict[str, Any]) -> None:
 
 
 def step_bytes(runner: ModelRunner, entries: int) -> dict[str, int]:
-    """What a step must read at the least, in bytes: every weight once, but for the embeddings, of which it takes single rows, and
-    the KV of ``entries``."""
+    """Return the bytes that a step must read: every weight once, without separate embeddings, and the KV of ``entries``."""
     model = runner.model
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     weights = sum(weight.nbytes for weight in model.parameters())
@@ -205,7 +216,7 @@ def step_bytes(runner: ModelRunner, entries: int) -> dict[str, int]:
 
 @torch.no_grad()
 def fill_slot(runner: ModelRunner, entries: int, seed: int) -> None:
-    """Random keys and values at the first entries of slot 0."""
+    """Write random keys and values to the first entries of slot 0."""
     cache, shape = runner.cache, runner.cache.shape
     cache.prefixes.clear()
     torch.manual_seed(seed)
@@ -215,7 +226,7 @@ def fill_slot(runner: ModelRunner, entries: int, seed: int) -> None:
 
 
 def random_tree(rows: int, vocab_size: int, seed: int) -> DraftTree:
-    """A tree of random tokens; each row's parent is one of the eight rows before it, so that there are deep and wide places."""
+    """Return a tree of random tokens; the parent of a row is one of the eight rows before it, so it is both deep and wide."""
     draw = np.random.default_rng(seed)
     parents = [-1, *(int(draw.integers(max(0, row - 8), row)) for row in range(1, rows))]
     tokens = draw.integers(0, vocab_size, rows).astype(np.int32)
@@ -223,12 +234,12 @@ def random_tree(rows: int, vocab_size: int, seed: int) -> DraftTree:
 
 
 def tree_work(tree: DraftTree, context: int) -> ScheduledRequest:
-    """A tree behind so many entries of slot 0."""
+    """Return the scheduled request of a tree after ``context`` entries of slot 0."""
     request = Request("timed", np.zeros(context + 1, np.int32), SamplingParams(max_tokens=len(tree) + 1))
     request.slot = 0
     return ScheduledRequest(request, context, context + 1, tree, frozenset())
 
 
 def tree_batch(tree: DraftTree, context: int) -> Batch:
-    """One forward over a tree behind so many entries of slot 0."""
+    """Return the batch of a tree after ``context`` entries of slot 0."""
     return pack([tree_work(tree, context)])

@@ -1,4 +1,4 @@
-"""What a part of a measurement is told, and what it tells while it runs."""
+"""Settings and reports of the parts of a measurement."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _FATAL = ("CUDA error", "cudaError", "illegal memory access", "device-side asser
 
 
 class UnavailableError(Exception):
-    """Something that cannot be had on this machine; the message says why."""
+    """Something is not available on this machine; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the parts are told. It crosses processes."""
+    """Settings of the parts, which are sent between processes."""
 
     device: str = "cpu"  # torch's name of it
     double: bool = False  # it is the double of a GPU
@@ -60,7 +60,7 @@ class Job:
 
 @dataclass(slots=True)
 class Report:
-    """What a part tells while it runs. Whatever is in ``found`` when ``save`` is called outlives the worker."""
+    """Results of a running part. The content of ``found`` outlives the worker once ``save`` is called."""
 
     job: Job
     limit_s: float  # that the part may take
@@ -78,11 +78,11 @@ class Report:
         return self.limit_s - (time.monotonic() - self.began)
 
     def ends_left_s(self, number: int, of: int) -> float:
-        """What is to be left of the part when the ``number``-th of so many pieces, from 0 on, has had its share."""
+        """Return the seconds of the part to be left after the ``number``-th of its pieces, from 0 on, has had its share."""
         return self.left_s() * (1 - 1 / (of - number))
 
     def line(self, what: str, value: str, spread: str = "", goal: str = "", met: bool | None = None) -> None:
-        """A row of the table at the end; ``met`` says whether the goal was reached, where there is one."""
+        """Add a row to the table at the end; ``met`` says whether the goal, if any, was reached."""
         verdict = "" if met is None else "met" if met else "MISSED"
         self.lines.append({"what": what, "value": value, "spread": spread, "goal": goal, "verdict": verdict})
 
@@ -96,7 +96,7 @@ class Report:
 
     @contextmanager
     def attempt(self, label: str) -> Iterator[None]:
-        """A piece of a part whose failure is told, in the record and in the table, and ends the piece alone.
+        """Run a piece of a part, whose failure is recorded and ends the piece alone.
 
         Raises:
             Exception: after which the device is of no use to this process.

@@ -45,7 +45,8 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -53,14 +54,108 @@ from typing import Any
 from outrider.decoding.jit import compiles_first
 from outrider.engine.accelerator import accelerator
 from outrider.engine.loading.model_files import PACKAGED_MODELS, cached_models, is_whole
-from outrider.experiments.bench.record import RESULTS, versions
+from outrider.experiments.bench.record import RESULTS, versions, write_record
 from outrider.experiments.device_double.guard import unavailable
-from outrider.experiments.gpu_suite import environment
 from outrider.experiments.gpu_suite.device import NO_TIMES
-from outrider.experiments.gpu_suite.jobs import Worker
-from outrider.experiments.gpu_suite.plan import KINDS, PARTS, SIZES, USUAL_KINDS, plan
-from outrider.experiments.gpu_suite.record import NAME, RunningRecord, print_table
+from outrider.experiments.gpu_suite.jobs import Warming, Worker, keep_compiled, numba_fault
 from outrider.experiments.gpu_suite.report import Job, Setting
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Part of the suite, and its time: parts repeat their measurement until it is over."""
+
+    function: str
+    estimate_s: float
+    models: bool = True  # it needs one of the sizes
+    later_s: float | None = None  # for each size behind the first; None where it runs for the first alone
+    stage: int = 0  # the sizes behind the first come between stages 0 and 1
+
+
+# In the order in which they run. Those of stage 0, and all sizes, fit into a first call of eight minutes.
+PARTS: dict[str, Part] = {
+    "smoke": Part("smoke:measure", 60.0, models=False),
+    "tests": Part("tests:measure", 75.0, models=False),
+    "ceilings": Part("ceilings:measure", 10.0, models=False),
+    "steps": Part("steps:measure", 40.0, later_s=15.0),
+    "prefill": Part("prefill:measure", 25.0, later_s=10.0),
+    "batches": Part("batches:measure", 60.0, later_s=15.0),
+    "strict": Part("exactness:measure", 20.0),
+    "real": Part("real:measure", 25.0, models=False),
+    "ranks": Part("ranks:measure", 25.0, models=False),
+    "end_to_end": Part("end_to_end:measure", 45.0, stage=1),
+    "host": Part("host:measure", 20.0, stage=1),
+    "quantized": Part("quantized:measure", 40.0, stage=1),
+    "profile": Part("profile:measure", 25.0, stage=1),
+}
+SIZES = ("8b", "7b", "1b", "13b", "tiny")  # keys of ``models.SIZES``, which only workers import
+KINDS = ("strict", "rounding", "eager", "compiled")
+USUAL_KINDS = KINDS[:2]  # the default form, and what it costs
+_TINY_S = 8.0  # of every part of a tiny model
+_WHOLE = ("smoke", "tests", "ranks")  # parts that take their time with a tiny model, too
+
+
+def plan(parts: Sequence[str], sizes: Sequence[str]) -> list[Job]:
+    """Return the jobs of a run, those of most worth first."""
+    first, later, last = list[Job](), list[Job](), list[Job]()
+    for number, size in enumerate(sizes):
+        for name in parts:
+            part = PARTS[name]
+            estimate_s = part.estimate_s if number == 0 else part.later_s
+            if estimate_s is None:
+                continue
+            if size == "tiny" and name not in _WHOLE:
+                estimate_s = min(estimate_s, _TINY_S)
+            job = Job(name, size if part.models else None, f"outrider.experiments.gpu_suite.parts.{part.function}", estimate_s)
+            (later if number else last if part.stage else first).append(job)
+    return [*first, *later, *last]
+
+
+NAME = "gpu-suite"
+_WHAT, _VALUE, _SPREAD, _GOAL = 66, 22, 16, 24  # characters of the columns
+
+
+class RunningRecord:
+    """One file, replaced whole each time that more is known."""
+
+    def __init__(
+        self, config: Mapping[str, Any], seed: int, started: datetime, device: str, folder: Path, environment: dict[str, Any]
+    ) -> None:
+        """See ``write_record``; ``environment`` goes before the results."""
+        self._config, self._seed, self._started, self._device, self._folder = config, seed, started, device, folder
+        self.environment = environment
+        self.path: Path | None = None
+
+    def write(self, results: Mapping[str, Any]) -> None:
+        """Replaces what the file holds."""
+        whole = {"environment": self.environment, **results}
+        given = self._config, whole, self._seed, self._started, self._device
+        if self.path is None:
+            self.path = write_record(NAME, *given, self._folder)
+            return
+        with tempfile.TemporaryDirectory(dir=self.path.parent, prefix="unfinished-") as beside:
+            write_record(NAME, *given, Path(beside)).replace(self.path)
+
+
+def print_table(jobs: Sequence[Mapping[str, Any]]) -> None:
+    """Every part with its state, and its figures below it."""
+    print(f"\n{'':{_WHAT}} {'median':>{_VALUE}} {'range':>{_SPREAD}}  {'goal or note':{_GOAL}}")
+    for job in jobs:
+        name = job["part"] if job["size"] is None else f"{job['part']} {job['size']}"
+        seconds = f", {job['seconds']:.0f} s" if "seconds" in job else ""
+        state = "" if job["state"] == "done" else f" {job['state'].upper()}: {job.get('error_line', '')}"
+        print(f"{name}{seconds}{state}")
+        if "before" in job:
+            print(f"  without {job['before']['kind']}, as the worker was lost: {job['before']['error_line']}")
+        for text in job["found"].get("warnings", ())[: None if job["part"] == "smoke" else 3]:
+            print(f"  warning: {text}")
+        for line in job["lines"]:
+            if len(line["value"]) > _VALUE:
+                print(f"  {line['what']}: {line['value']}".rstrip(), line["goal"], line["verdict"])
+                continue
+            cells = (f"  {line['what']:{_WHAT - 2}}", f"{line['value']:>{_VALUE}}", f"{line['spread']:>{_SPREAD}}")
+            print(*cells, "", f"{line['goal']:{_GOAL - 8}} {line['verdict']}".rstrip(), flush=True)
+
 
 # Packages beside Python's own, with what they bring. Of this repository the whole checkout is needed.
 NEEDS = {
@@ -161,8 +256,8 @@ class Suite:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs everything; the exit code."""
     args, started = arguments(argv), datetime.now(UTC)
-    environment.keep_compiled()
-    fault = environment.numba_fault()
+    keep_compiled()
+    fault = numba_fault()
     with tempfile.TemporaryDirectory() as folder:
         described: dict[str, Any] = {"system": platform.platform(), "numba_fault": fault}
         if args.device != "cuda":
@@ -176,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             scratch=Path(folder) / "scratch",
         )  # fmt: skip
         ahead = fault is None and (args.device == "cuda" or compiles_first())
-        warming = environment.Warming(Path(folder) / "warm.log") if ahead else None
+        warming = Warming(Path(folder) / "warm.log") if ahead else None
         worker = Worker(("numba",) if fault else ())
         suite = Suite(args, record, worker, setting)
         if args.resume is not None:
@@ -287,7 +382,7 @@ def _resumed(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Path:
 
 
 def _chosen(parser: argparse.ArgumentParser, option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
-    """What a list with commas names, each once."""
+    """Return the names in a comma-separated list, each once."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:
         if name not in known:

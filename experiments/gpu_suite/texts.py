@@ -51,15 +51,10 @@ def workload_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def read_texts(setting: Setting, vocab_size: int, context: int, report: Report) -> list[Prompt]:
-    """Records in turns from each workload, or made-up ones; what they are goes into the report.
+    """Return records in turns from each workload, or made-up ones, and describe them in the report.
 
-    Token ids are renumbered, so that they fit any vocabulary: which of them are equal stays as it is.
-
-    Args:
-        setting: names the workloads and the tokenizer.
-        vocab_size: of the model.
-        context: tokens of prompt and output together; longer records are left out.
-        report: is told what the tokens are.
+    Token ids are renumbered to fit any vocabulary; equal ids stay equal. Records longer than ``context`` tokens of prompt and
+    output are left out.
 
     Raises:
         PromptFileError: a file cannot be read, or no record fits.

@@ -8,11 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from outrider.decoding.drafters.registry import StrategyChoice
 from outrider.decoding.request import Request, SamplingParams
-from outrider.decoding.strategy_choice import StrategyChoice
 from outrider.engine.engine import Engine
-from outrider.experiments.bench.engines.contestants import EngineContestant, Prompt, Run, run_requests
-from outrider.experiments.bench.engines.shared_model import SharedModel
+from outrider.experiments.bench.engines.contestants import EngineContestant, Prompt, Run, SharedModel, run_requests
 from outrider.experiments.bench.figure import panel
 from outrider.experiments.papers.beside import Found
 from outrider.experiments.papers.numbers.published import ALL, Value, load

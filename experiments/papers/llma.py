@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from outrider.decoding.budget.latency import StepLoad
 from outrider.decoding.drafters.llma import LlmaDrafter
+from outrider.decoding.drafters.registry import StrategyChoice
 from outrider.decoding.replay import replay_workload
 from outrider.decoding.request import Request
-from outrider.decoding.strategy_choice import StrategyChoice
 from outrider.decoding.tree import DraftTree
 from outrider.experiments.bench.engines.contestants import Prompt
 from outrider.experiments.bench.figure import panel

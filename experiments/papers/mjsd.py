@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from outrider.configs.slices import EngineOptions, SpeculationOptions
-from outrider.decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
+from outrider.decoding.drafters.registry import LOSSLESS, WITH_DRAFT_MODEL, StrategyChoice, parse_strategy
 from outrider.decoding.request import Request, SamplingParams
-from outrider.decoding.strategy_choice import StrategyChoice, parse_strategy
 from outrider.engine.engine import Engine
 from outrider.engine.loading.draft_model import LocalDraftModel
-from outrider.experiments.bench.engines.contestants import EngineContestant, Prompt, Run
-from outrider.experiments.bench.engines.shared_model import SharedModel
+from outrider.experiments.bench.engines.contestants import EngineContestant, Prompt, Run, SharedModel
 from outrider.experiments.bench.figure import panel
 from outrider.experiments.papers.beside import Found
 from outrider.experiments.papers.jacobi import SampledContestant

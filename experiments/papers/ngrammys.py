@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 
 from outrider.decoding.drafters.base import Drafter, TargetRows
 from outrider.decoding.drafters.ngrammys import NgrammysDrafter
+from outrider.decoding.drafters.registry import StrategyChoice
 from outrider.decoding.request import Acceptance, Request
-from outrider.decoding.strategy_choice import StrategyChoice
 from outrider.decoding.tree import SOURCES, DraftTree
-from outrider.experiments.bench.engines.contestants import EngineContestant, Prompt
-from outrider.experiments.bench.engines.shared_model import SharedModel
+from outrider.experiments.bench.engines.contestants import EngineContestant, Prompt, SharedModel
 from outrider.experiments.bench.figure import panel
 from outrider.experiments.papers.beside import Found
 from outrider.experiments.papers.devices import step_ms

@@ -14,16 +14,15 @@ from typing import Any
 from outrider.cluster.cli.generate.prompt_file import PromptFileError, read_prompts
 from outrider.configs.schema import find_model
 from outrider.configs.slices import EngineOptions, ModelOptions
-from outrider.decoding.drafters.with_model.draft_model import DraftModel
-from outrider.decoding.request import text_key
-from outrider.decoding.strategy_choice import StrategyChoice
+from outrider.decoding.drafters.base import DraftModel
+from outrider.decoding.drafters.registry import StrategyChoice
+from outrider.decoding.sources.text_keys import text_key
 from outrider.engine.engine import Engine
 from outrider.engine.loading.draft_model import LocalDraftModel, load_draft_model
 from outrider.engine.loading.model import LoadedModel, load_model
 from outrider.experiments.bench.engines.competition import Lap, Tally, compete, decode_ratios
-from outrider.experiments.bench.engines.contestants import EngineContestant, Prompt
+from outrider.experiments.bench.engines.contestants import EngineContestant, Prompt, SharedModel
 from outrider.experiments.bench.engines.models import MAX_TOKENS, Workload, chat_workload, fitting
-from outrider.experiments.bench.engines.shared_model import SharedModel
 from outrider.experiments.bench.progress import Progress
 from outrider.experiments.bench.record import portable
 from outrider.experiments.bench.workloads import interleaved

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from outrider.decoding.strategy_choice import StrategyChoice
-from outrider.experiments.bench.engines.contestants import EngineContestant, Prompt
-from outrider.experiments.bench.engines.shared_model import SharedModel
+from outrider.decoding.drafters.registry import StrategyChoice
+from outrider.experiments.bench.engines.contestants import EngineContestant, Prompt, SharedModel
 from outrider.experiments.bench.figure import panel
 from outrider.experiments.bench.memory.trie_speed import quiet
 from outrider.experiments.papers.ablation.explicit_trie import ablate

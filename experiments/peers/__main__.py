@@ -22,6 +22,7 @@ from typing import Any
 
 from outrider.cluster.cli.generate.prompt_file import PromptFileError
 from outrider.engine.text.tokenizer import load_tokenizer
+from outrider.experiments.bench.engines.contestants import Prompt
 from outrider.experiments.bench.engines.models import model_folder
 from outrider.experiments.bench.figure import panel
 from outrider.experiments.bench.progress import Progress
@@ -41,8 +42,7 @@ from outrider.experiments.peers.contestants import (
 )
 from outrider.experiments.peers.environments import Environments, MissingPeerError, add_environments
 from outrider.experiments.peers.gguf_file import PACKAGED, packaged_file, write_gguf
-from outrider.experiments.peers.rounds import ASKED_ONCE, ONCE, Prompt, Roof, Rounds, llama_bench, place, turns_of
-from outrider.experiments.peers.speeds import Speeds
+from outrider.experiments.peers.rounds import ASKED_ONCE, ONCE, Roof, Rounds, Speeds, llama_bench, place, turns_of
 
 LEVELS = (1, 8, 32)
 TOKENIZER = "smollm2-135m-instruct"  # of models with random weights
@@ -60,7 +60,7 @@ def read_prompts(args: argparse.Namespace, model: str) -> list[Prompt]:
     found = []
     for record, ids in first_that_fit(args.workloads, tokenizer, args.records, args.prompt_tokens):
         references = [tokenizer.encode(text, add_special_tokens=False) for text in record.references]
-        found.append(Prompt(record.id, record.workload or "", ids, references))
+        found.append(Prompt(record.id, ids, references))
     return found
 
 

@@ -86,13 +86,7 @@ class Field:
     """The processes of one model. Each starts when it is first asked; all end together."""
 
     def __init__(self, setting: Setting, environments: Environments, gguf: Callable[[str], Path], log: Path) -> None:
-        """
-        Args:
-            setting: of the model.
-            environments: installations of other systems.
-            gguf: returns the model's file of a type, ``bf16`` or ``q4_1``; may raise ``MissingPeerError``.
-            log: folder of the processes' output.
-        """
+        """``gguf`` returns the model's file of a type, ``bf16`` or ``q4_1``, and may raise ``MissingPeerError``."""
         self.gguf = gguf
         self._setting, self._environments, self._log = setting, environments, log
         self._stack, self._asks = ExitStack(), dict[str, Ask]()

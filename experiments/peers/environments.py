@@ -56,13 +56,7 @@ class Environments:
     """Given installations, and others that are made on demand. All methods raise ``MissingPeerError``."""
 
     def __init__(self, folder: Path, given: Mapping[str, Path | None], make: bool, say: Say) -> None:
-        """
-        Args:
-            folder: of the environments that are made.
-            given: ``vllm``, a Python; ``llama``, a folder with ``llama-server`` and ``llama-bench``.
-            make: whether missing environments are made.
-            say: receives lines of progress.
-        """
+        """``given`` may have ``vllm``, a Python, and ``llama``, a folder with ``llama-server`` and ``llama-bench``."""
         self._folder, self._given, self._makes, self._say = folder, given, make, say
 
     def vllm(self) -> Path:

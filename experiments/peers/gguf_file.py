@@ -75,13 +75,7 @@ def llama_tensors(model: PreTrainedModel) -> Iterator[tuple[str, np.ndarray[Any,
 
 
 def write_gguf(model: str, kind: str, packaged: Path, path: Path) -> None:
-    """Write a model with the tokenizer of the packaged file.
-
-    Args:
-        model: folder of a Llama.
-        kind: type of matrices, ``bf16`` or ``q4_1``; norms are in float32.
-        packaged: see ``packaged_file``.
-        path: new file.
+    """Write a Llama with matrices of type ``bf16`` or ``q4_1``, norms in float32, and the tokenizer of the packaged file.
 
     Raises:
         MissingPeerError: the model is of another family, or has another vocabulary.

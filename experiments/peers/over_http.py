@@ -145,14 +145,7 @@ def vllm_server(
 ) -> Iterator[str]:
     """Run vLLM's server on a free loopback port; yield its address.
 
-    Args:
-        made: the environments.
-        model: folder.
-        dtype: of its weights.
-        context: tokens of prompt and output together.
-        options: further ones of ``vllm serve``.
-        log: file of its output.
-        way: ``suffix`` for suffix decoding, which needs more than vLLM.
+    ``options`` are further ones of ``vllm serve``; ``way`` is ``suffix`` for suffix decoding, which needs more than vLLM.
 
     Raises:
         MissingPeerError: it is not available, or does not start.

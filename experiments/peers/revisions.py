@@ -89,7 +89,7 @@ def compare(
         setting: ``path``, ``dtype``, ``threads``, ``context`` and ``max_tokens``.
         prompts: token ids of each, and of its references.
         rounds: after an untimed one.
-        say: receives lines of progress.
+        say: called with lines of progress.
 
     Raises:
         MissingPeerError: a process ended.

@@ -1,4 +1,4 @@
-"""Rounds of turns: all contestants on the same prompts, with the memory's speed beside each turn."""
+"""Rounds of turns: all contestants on the same prompts, with the memory's speed beside each turn, and their speeds."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import hashlib
 import json
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,90 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
+from outrider.experiments.bench.engines.contestants import Prompt
 from outrider.experiments.bench.record import Kept
 from outrider.experiments.peers.contestants import Contestant, Field
 from outrider.experiments.peers.environments import MissingPeerError, Say
+
+_KINDS = ("decode", "all", "prefill")
+
+
+class Speeds:
+    """Tokens per second by contestant, requests at once and round."""
+
+    def __init__(self, turns: Iterable[Turn]) -> None:
+        self._turns = list(turns)
+        self._rounds = sorted({turn["round"] for turn in self._turns})
+
+    def of(self, name: str, level: int) -> list[Turn]:
+        """Return the turns of a contestant with ``level`` requests at once."""
+        return [turn for turn in self._turns if turn["contestant"] == name and turn["level"] == level]
+
+    def summary(self, names: Iterable[str], levels: Sequence[int]) -> dict[str, Any]:
+        """Return by contestant and level the speeds of each round, and how many answers equal plain decoding's.
+
+        ``times_plain`` is the speed over plain decoding's at the same level, by round, on the prompts that both were asked.
+        """
+        plain = {key: answer for turn in self.of("plain", 1) for key, answer in zip(turn["asks"], turn["answers"], strict=True)}
+        found: dict[str, Any] = {}
+        for name in names:
+            for level in levels:
+                turns = self.of(name, level)
+                if not turns:
+                    continue
+                entry: dict[str, Any] = {}
+                for kind in _KINDS if level == 1 else ("all",):
+                    rates = (self.rate(name, level, number, kind) for number in self._rounds)
+                    entry[f"{kind}_tokens_per_s"] = [round(rate, 2) for rate in rates if rate]
+                ratios = self.ratios(name, "plain", level, "decode" if level == 1 else "all")
+                entry["times_plain"] = [round(ratio, 4) for ratio in ratios]
+                pairs = [(plain.get(key), own) for turn in turns for key, own in zip(turn["asks"], turn["answers"], strict=True)]
+                known = [own == expected for expected, own in pairs if expected is not None]
+                entry["as_plain"], entry["answers"] = sum(known), len(known)
+                found.setdefault(name, {})[str(level)] = entry
+        return found
+
+    def rate(self, name: str, level: int, number: int, kind: str, keys: set[str] | None = None) -> float | None:
+        """Return the tokens per second of a round; None if the contestant was not asked.
+
+        Args:
+            name: of the contestant.
+            level: requests at once.
+            number: of the round.
+            kind: ``decode``, tokens after the first over the time after it, and ``prefill``, both for one request at a time;
+                ``all``, tokens over the wall time of whole turns.
+            keys: the prompts that count, by default all; not for ``all``.
+        """
+        tokens, seconds = 0, 0.0
+        for turn in self.of(name, level):
+            if turn["round"] != number:
+                continue
+            chosen = [at for at, key in enumerate(turn["asks"]) if keys is None or key in keys]
+            if kind == "all":
+                tokens, seconds = tokens + sum(turn["tokens"]), seconds + turn["wall_s"]
+            elif kind == "decode":
+                tokens += sum(turn["tokens"][at] - 1 for at in chosen)
+                seconds += sum(turn["last_s"][at] - turn["first_s"][at] for at in chosen)
+            else:
+                tokens += sum(turn["prompt_tokens"][at] for at in chosen)
+                seconds += sum(turn["first_s"][at] for at in chosen)
+        return tokens / seconds if tokens and seconds else None
+
+    def ratios(self, name: str, other: str, level: int, kind: str) -> list[float]:
+        """Return the speed over another contestant's, by round, on the prompts that both were asked."""
+        found = []
+        for number in self._rounds:
+            own, theirs = self._asks(name, level, number), self._asks(other, level, number)
+            if kind == "all" and own != theirs:
+                continue
+            pair = [self.rate(each, level, number, kind, own & theirs) for each in (name, other)]
+            if pair[0] and pair[1]:
+                found.append(pair[0] / pair[1])
+        return found
+
+    def _asks(self, name: str, level: int, number: int) -> set[str]:
+        return {key for turn in self.of(name, level) if turn["round"] == number for key in turn["asks"]}
+
 
 Turn = dict[str, Any]
 _ROOF_BYTES = 256 << 20  # read by each thread
@@ -29,16 +109,6 @@ _SETTLES_S, _MOMENT_S, _IDLE = 10.0, 0.25, 0.05  # longest wait; interval; cores
 ROW_REPEATS, ROW_CONTEXT = 40, 256  # of the timing of single steps
 ONCE = 0  # level of measurements without prompts
 ASKED_ONCE = {"rows": "ours", "llama-bench": "llama bf16", "llama-bench Q4_1": "llama q4_1"}  # name -> process or file
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt with its references."""
-
-    key: str
-    workload: str
-    ids: list[int]
-    references: list[list[int]]
 
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator,unused-ignore]
@@ -74,8 +144,8 @@ def place(turn: Turn) -> tuple[Any, ...]:
 
 def asked(contestant: Contestant, prompts: Sequence[Prompt], every: Sequence[Prompt]) -> list[Prompt]:
     """Select the prompts that a contestant is asked: those among the first 1/``share`` of every prompt."""
-    own = {prompt.key for prompt in every[: -(-len(every) // contestant.share)]}
-    return [prompt for prompt in prompts if prompt.key in own]
+    own = {prompt.id for prompt in every[: -(-len(every) // contestant.share)]}
+    return [prompt for prompt in prompts if prompt.id in own]
 
 
 def turns_of(
@@ -127,15 +197,7 @@ class Rounds:
     """Runs and keeps the turns of one model."""
 
     def __init__(self, field: Field, kept: Kept, roof: Roof, max_tokens: int, bench: Callable[[str], Turn], say: Say) -> None:
-        """
-        Args:
-            field: the processes.
-            kept: turns of the run.
-            roof: of this machine.
-            max_tokens: of each output.
-            bench: runs llama.cpp's own bench for a system, see ``llama_bench``.
-            say: receives lines of progress.
-        """
+        """``bench`` runs llama.cpp's own bench for a system, see ``llama_bench``."""
         self._field, self._kept, self._roof = field, kept, roof
         self._max_tokens, self._bench, self._say = max_tokens, bench, say
         self.missing: dict[str, str] = {}  # by system: why it is not available
@@ -171,7 +233,7 @@ class Rounds:
 
     def _measured(self, turn: Turn, contestant: Contestant, prompts: Sequence[Prompt]) -> Turn:
         """Return numbers by prompt, the memory's speed before and after, and hashes of the answers."""
-        asks = [[prompt.key, prompt.ids, prompt.references] for prompt in prompts]
+        asks = [[prompt.id, prompt.ids, prompt.references] for prompt in prompts]
         job = {"mode": contestant.mode, "running": turn["level"], "max_tokens": self._max_tokens, "asks": asks}
         if turn["part"] == 0:  # untimed: loads the model, compiles, reads tables
             self._field.ask(contestant.system, job | {"max_tokens": 4, "asks": asks[:2], "fresh": "warm"})
@@ -181,7 +243,7 @@ class Rounds:
         after = self._roof.read()
         return {
             "roof": [before, after],
-            "asks": [prompt.key for prompt in prompts],
+            "asks": [prompt.id for prompt in prompts],
             "prompt_tokens": [len(prompt.ids) for prompt in prompts],
             "tokens": reply.get("count") or list(map(len, reply["tokens"])),
             "first_s": [round(value, 6) for value in reply["first_s"]],

@@ -28,7 +28,7 @@ import psutil
 import torch
 
 from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from outrider.decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
+from outrider.decoding.drafters.registry import LOSSLESS, WITH_DRAFT_MODEL
 from outrider.decoding.request import PLAIN, Request, SamplingParams
 from outrider.decoding.sampling.ranking import argmax_rows
 from outrider.decoding.tree import DraftTree
@@ -86,10 +86,7 @@ def driven(server: Server, job: Job) -> tuple[Reply, list[tuple[float, float]]]:
 def step_seconds(runner: ModelRunner, context: int, repeats: int) -> dict[int, float]:
     """Return the median seconds of a forward with argmax by rows (``ROWS``) of one request: a root and branches below it.
 
-    Args:
-        runner: of a model without requests; its first slot is used.
-        context: tokens before the rows.
-        repeats: forwards, in turns.
+    The runner must have no requests: its first slot is used, with ``context`` tokens before the rows.
     """
     request = Request("timed", np.zeros(context, np.int32), SamplingParams(1))
     request.slot = 0

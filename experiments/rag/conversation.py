@@ -68,10 +68,6 @@ def cited(pieces: Iterable[str], texts: Sequence[str]) -> Iterator[str]:
     """Yield an answer with the number of a passage after each sentence of which the passage contains at least half.
 
     Runs of three words are compared; passages with the same share are all named. Shorter sentences belong to the next one.
-
-    Args:
-        pieces: of the answer.
-        texts: of the passages, numbered from 1.
     """
     known, sentence = [_runs(text) for text in texts], ""
     for piece in pieces:

@@ -35,10 +35,8 @@ _MOST_POSTGRESQL = 59  # characters of a tenant's name, because PostgreSQL limit
 def read_documents(path: Path, left_out: Callable[[str], None]) -> Iterator[tuple[str, list[str]]]:
     """Yield names of documents and their passages, in a fixed order.
 
-    Args:
-        path: a folder, which is searched recursively; a file; or a workload file (``.jsonl``), whose ``references`` are the
-            documents.
-        left_out: receives a line about each file that cannot be read.
+    The path is a folder, which is searched recursively, a file, or a workload file (``.jsonl``), whose ``references`` are the
+    documents. ``left_out`` is called with a line about each file that cannot be read.
 
     Raises:
         ValueError: no document can be read.
@@ -135,12 +133,8 @@ def _passage(found: Document) -> Passage:
 def opened(store: str, tenant: str, make: bool = False) -> Iterator[Library]:
     """Open the library of a tenant, which has a separate folder or table.
 
-    A folder is open to one process at a time, so it should be opened for each question; other processes wait.
-
-    Args:
-        store: a folder, or ``postgresql://USER:PASSWORD@HOST/DATABASE``.
-        tenant: its name.
-        make: whether a missing library is made.
+    The store is a folder, or ``postgresql://USER:PASSWORD@HOST/DATABASE``. A folder is open to one process at a time, so it
+    should be opened for each question; other processes wait.
 
     Raises:
         ValueError: the tenant has no documents, or its name is invalid.

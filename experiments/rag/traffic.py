@@ -196,14 +196,9 @@ def open_questions(item: Item, asked: Collection[str]) -> list[str]:
 
 
 def akin(kind: str, to: Asked, item: Item, asked: Collection[str], rng: random.Random) -> Asked:
-    """Return a request that is related to an earlier one, with the same key, time and tenant.
+    """Return a request of a kind of ``PAIRED`` that is related to an earlier one, with the same key, time and tenant.
 
-    Args:
-        kind: one of ``PAIRED``.
-        to: the earlier request.
-        item: of its documents.
-        asked: earlier questions about the item; for ``same_documents`` another one must exist.
-        rng: source of randomness.
+    ``asked`` are the earlier questions about the item; for ``same_documents`` another one must exist.
     """
     *before, last = to.questions
     if kind == "near_duplicate":

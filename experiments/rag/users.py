@@ -88,11 +88,7 @@ class Users:
     ) -> tuple[dict[str, Told], float]:
         """Play a day: each client sends the next request when it is due and the client's last one is answered.
 
-        Args:
-            day: requests in the order of their times.
-            clients: number of them.
-            seconds: length of the day; 0: all requests are due at once.
-            note: receives the progress.
+        A day of 0 ``seconds`` has all requests due at once.
 
         Returns:
             The answers by key, and the seconds from the first request to the last answer.

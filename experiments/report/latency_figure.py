@@ -16,11 +16,9 @@ from outrider.experiments.bench.figure import draw, panel
 
 
 def latency_figure(calibration: Mapping[str, Any], out: Path) -> Path:
-    """Draw step times by rows, by requests and by context, as measured and as the fitted curve has them.
+    """Draw step times of ``outrider doctor --calibrate --json`` by rows, by requests and by context, measured and fitted.
 
-    Args:
-        calibration: output of ``outrider doctor --calibrate --json``.
-        out: the file; its suffix selects the format.
+    The suffix of ``out`` selects the format.
 
     Raises:
         KeyError, ValueError: ``calibration`` has another format.

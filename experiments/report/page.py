@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.experiments.bench.record import RESULTS
-from outrider.experiments.report.paper import KEYS, beside_paper, title_of
-from outrider.experiments.report.tables import headlines
+from outrider.experiments.report.tables import KEYS, beside_paper, headlines, title_of
 from outrider.experiments.report.values import Table, blocks_of, table_of, text_of
 
 DESCRIPTION = """Records as one HTML page without scripts: machine, tables, figures, papers' numbers beside this run's.

@@ -25,10 +25,20 @@ import yaml
 from outrider.configs.schema import Config
 from outrider.engine.loading.hybrids import SERVED
 from outrider.experiments.bench.record import RESULTS, ROOT
-from outrider.experiments.report.paper import directions, statements
-from outrider.experiments.report.simulation import deployments, form_map, published, validation
 from outrider.experiments.report.speeds import by_workload, decoding, draft_models, forms, gains, peers, rag, rag_pairs, scaling
-from outrider.experiments.report.tables import exact_cost, exact_outputs, node_faults, rank_faults, shared_trie
+from outrider.experiments.report.tables import (
+    deployments,
+    directions,
+    exact_cost,
+    exact_outputs,
+    form_map,
+    node_faults,
+    published,
+    rank_faults,
+    shared_trie,
+    statements,
+    validation,
+)
 from outrider.experiments.report.values import Table, markdown, table_of
 
 _BEGIN = re.compile(r"^<!-- table: (\S+) -->$", re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Tables of the records of faults, attacks, sharing and exactness, and the headline tables of every known record."""
+"""Tables of the records of faults, attacks, sharing, exactness, simulation and papers, and those of every known record."""
 
 from __future__ import annotations
 
@@ -8,9 +8,157 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from outrider.experiments.report import simulation, speeds
+from outrider.decoding.request import PLAIN
+from outrider.experiments.report import speeds
 from outrider.experiments.report.speeds import Results
-from outrider.experiments.report.values import Table, figure, rounded, table_of, text_of
+from outrider.experiments.report.values import NOTHING, Table, figure, number, rounded, table_of, text_of
+
+_FIGURES = {
+    "tokens_per_s": "tokens/s",
+    "e2e_ms mean": "end to end, mean (ms)",
+    "ttft_ms p50": "TTFT, p50 (ms)",
+    "tpot_ms p50": "TPOT, p50 (ms)",
+}
+
+
+def validation(results: Results) -> Table:
+    """Each load and strategy, as measured, as predicted, and the error; bold if it is too large."""
+    rows = []
+    for load, cell in results["cells"].items():
+        shown = (_beside(cell["figures"][name]) if name in cell["figures"] else "" for name in _FIGURES)
+        rows.append((load, *shown, " ".join(figure(cell["tokens_per_step"][who]) for who in ("measured", "predicted"))))
+    return table_of("", ("load, strategy", *_FIGURES.values(), "tokens per step"), rows)
+
+
+def _beside(row: Mapping[str, Any]) -> str:
+    digits = 0 if row["measured"] >= 100 else 1
+    shown = f"{rounded(row['measured'], digits)}, {rounded(row['predicted'], digits)}: {100 * row['error']:+.0f} %"
+    return shown if row["holds"] else f"**{shown}**"
+
+
+def published(results: Results) -> Table:
+    """Each figure of a paper and the prediction."""
+    rows = []
+    for row in results["comparisons"]:
+        if "agree" in row:
+            ends = row["published"] if isinstance(row["published"], list) else [row["published"]]
+            predicted, agree = f"{row['predicted']:.3g}", "yes" if row["agree"] else "no"
+            rows.append((row["source"], row["what"], "-".join(f"{end:g}" for end in ends), predicted, agree, row.get("why", "")))
+    return table_of("", ("source", "of", "published", "predicted", "within 15 %", "why not"), rows)
+
+
+def deployments(results: Results) -> Table:
+    """Each deployment under each traffic."""
+    rows = []
+    for row in results["rows"]:
+        if row["strategy"] == PLAIN and "lookahead" in row["deployment"]:
+            continue  # plain decoding has no drafts to share: as with one GPU
+        names = (row["traffic"], row["deployment"], row["strategy"], str(row["gpus"]))
+        seconds = (row["e2e_s"]["p50"], row["e2e_s"]["p99"], row["ttft_s"]["p99"])
+        speeds = (figure(row["tokens_per_s"], 0), figure(row["tokens_per_step"]), figure(row["usd_per_million"]))
+        rows.append((*names, *map(figure, seconds), *speeds))
+    times = ("p50 (s)", "p99 (s)", "TTFT p99 (s)")
+    titles = ("traffic", "deployment", "strategy", "GPUs", *times, "tokens/s", "tokens per step", "$/M tokens")
+    return table_of("", titles, rows)
+
+
+def form_map(results: Results) -> Table:
+    """By machine and GPUs the fastest form for each number of requests at once, and lookahead parallelism's share of it."""
+    requests = list(next(iter(next(iter(results["cells"].values())).values())))
+    rows = [
+        (place, gpus, *(_winner(cells[count]) for count in requests))
+        for place, by_gpus in results["cells"].items()
+        for gpus, cells in by_gpus.items()
+    ]
+    return table_of("", ("", "GPUs", *(f"{count} at once" for count in requests)), rows)
+
+
+def _winner(kinds: Mapping[str, Mapping[str, Any]]) -> str:
+    if not kinds:
+        return "nothing fits"
+    best = next(iter(kinds))
+    shown = f"{best}, {'plain' if kinds[best]['strategy'] == PLAIN else kinds[best]['strategy']}"
+    if "lookahead" not in kinds:
+        return shown
+    others = [own["tokens_per_s"] for kind, own in kinds.items() if kind != "lookahead"]
+    return f"{shown} (LP {kinds['lookahead']['tokens_per_s'] / max(others):.2f})"
+
+
+def answer(results: Results) -> Table:
+    """Return the deployment that ``--find`` found."""
+    return table_of("", ("what was found",), [[line] for line in results.get("answer") or ()])
+
+
+KEYS = ("paper", "claims", "tables", "agree", "told", "verdicts", "notes")  # of the results, shown by ``beside_paper``
+
+
+def title_of(results: Results) -> str:
+    """Return the source and the title of the paper."""
+    return f"{results['paper'].get('source', '')} {results['paper'].get('title', '')}".strip()
+
+
+def beside_paper(results: Results) -> list[Table]:
+    """Return the paper's tables with the rows of this run below them, and its statements; empty without a paper."""
+    if not isinstance(results.get("claims"), list) or not isinstance(results.get("tables"), Mapping):
+        return []
+    tables = [_both(name, table) for name, table in results["tables"].items()]
+    return [*tables, statements(results)] if results["claims"] else tables
+
+
+def directions(*records: Results) -> Table:
+    """Count the statements of each paper by verdict, one record per paper."""
+    rows = []
+    for results in records:
+        counts = ", ".join(f"{count} {verdict}" for verdict, count in results["verdicts"].items() if count)
+        rows.append((title_of(results), counts))
+    return table_of("", ("paper", "statements that hold here"), rows)
+
+
+def _both(name: str, table: Mapping[str, Any]) -> Table:
+    """Return a table of the paper, with the rows of this run below."""
+    sides = [(who, table.get(who) or {}) for who in ("paper", "here")]
+    columns = list(dict.fromkeys(column for _, rows in sides for row in rows.values() for column in row))
+    rows = []
+    for who, of_side in sides:
+        for row, values in of_side.items():
+            known = (values.get(column) for column in columns)
+            rows.append((who, row, *("" if value is None else text_of(value) or str(value) for value in known)))
+    section = f"section {table['section']}" if table.get("section") else ""
+    return table_of(", ".join(filter(None, (name, table.get("title"), section))), ("", "", *columns), rows)
+
+
+def statements(results: Results) -> Table:
+    """Return what a paper says, with direction, size and power of what was measured here (``experiments.papers.beside``)."""
+    titles = (
+        "where", "dataset", "the paper says", "metric", "here",
+        "the paper's ratio", "ratio here (95 %)", "here over the paper's", "records (needed)", "verdict", "why",
+    )  # fmt: skip
+    return table_of("statements", titles, map(_statement, results["claims"]))
+
+
+def _statement(claim: Mapping[str, Any]) -> list[str]:
+    interval, power, size = claim.get("interval"), claim.get("power"), claim.get("size")
+    ratio = number(claim["ratio"]) if "ratio" in claim else NOTHING if interval is None else "difference"
+    if interval is not None:
+        ratio += f" ({number(interval[0])} to {number(interval[1])})"
+    needed = NOTHING
+    if power is not None:
+        needed = f"{power['records']} ({NOTHING if power['needed'] is None else power['needed']})"
+    here = "not measured"
+    if claim.get("here") is not None:
+        here = " | ".join(f"{label} {number(value)}" for label, value in zip(claim["of"], claim["here"], strict=True))
+    agrees = {True: "agrees in sign", False: "differs in sign", None: NOTHING}[claim.get("agree")]  # up to 2026-11-24
+    return [
+        *(str(claim.get(key, "")) for key in ("where", "dataset", "paper", "metric")),
+        here,
+        NOTHING if size is None else " to ".join(dict.fromkeys(number(bound) for bound in size["paper"])),
+        ratio,
+        NOTHING if size is None else number(size["of_paper"]),
+        needed,
+        str(claim.get("verdict", agrees)),
+        str(claim.get("why", "")),
+    ]
+
 
 _NODE_FAULTS = {
     "api": "the machine of one of two APIs, another one comes after 10 s",
@@ -191,10 +339,10 @@ _KNOWN: dict[str, tuple[Callable[[Results], Table], ...]] = {
     "peers": (speeds.peers,),
     "rank-faults": (rank_faults,),
     "service-attacks": (attacks, attacks_around),
-    "simulate": (simulation.deployments, simulation.answer),
-    "simulate-forms": (simulation.form_map, simulation.answer),
-    "simulate-papers": (simulation.published,),
-    "simulate-validation": (simulation.validation,),
+    "simulate": (deployments, answer),
+    "simulate-forms": (form_map, answer),
+    "simulate-papers": (published,),
+    "simulate-validation": (validation,),
     "step-profile": (step_profile,),
 }
 

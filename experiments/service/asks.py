@@ -253,13 +253,7 @@ async def ask(
 ) -> Answer:  # fmt: skip
     """Send a request and read the answer to its end.
 
-    Args:
-        client: with the server as its base URL.
-        model: name of the model.
-        request: to send.
-        came: called with each piece of text of a stream.
-        headers: of the request, in addition to the client's own.
-        told: an answer that broke off, to resume after its ``event_id``.
+    ``came`` gets each piece of text of a stream; ``told`` is an answer that broke off, to resume after its ``event_id``.
     """
     if told is None:
         told = Answer(times=[time.monotonic()])

@@ -33,11 +33,12 @@ _MAX_TOKENS = 1500  # of an answer nobody waits for
 _POLL_S, _GIVEN_UP_S = 0.02, 30.0
 _WITHIN_S = 1.0  # goal for free slots
 _CHECKS = 12  # requests answered to their end
+_REPLICAS, _SEED = 2, 0
 
 
 async def trial(server: Served, model: str, args: argparse.Namespace, progress: Progress) -> Results:
     """Run all waves between two passes of undisturbed requests."""
-    rng, checks = random.Random(args.seed), make_asks(_CHECKS, 64, args.seed)
+    rng, checks = random.Random(_SEED), make_asks(_CHECKS, 64, _SEED)
     left: Counter[str] = Counter()
     frees: list[float] = []
     async with httpx.AsyncClient(base_url=server.url, timeout=600) as client:
@@ -51,7 +52,7 @@ async def trial(server: Served, model: str, args: argparse.Namespace, progress: 
             frees.append(await until_free(client))
             memory.append(memory_mib(server))
             progress.say(f"wave {wave + 1} of {args.waves}: free after {frees[-1]} s")
-        whole_again_s = await until_whole(client, args.replicas)
+        whole_again_s = await until_whole(client, _REPLICAS)
         after, _ = await play(client, model, checks, len(checks))
     return {
         "clients": sum(left.values()),
@@ -97,7 +98,7 @@ async def until_free(client: httpx.AsyncClient) -> float:
 
 def settings(args: argparse.Namespace) -> list[str]:
     """Return the settings of the server."""
-    return [*replica_settings(args), "tenancy.anonymous=local"]
+    return [*replica_settings(args.dtype, _REPLICAS), "tenancy.anonymous=local"]
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -105,8 +106,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "float32")
     parser.add_argument("--clients", type=int, default=1000)
     parser.add_argument("--waves", type=int, default=10, help="number of times the slots have to become free")
-    parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0, help="seed of requests and moments")
 
 
 def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:

@@ -31,8 +31,7 @@ from outrider.experiments.bench.run import Bench, Results
 from outrider.experiments.service.attacks import run as attacks
 from outrider.experiments.service.attacks.calm import CalmClient
 from outrider.experiments.service.attacks.shots import Reply, Target, answered, event_ids, fire, is_fault
-from outrider.experiments.service.fuzzing.case import Case, Server, reduced
-from outrider.experiments.service.fuzzing.requests import RESUMED, make_case
+from outrider.experiments.service.fuzzing.requests import RESUMED, Case, Server, make_case, reduced
 from outrider.experiments.service.served import Served, conducted, give_way, memory_mib, spread, until_whole
 
 _MOST_TOKENS = 32  # of an answer

@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 
 from outrider.experiments.bench.figure import panel
-from outrider.experiments.bench.options import add_model, add_settings
+from outrider.experiments.bench.options import add_model
 from outrider.experiments.bench.progress import Progress
 from outrider.experiments.bench.run import Bench, Results
 from outrider.experiments.service.asks import Answer, Ask, ask, make_asks
@@ -31,6 +31,7 @@ _KINDS = ("greedy", "sampled", "text", "whole")
 _CALM_S, _SAMPLE_S = 2.0, 2.0  # before memory is read after a phase; between two samples
 _WARM_UP_S = 10.0  # at capacity, not counted
 _MAX_TOKENS = 200
+_RUNNING, _WAITING, _SEED = 8, 8, 0
 
 
 @dataclass(slots=True)
@@ -64,8 +65,8 @@ class Phase:
 
 async def trial(server: Served, model: str, args: argparse.Namespace, progress: Progress) -> Results:
     """Measure capacity, overload and the state afterwards."""
-    rng, held = random.Random(args.seed), args.replicas * (args.max_running + args.max_waiting)
-    asks = make_asks(1000, _MAX_TOKENS, args.seed, _KINDS)
+    rng, held = random.Random(_SEED), _RUNNING + _WAITING
+    asks = make_asks(1000, _MAX_TOKENS, _SEED, _KINDS)
     memory: list[tuple[float, dict[str, float]]] = []
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
     async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
@@ -78,7 +79,7 @@ async def trial(server: Served, model: str, args: argparse.Namespace, progress: 
         rate = args.factor * capacity.summary()["accepted_per_s"]
         progress.say(f"at capacity: {rate / args.factor:.2f} requests per second")
         overload = await open_loop(client, model, asks, rate, args.seconds, rng)
-        whole_again_s = await until_whole(client, args.replicas)
+        whole_again_s = await until_whole(client, 1)
         history.append(await history_mib(client))
         await asyncio.sleep(_CALM_S)
         watch.cancel()
@@ -140,8 +141,7 @@ async def sample_memory(server: Served, memory: list[tuple[float, dict[str, floa
 
 def settings(args: argparse.Namespace) -> list[str]:
     """Return the settings of the server."""
-    held = [f"engine.max_running={args.max_running}", f"engine.max_waiting={args.max_waiting}"]
-    return [*replica_settings(args), *held, *args.set]
+    return [*replica_settings(args.dtype, 1), f"engine.max_running={_RUNNING}", f"engine.max_waiting={_WAITING}"]
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -149,11 +149,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "bfloat16")
     parser.add_argument("--seconds", type=float, default=60.0, help="duration of each phase")
     parser.add_argument("--factor", type=float, default=10.0, help="offered requests relative to the rate at capacity")
-    parser.add_argument("--replicas", type=int, default=1)
-    parser.add_argument("--max-running", type=int, default=8, help="engine.max_running")
-    parser.add_argument("--max-waiting", type=int, default=8, help="engine.max_waiting")
-    parser.add_argument("--seed", type=int, default=0, help="seed of prompts and arrivals")
-    add_settings(parser)
 
 
 def not_well(results: Results, args: argparse.Namespace) -> list[str]:
@@ -171,5 +166,5 @@ def not_well(results: Results, args: argparse.Namespace) -> list[str]:
 
 BENCH = Bench(
     "service-overload", __doc__ or "", conducted(trial, settings), options,
-    {"seconds": 1, "factor": 1, "replicas": 1, "max_running": 1, "max_waiting": 1}, wrong=not_well,
+    {"seconds": 1, "factor": 1}, wrong=not_well,
 )  # fmt: skip

@@ -13,23 +13,86 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, get_args
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import httpx
+import yaml
 
 from outrider.cluster.cli.launch.serve import EXAMPLE
 from outrider.cluster.serving.shared_answer import FRESH_S
 from outrider.configs.slices import Dtype
-from outrider.decoding.drafters import STRATEGIES
+from outrider.decoding.drafters.registry import STRATEGIES
 from outrider.decoding.request import PLAIN
 from outrider.experiments.bench.options import add_model
 from outrider.experiments.bench.progress import Progress
 from outrider.experiments.bench.run import Bench, Results, Run
 from outrider.experiments.service.asks import Answer, Ask, ask
-from outrider.experiments.service.parity_cases import GREEDY, Case, Route, Said, cases
 from outrider.experiments.service.served import sample_sums, server_at
+
+Route = Literal["chat", "text", "responses"]
+GREEDY: Mapping[str, Any] = {"temperature": 0}
+SAMPLED: Mapping[str, Any] = {"temperature": 0.9, "seed": 11}
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A prompt and the model's greedy answer to it."""
+
+    prompt: str
+    text: str
+    ids: Sequence[int]  # of the text
+    prompt_ids: Sequence[int]  # of the prompt
+
+    def parts(self) -> dict[str, Any]:
+        """Return the values of the names in the table, such as strings that occur in the answer."""
+        middle, prompt_ids = len(self.text) // 2, list(self.prompt_ids)
+        return {
+            "$text": self.text, "$reversed": self.text[::-1], "$doubled": self.text * 2, "$continued": self.text[3:] + self.text,
+            "$inside": self.text[middle : middle + 3], "$late": self.text[-2:], "$first": str(self.ids[0]),
+            "$last": str(self.ids[-1]), "$first_id": self.ids[0], "$last_id": self.ids[-1],
+            "$middle_id": self.ids[len(self.ids) // 2], "$ids": prompt_ids, "$half_ids": prompt_ids[: len(prompt_ids) // 2],
+            "$prompt": self.prompt, "$shorter_prompt": self.prompt[:-3],
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A value of a parameter."""
+
+    field: str
+    body: Mapping[str, Any]  # fields added to the request
+    routes: Sequence[Route]
+    settings: Sequence[Mapping[str, Any]] = (GREEDY, SAMPLED)
+
+    @property
+    def value(self) -> str:
+        """The fields as JSON of bounded length."""
+        asked = {name: value for name, value in self.body.items() if name != "tools" or self.field == name}
+        text = json.dumps(asked, ensure_ascii=False)
+        return text if len(text) <= 300 else f"{text[:297]}..."
+
+
+def cases(said: Said) -> Iterator[Case]:
+    """Yield all cases of one prompt."""
+    parts = said.parts()
+    for group in yaml.safe_load(Path(__file__).with_name("parity_cases.yaml").read_text(encoding="utf-8")):
+        bodies = [(name, {name: value}) for name, values in group.get("values", {}).items() for value in values]
+        bodies += [(name, body) for name, each in group.get("bodies", {}).items() for body in each]
+        for name, body in bodies:
+            yield Case(name, _filled(body, parts), group["routes"], group.get("settings", (GREEDY, SAMPLED)))
+
+
+def _filled(value: Any, parts: Mapping[str, Any]) -> Any:
+    if isinstance(value, dict):
+        return {parts.get(name, name): _filled(each, parts) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_filled(each, parts) for each in value]
+    return parts.get(value, value) if isinstance(value, str) else value
+
 
 PROMPTS = (EXAMPLE, "Repeat after me, twice: the quick brown fox jumps over the lazy dog.")
 # Path of each route, its field of the prompt and its field of the length.
@@ -93,14 +156,7 @@ class Asker:
     def __init__(
         self, client: httpx.AsyncClient, model: str, strategies: Sequence[str], max_tokens: int, streamed: Sequence[bool]
     ) -> None:
-        """
-        Args:
-            client: of the server, with its address and key.
-            model: name of the model.
-            strategies: compared with plain decoding.
-            max_tokens: of an answer, unless the case sets it.
-            streamed: whether answers with speculation are streamed; both values compare both.
-        """
+        """Compare ``strategies`` with plain decoding; ``streamed`` are the forms of the answers with speculation."""
         self._client, self._model, self._max_tokens = client, model, max_tokens
         self._variants = [(strategy, stream) for strategy in strategies for stream in streamed]
         self._free = asyncio.Semaphore(_TOGETHER)

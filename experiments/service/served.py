@@ -84,14 +84,7 @@ def running(
 ) -> Iterator[subprocess.Popen[bytes]]:  # fmt: skip
     """Run a serving command until the block ends, then interrupt it together with its children.
 
-    Args:
-        name: for the error message.
-        command: with its arguments.
-        folder: working directory.
-        environment: complete environment.
-        ready: URL that answers 200 once the command serves.
-        log: file for its output.
-        within_s: time for the start.
+    The URL ``ready`` answers 200 once the command serves; ``environment`` is the complete one.
 
     Raises:
         RuntimeError: it does not start; the message ends with its last output.
@@ -167,12 +160,10 @@ def conducted(
     return measure
 
 
-def replica_settings(args: argparse.Namespace) -> list[str]:
+def replica_settings(dtype: str, replicas: int) -> list[str]:
     """Return the settings of a server whose replicas share one core."""
-    return [
-        f"model.dtype={args.dtype}", "model.threads=1",
-        f"server.replicas={args.replicas}", f"server.cpus_per_replica={1 / args.replicas:.2f}",
-    ]  # fmt: skip
+    shared = [f"server.replicas={replicas}", f"server.cpus_per_replica={1 / replicas:.2f}"]
+    return [f"model.dtype={dtype}", "model.threads=1", *shared]
 
 
 async def until_whole(client: httpx.AsyncClient, replicas: int, timeout_s: float = _BACK_S) -> float | None:

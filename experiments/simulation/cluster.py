@@ -9,8 +9,7 @@ from typing import Any
 import simpy
 
 from outrider.decoding.replay import KnownText
-from outrider.experiments.bench.engines.measures import measured
-from outrider.experiments.bench.engines.traffic import Journey, ServerCounts
+from outrider.experiments.bench.engines.traffic import Journey, ServerCounts, measured
 from outrider.experiments.bench.workloads import interleaved
 from outrider.experiments.simulation.replica import TENANT, Piece, SimulatedReplica
 
@@ -58,7 +57,7 @@ class SimulatedCluster:
         """Run clients with one request at a time, each followed by the next at once.
 
         Returns:
-            ``experiments.bench.engines.measures.measured``: throughput, percentiles of TTFT, TPOT and end to end, tokens per
+            ``experiments.bench.engines.traffic.measured``: throughput, percentiles of TTFT, TPOT and end to end, tokens per
             step; and ``busy``, the share of the time in which a replica computes.
         """
         waiting = iter(texts)

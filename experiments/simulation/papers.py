@@ -20,8 +20,8 @@ from typing import Any
 
 from outrider.cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
 from outrider.configs.slices import EngineOptions
+from outrider.decoding.drafters.registry import parse_strategy
 from outrider.decoding.replay import KnownText
-from outrider.decoding.strategy_choice import parse_strategy
 from outrider.experiments.bench.run import Bench, Results, Run
 from outrider.experiments.papers.numbers.published import load
 from outrider.experiments.simulation.cluster import SimulatedCluster, keyed

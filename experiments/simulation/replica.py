@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 
 from outrider.actors.lookahead.width import WidthChoice, WidthChoices
 from outrider.configs.slices import EngineOptions
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.budget.latency import LatencyCurve, StepLoad
+from outrider.decoding.drafters.registry import StrategyChoice
 from outrider.decoding.replay import KnownText, known_rows
-from outrider.decoding.request import PLAIN, Acceptance, Request, SamplingParams, text_key
-from outrider.decoding.strategy_choice import StrategyChoice
-from outrider.decoding.tree import DraftTree, Int32Array, TreePart
+from outrider.decoding.request import PLAIN, Acceptance, Request, SamplingParams
+from outrider.decoding.sources.text_keys import text_key
+from outrider.decoding.tree import DraftTree, TreePart
 from outrider.decoding.verify.exact import verify_exact
 from outrider.engine.kv.prefix_cache import PrefixCache
 from outrider.engine.scheduling.scheduler import RowAllotment, Scheduler
@@ -225,7 +227,7 @@ class SimulatedReplica:
                 history.extend(text_key(piece.key), piece.offset, piece.tokens, piece.finished)
 
     def _plan(self) -> tuple[list[_Work], int]:
-        """Plan a step as ``engine.planner``, and return the number of requests that were drafted for too."""
+        """Plan a step as ``engine.scheduling.planner``, and return the number of requests that were drafted for too."""
         shares = self._scheduler.schedule(self._width)
         load = dataclasses.replace(_step_load(shares), propose_s=self._propose_s)
         asked = [share for share in shares if share.draft_rows > 0 and not self._plain]

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from outrider.decoding.budget.latency import LatencyCurve, StepLoad
-from outrider.engine.loading.roofline import BANDWIDTH_SHARE, FLOPS_SHARE, seconds_of
+from outrider.engine.loading.plan import BANDWIDTH_SHARE, FLOPS_SHARE, seconds_of
 from outrider.experiments.simulation.hardware import Gpu, ModelShape
 
 Mode = Literal["lookahead", "tensor", "pipeline"]

@@ -27,12 +27,10 @@ from outrider.decoding.budget.latency import LatencyCurve
 from outrider.engine.engine import Engine
 from outrider.engine.measures.latency import fit
 from outrider.engine.measures.latency import measure as time_curve
-from outrider.experiments.bench.engines.contestants import Prompt, make_request
+from outrider.experiments.bench.engines.contestants import Prompt, SharedModel, make_request
 from outrider.experiments.bench.engines.guided import GuidedExecutor
-from outrider.experiments.bench.engines.measures import measured
 from outrider.experiments.bench.engines.models import Setting, calm, load_setting
-from outrider.experiments.bench.engines.shared_model import SharedModel
-from outrider.experiments.bench.engines.traffic import Arrivals, ClosedLoop, EngineServer, OpenLoop, drive, poisson
+from outrider.experiments.bench.engines.traffic import Arrivals, ClosedLoop, EngineServer, OpenLoop, drive, measured, poisson
 from outrider.experiments.bench.options import add_engine, add_model, add_prompts, add_random_model, check_random_model
 from outrider.experiments.bench.run import Bench, Results, Run
 from outrider.experiments.bench.workloads import interleaved

@@ -1,28 +1,39 @@
-"""One engine behind an async generator, without Ray."""
+"""One engine behind an async generator, without Ray: streams, failed steps and devices, and grammars."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import math
+import pickle
+import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
 from outrider.actors import replica as replica_module
-from outrider.actors.description import ReplicaError
+from outrider.actors.description import DeviceLostError, ReplicaError
 from outrider.actors.replica import Replica
+from outrider.actors.sharded import group as group_module
+from outrider.actors.sharded.group import ShardedGroup
+from outrider.actors.sharded.shard import ShardSpec
 from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from outrider.decoding.request import QUARANTINE_TOKENS, FinishReason, Request, SamplingParams, StepOutput
 from outrider.engine import target
 from outrider.engine.engine import Engine
 from outrider.engine.errors import ContextLengthError, ModelLoadError, QueueFullError, StreamTakenError
+from outrider.engine.forward.batch import ScheduledRequest
 from outrider.engine.measures.metrics import EngineCounts
+from outrider.engine.text.grammar import Grammars, regex_grammar
 from tests.helpers.models import llama_config, save_model
+from tests.helpers.waiting import eventually
 
 CONTEXT = 8192
 MAX_RUNNING, MAX_WAITING = 2, 2
@@ -81,27 +92,28 @@ def healthy(replica: Replica) -> bool:
     return True
 
 
-def test_outputs_are_those_of_the_engine(replica: Replica, model: ModelOptions) -> None:
+def test_outputs_are_those_of_the_engine_alone_together_and_resumed(replica: Replica, model: ModelOptions) -> None:
     engine = Engine.load(model, *OPTIONS)
     engine.add(request("direct"))
     direct: list[StepOutput] = []
     while engine.has_work:
         direct += engine.step()
-    outputs = asyncio.run(collect(replica, request("a")))
-    assert outputs[0] == StepOutput("a", (), "")
-    assert ids(outputs) == ids(direct)
-    assert "".join(output.text for output in outputs) == "".join(output.text for output in direct)
-    assert outputs[-1].finish_reason is FinishReason.LENGTH
-    assert outputs[-1].stats is not None
-    assert [output.finish_reason for output in outputs[:-1]] == [None] * (len(outputs) - 1)
 
-
-def test_requests_at_once_give_what_they_give_alone(replica: Replica) -> None:
     async def run() -> None:
+        outputs = await collect(replica, request("a"))
+        assert outputs[0] == StepOutput("a", (), "")
+        assert ids(outputs) == ids(direct)
+        assert "".join(output.text for output in outputs) == "".join(output.text for output in direct)
+        assert outputs[-1].finish_reason is FinishReason.LENGTH and outputs[-1].stats is not None
+        assert [output.finish_reason for output in outputs[:-1]] == [None] * (len(outputs) - 1)
         alone = [ids(await collect(replica, request(f"alone{first}", first=first))) for first in range(4)]
         together = await asyncio.gather(*(collect(replica, request(f"together{first}", first=first)) for first in range(4)))
-        assert [ids(outputs) for outputs in together] == alone
-        assert len({tuple(tokens) for tokens in alone}) > 1
+        assert [ids(outputs) for outputs in together] == alone and len({tuple(tokens) for tokens in alone}) > 1
+        whole = ids(direct)
+        rest = Request("rest", request("").prompt_ids, request("").params, emitted=whole[:9])
+        outputs = await collect(replica, rest)
+        assert outputs[0] == StepOutput("rest", (), "")
+        assert ids(outputs) == whole[9:] and rest.output_ids.tolist() == whole
 
     asyncio.run(run())
 
@@ -120,18 +132,20 @@ def test_description(replica: Replica) -> None:
     asyncio.run(run())
 
 
-def test_closing_the_generator_frees_the_slot(replica: Replica) -> None:
+def test_a_closed_generator_or_loop_frees_the_slot(replica: Replica) -> None:
     async def run() -> None:
         stream = replica.generate(endless("a"))
         emitted = 0
-        async for output in stream:
-            emitted += len(output.token_ids)
-            if emitted > 3:
-                break
+        while emitted <= 3:
+            emitted += len((await anext(stream)).token_ids)
         await stream.aclose()
         await until(lambda: replica.describe().counts.free_slots == MAX_RUNNING)
 
     asyncio.run(run())
+    loop, stream = asyncio.new_event_loop(), replica.generate(endless("b"))
+    loop.run_until_complete(anext(stream))
+    loop.close()
+    asyncio.run(until(lambda: replica.describe().counts.free_slots == MAX_RUNNING))
 
 
 def test_cancelling_the_task_frees_the_slot_and_the_place_in_the_queue(replica: Replica) -> None:
@@ -148,25 +162,6 @@ def test_cancelling_the_task_frees_the_slot_and_the_place_in_the_queue(replica: 
         assert len(ids(await collect(replica, request("after")))) == 24
 
     asyncio.run(run())
-
-
-def test_a_request_goes_on_where_another_replica_left_it(replica: Replica) -> None:
-    async def run() -> None:
-        whole = ids(await collect(replica, request("whole")))
-        rest = Request("rest", request("").prompt_ids, request("").params, emitted=whole[:9])
-        outputs = await collect(replica, rest)
-        assert outputs[0] == StepOutput("rest", (), "")
-        assert ids(outputs) == whole[9:] and rest.output_ids.tolist() == whole
-
-    asyncio.run(run())
-
-
-def test_a_loop_that_ended_frees_the_slot(replica: Replica) -> None:
-    loop = asyncio.new_event_loop()
-    stream = replica.generate(endless("a"))
-    loop.run_until_complete(anext(stream))
-    loop.close()
-    asyncio.run(until(lambda: replica.describe().counts.free_slots == MAX_RUNNING))
 
 
 def test_refusals_come_before_any_output(replica: Replica) -> None:
@@ -229,30 +224,32 @@ def test_a_resumed_request_takes_the_place_of_the_same_one_of_its_account(
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_a_failed_step_ends_its_requests_only(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
-    fail = threading.Event()
-    step = Engine.step
+def test_a_failed_step_ends_its_requests_only(
+    ended_replica: Replica, ended: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail, step, replica = threading.Event(), Engine.step, ended_replica
 
     def breakable(engine: Engine) -> list[StepOutput]:
         if fail.is_set():
             fail.clear()
-            raise RuntimeError("out of memory\nin layer 3")
+            raise RuntimeError("wrong shape\nin layer 3")
         return step(engine)
 
     monkeypatch.setattr(Engine, "step", breakable)
 
     async def run() -> None:
-        running = [asyncio.create_task(collect(replica, endless(f"r{index}"))) for index in range(2)]
-        await until(lambda: replica.describe().counts.running == 2)
+        running = [asyncio.create_task(collect(replica, endless(f"r{index}"))) for index in range(4)]
+        await until(lambda: replica.describe().counts.running == 4)
         waiting = asyncio.create_task(collect(replica, request("waiting")))
         await until(lambda: replica.describe().counts.waiting == 1)
         fail.set()
         for outputs in await asyncio.gather(*running):
             assert outputs[-1].finish_reason is FinishReason.ERROR
-            assert outputs[-1].error == "the engine failed: RuntimeError: out of memory in layer 3"
+            assert outputs[-1].error == "the engine failed: RuntimeError: wrong shape in layer 3"
         assert (await waiting)[-1].finish_reason is FinishReason.LENGTH
         replica.check_health()
-        await until(lambda: replica.describe().counts.free_slots == MAX_RUNNING)
+        await until(lambda: replica.describe().counts.free_slots == 4)
+        assert not ended.is_set()
 
     asyncio.run(run())
 
@@ -362,7 +359,7 @@ def test_a_model_that_cannot_be_loaded_is_an_error_of_the_constructor(tmp_path: 
 def rarely_told(model: ModelOptions, monkeypatch: pytest.MonkeyPatch) -> Iterator[Replica]:
     """A replica of more slots whose streams hold what they can."""
     monkeypatch.setattr(replica_module, "STREAM_PERIOD_S", 3600.0)
-    monkeypatch.setattr("outrider.actors.running_request.MOST_HELD", CONTEXT)
+    monkeypatch.setattr("outrider.actors.replica.MOST_HELD", CONTEXT)
     running = Replica(model, EngineOptions(max_running=8, max_waiting=8), OPTIONS[1])
     yield running
     running.stop()
@@ -428,3 +425,181 @@ def test_a_quarantined_request_is_told_before_each_step_whether_it_is_computed_a
         await asyncio.gather(other, return_exceptions=True)
 
     asyncio.run(run())
+
+
+ILLEGAL = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be asynchronously reported"
+
+
+@pytest.fixture
+def ended() -> threading.Event:
+    """Is set when the process would end."""
+    return threading.Event()
+
+
+@pytest.fixture
+def ended_replica(model: ModelOptions, ended: threading.Event) -> Iterator[Replica]:
+    """A replica of four slots that sets ``ended`` where its process would end."""
+    running = Replica(model, EngineOptions(max_running=4, max_waiting=4), OPTIONS[1], end=ended.set)
+    yield running
+    running.stop()
+
+
+def fail_when(ended_replica: Replica, wanted: Callable[[Sequence[ScheduledRequest]], bool], error: Exception) -> None:
+    """Has the first step of which this is true, and all later ones, raise an error behind the forward."""
+    executor, failed = ended_replica._engine._executor, False
+    execute = executor.execute
+
+    def guarded(works: Sequence[ScheduledRequest], top_k: int = 0) -> Any:
+        nonlocal failed
+        outcomes = execute(works, top_k)
+        failed = failed or wanted(works)
+        if failed:
+            raise error
+        return outcomes
+
+    executor.execute = guarded  # type: ignore[method-assign]
+
+
+async def collect_tokens(ended_replica: Replica, asked: Request) -> tuple[list[int], Exception | None]:
+    """What came, and what it ended with."""
+    tokens: list[int] = []
+    try:
+        async for output in ended_replica.generate(asked):
+            assert output.finish_reason is not FinishReason.ERROR, output
+            tokens += output.token_ids
+    except ReplicaError as error:
+        return tokens, error
+    return tokens, None
+
+
+def test_everyone_is_told_that_the_device_failed_and_then_the_process_ends(
+    ended_replica: Replica, ended: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    fail_when(ended_replica, lambda works: works[0].request.num_output >= 20, torch.AcceleratorError(ILLEGAL))
+    engine = ended_replica.describe().metrics
+    assert engine is not None
+
+    async def run() -> None:
+        answers = await asyncio.gather(
+            *(collect_tokens(ended_replica, request(str(number), 200)) for number in range(6))
+        )  # two of them wait
+        answers.append(await collect_tokens(ended_replica, request("late", 5)))
+        for tokens, error in answers:
+            assert isinstance(error, DeviceLostError) and len(tokens) < 200
+            assert (error.engine, error.kind) == (engine.engine, "illegal_memory_access") and "\n" not in str(error)
+        assert [bool(tokens) for tokens, _ in answers] == [True] * 4 + [False] * 3
+
+    with caplog.at_level(logging.CRITICAL):
+        asyncio.run(asyncio.wait_for(run(), 60))
+    eventually(ended.is_set)
+    with pytest.raises(DeviceLostError):
+        ended_replica.check_health()
+    (event,) = (record for record in caplog.records if record.levelno == logging.CRITICAL)
+    assert event.getMessage().startswith("device_failed: illegal_memory_access on cpu")
+
+
+def test_what_was_emitted_before_comes_first(
+    ended_replica: Replica, ended: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what streams hold back while many are computed."""
+    monkeypatch.setattr(replica_module, "STREAM_PERIOD_S", 3600.0)
+    monkeypatch.setattr("outrider.actors.replica.MOST_HELD", 4096)
+    whole, _ = asyncio.run(collect_tokens(ended_replica, request("whole", 60)))
+    live: dict[str, Request] = {str(number): request(str(number), 60) for number in range(4)}
+    fail_when(ended_replica, lambda works: min(work.request.num_output for work in works) >= 30, torch.AcceleratorError(ILLEGAL))
+
+    async def run() -> None:
+        for (tokens, error), asked in zip(
+            await asyncio.gather(*(collect_tokens(ended_replica, one) for one in live.values())), live.values(), strict=True
+        ):
+            assert isinstance(error, DeviceLostError)
+            assert len(tokens) == asked.num_output >= 30 and tokens == whole[: len(tokens)]
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    eventually(ended.is_set)
+
+
+def test_steps_that_run_out_of_memory_end_no_request(ended_replica: Replica, ended: threading.Event) -> None:
+    expected = asyncio.run(collect_tokens(ended_replica, request("alone", 80)))
+    executor, lacked = ended_replica._engine._executor, 0
+    execute = executor.execute
+
+    def short(works: Sequence[ScheduledRequest], top_k: int = 0) -> Any:
+        nonlocal lacked
+        if len(works) > 2:
+            lacked += 1
+            raise torch.OutOfMemoryError
+        return execute(works, top_k)
+
+    executor.execute = short  # type: ignore[method-assign]
+
+    async def run() -> None:
+        answers = await asyncio.gather(*(collect_tokens(ended_replica, request(str(number), 80)) for number in range(7)))
+        assert answers == [expected] * 7
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert lacked and not ended.is_set()
+    assert ended_replica.describe().metrics.out_of_memory_steps == lacked
+
+
+def test_a_device_error_can_be_pickled() -> None:
+    lost = DeviceLostError("engine", "uncorrectable_ecc", "uncorrectable ECC error encountered")
+    again = pickle.loads(pickle.dumps(lost))
+    assert (again.engine, again.kind, again.reason, str(again)) == (lost.engine, lost.kind, lost.reason, str(lost))
+
+
+def test_a_second_thread_that_notices_a_lost_rank_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came between the first one's notice and its telling, and the process was gone before the requests were told."""
+    told: list[str] = []
+    group = ShardedGroup(ShardSpec("pipeline", 0, 2, "cpu"), cast(Any, SimpleNamespace(close=lambda: None)), cast(Any, None))
+    group._all_ready.set()
+    group.device_failed = lambda error: told.append(f"told: {error.kind}")
+    monkeypatch.setattr(group_module, "end_process", lambda: told.append("ended"))
+
+    def notice_again(*_: object) -> None:
+        other = threading.Thread(target=group._lose, args=("the ranks are out of step, a forward failed",))
+        monkeypatch.setattr(group_module, "logger", logging.getLogger("of the second"))
+        other.start()
+        other.join()
+        assert not told
+
+    monkeypatch.setattr(group_module, "logger", SimpleNamespace(error=notice_again))
+    group._lose("rank 1 is gone: EOFError")
+    assert told == ["told: rank_lost", "ended"]
+
+
+DATE = r"20[0-9]{2}-[01][0-9]"
+
+
+def test_steps_go_on_while_a_grammar_is_compiled(ended_replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, proceed, threads = threading.Event(), threading.Event(), set()
+    compile_it = Grammars._compile
+
+    def blocked(self: Grammars, grammar: str, vocabulary: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        entered.set()
+        assert proceed.wait(60)
+        return compile_it(self, grammar, vocabulary)
+
+    def bound(name: str, pattern: str) -> Request:
+        return Request(name, [5, 6, 7], SamplingParams(max_tokens=16, grammar=regex_grammar(pattern)), account="a")
+
+    monkeypatch.setattr(Grammars, "_compile", blocked)
+
+    async def run() -> None:
+        first = asyncio.create_task(collect(ended_replica, bound("first", DATE)))
+        queued = asyncio.create_task(collect(ended_replica, bound("second", "[xyz]{4}")))  # has its turn behind it
+        gone = asyncio.create_task(collect(ended_replica, bound("gone", "[uvw]{4}")))
+        assert await asyncio.to_thread(entered.wait, 60)
+        plain = await collect(ended_replica, request("plain"))
+        assert plain[-1].finish_reason is FinishReason.LENGTH and not first.done()
+        gone.cancel()
+        proceed.set()
+        for outputs, pattern in ((await first, DATE), (await queued, "[xyz]{4}")):
+            assert re.fullmatch(pattern, "".join(output.text for output in outputs))
+
+    try:
+        asyncio.run(run())
+    finally:
+        proceed.set()
+    assert threads and all(name.startswith("grammars") for name in threads)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from outrider.actors.cache_server import CacheNotReadyError, CacheServerActor
 from outrider.actors.description import identity_of
 from outrider.actors.replica import Replica
 from outrider.cache_service.access import CacheAccess
@@ -23,6 +22,7 @@ from outrider.cache_service.server.admin import CacheAdmin
 from outrider.cache_service.server.snapshot import decode_snapshot
 from outrider.cache_service.store.embedded import EmbeddedRedis
 from outrider.cache_service.store.redis_store import RedisStore
+from outrider.cluster.serving.cache_actor import CacheNotReadyError, CacheServerActor
 from outrider.configs.slices import CacheOptions, EngineOptions, ModelOptions, SpeculationOptions
 from outrider.decoding.request import Request, SamplingParams, SpecStats
 from outrider.experiments.faults.redis_process import RedisProcess

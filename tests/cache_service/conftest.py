@@ -52,6 +52,12 @@ def make(server: EmbeddedRedis) -> Iterator[Callable[..., Cluster]]:
 
 
 @pytest.fixture
+def cluster(make: Callable[..., Cluster]) -> Cluster:
+    """A cluster on that server."""
+    return make()
+
+
+@pytest.fixture
 def own_redis() -> Iterator[RedisProcess]:
     """A server of the test's own, which may be killed and started again."""
     with RedisProcess() as process:

@@ -18,6 +18,7 @@ import httpx
 import torch
 import uvicorn
 from fastapi import FastAPI
+from openai import OpenAI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -232,6 +233,64 @@ class Server:
     def becomes_idle(self) -> None:
         """Fails unless nothing runs and all slots are free in time."""
         eventually(lambda: self.load() == (0, 0, MAX_RUNNING))
+
+
+Said = tuple[str, str, list[tuple[str, str]], str | None]  # reasoning, text, calls, and why an answer ended
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A model that is served in this process, and OpenAI's client of its server."""
+
+    url: str
+    client: OpenAI
+    engine: LocalEngine
+    tokenizer: PreTrainedTokenizerFast
+
+    def ask(self, **changes: Any) -> Any:
+        """Return the answer to a chat, or its stream."""
+        model = Path(self.tokenizer.name_or_path).name
+        fields: dict[str, Any] = {"model": model, "messages": MESSAGES, "max_tokens": 30, "temperature": 0}
+        return self.client.chat.completions.create(**(fields | changes))
+
+    def streamed(self, **changes: Any) -> tuple[Said, Any]:
+        """Return the answer to a streamed chat, and its usage."""
+        chunks = list(self.ask(stream=True, stream_options={"include_usage": True}, **changes))
+        choices = [choice for chunk in chunks for choice in chunk.choices]
+        thoughts = list[str]()
+        for delta in (choice.delta for choice in choices):
+            extra = delta.model_extra or {}
+            assert extra.get("reasoning") == extra.get("reasoning_content")
+            assert not (extra.get("reasoning") and delta.content)
+            thoughts.append(extra.get("reasoning") or "")
+        assert not any(choice.finish_reason for choice in choices[:-1])
+        text, calls = "".join(choice.delta.content or "" for choice in choices), streamed_calls(one.delta for one in choices)
+        return ("".join(thoughts), text, calls, choices[-1].finish_reason), chunks[-1].usage
+
+    def prompt(self, **body: Any) -> tuple[str, int]:
+        """Return the prompt that the template makes of a chat, and the number of its tokens."""
+        tokens = httpx.post(f"{self.url}/tokenize", json=body, timeout=60).raise_for_status().json()["tokens"]
+        answer = httpx.post(f"{self.url}/detokenize", json={"tokens": tokens}, timeout=60)
+        return answer.raise_for_status().json()["prompt"], len(tokens)
+
+
+def whole(answer: Any) -> Said:
+    """Return the only choice of a chat's answer."""
+    (choice,) = answer.choices
+    calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
+    return getattr(choice.message, "reasoning", ""), choice.message.content or "", calls, choice.finish_reason
+
+
+@contextlib.contextmanager
+def speaking(path: Path) -> Iterator[Speaker]:
+    """Serve the model of a folder."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+    with (
+        local_engine(path, max_model_len=2048) as engine,
+        served(Service(engine, tokenizer)) as url,
+        OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        yield Speaker(url, client, engine, tokenizer)
 
 
 def bearer(key: str | None) -> dict[str, str]:

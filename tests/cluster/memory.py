@@ -18,7 +18,7 @@ from outrider.cache_service.store.embedded import EmbeddedRedis
 from outrider.cache_service.store.redis_store import RedisStore
 from outrider.cluster.serving.cache_port import CacheAdminPort
 from outrider.configs.slices import CacheOptions
-from outrider.decoding.request import text_key
+from outrider.decoding.sources.text_keys import text_key
 
 MEMORY_SECRET = b"of the tests"
 MEMORY_IDENTITY = Identity("aa", "bb", vocab_size=258)

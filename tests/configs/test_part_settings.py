@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cluster.cli.generate.settings import read_settings
+from outrider.cluster.cli.generate.command import read_settings
 from outrider.cluster.cli.launch.preflight import (
     LaunchError,
     baseline_parallelism,

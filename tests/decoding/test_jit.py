@@ -15,13 +15,13 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import pytest
 
 from outrider.decoding import jit
-from outrider.decoding.drafters import build_drafter
+from outrider.decoding.drafters.registry import build_drafter
 from outrider.decoding.replay import known_rows
 from outrider.decoding.request import Request, SamplingParams
 from outrider.decoding.tree import DraftTree
@@ -69,7 +69,7 @@ def python(program: str, **environment: str) -> str:
     """What a program prints."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     done = subprocess.run(
-        [sys.executable, "-W", "error::RuntimeWarning:outrider.decoding.budget.partition", "-c", program],
+        [sys.executable, "-W", "error::RuntimeWarning:outrider.decoding.tree_rows", "-c", program],
         capture_output=True,
         text=True,
         env=env,
@@ -249,7 +249,7 @@ COUNTED = """
 import sys
 sys.prefix = sys.argv[1]
 {first}
-from decoding import jit
+from outrider.decoding import jit
 from outrider.decoding.budget.candidates import push
 import numpy as np
 heap, keys = np.zeros(4, np.int32), np.array([1.0, 3.0, 2.0])
@@ -315,7 +315,10 @@ def test_tiles_are_used_where_the_kernel_gives_them(monkeypatch: pytest.MonkeyPa
 
 
 def arrays_let_go(source: str) -> list[str]:
-    """Compiled functions that take the address of an array that is neither a parameter nor memory of others (``carray``)."""
+    """Return compiled functions that take the address of an array that may be freed: neither a parameter nor memory of others.
+
+    An array from before a loop lives as long as the loop, since the next turn may use it.
+    """
     found = []
     for function in ast.walk(ast.parse(source)):
         if not isinstance(function, ast.FunctionDef) or not function.decorator_list:
@@ -324,14 +327,29 @@ def arrays_let_go(source: str) -> list[str]:
         for statement in ast.walk(function):
             if isinstance(statement, ast.Assign) and ast.unparse(statement.value).startswith("carray("):
                 kept |= {ast.unparse(target) for target in statement.targets}
-        taken = {
-            ast.unparse(node.value.value)
-            for node in ast.walk(function)
-            if isinstance(node, ast.Attribute) and node.attr == "data" and isinstance(node.value, ast.Attribute)
-            if node.value.attr == "ctypes"
+        looped = {
+            name
+            for loop in ast.walk(function)
+            if isinstance(loop, ast.For | ast.While)
+            for name in addressed(loop)
+            if name.partition("[")[0] not in {node.id for node in ast.walk(loop) if is_set(node)}
         }
-        found += [f"{function.name}: {name}" for name in sorted(taken - kept)]
+        found += [f"{function.name}: {name}" for name in sorted(addressed(function) - kept - looped)]
     return found
+
+
+def addressed(tree: ast.AST) -> set[str]:
+    """Return the arrays whose addresses are taken."""
+    return {
+        ast.unparse(node.value.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr == "data" and isinstance(node.value, ast.Attribute)
+        if node.value.attr == "ctypes"
+    }
+
+
+def is_set(node: ast.AST) -> TypeGuard[ast.Name]:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
 
 
 def test_compiled_code_keeps_the_arrays_whose_addresses_it_takes() -> None:

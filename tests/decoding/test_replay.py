@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.decoding.budget.latency import StepLoad
-from outrider.decoding.drafters import build_drafter
 from outrider.decoding.drafters.base import Drafter, TargetRows
-from outrider.decoding.replay import KnownText, ReplayCounts, known_rows, replay_workload
+from outrider.decoding.drafters.registry import build_drafter
+from outrider.decoding.replay import KnownText, ReplayCounts, replay_workload
 from outrider.decoding.request import Acceptance, Request
 from outrider.decoding.tree import SOURCES, DraftTree
 
@@ -155,14 +155,6 @@ def test_a_drafter_that_needs_logits_is_refused() -> None:
 
     with pytest.raises(ValueError, match="NeedsLogits drafts from the target's logits"):
         replayed(NeedsLogits({}), text([4, 0]))
-
-
-def test_a_replay_has_no_logits_to_rank() -> None:
-    tree = DraftTree.chain(4, [5, 6])
-    target = known_rows(tree, Acceptance((1,), 9))
-    assert target.ids.tolist() == [5, 9, -1] and not target.has_logits
-    with pytest.raises(AssertionError, match="needs_logits"):
-        target.top_k([0], 2)
 
 
 def simulated(prompt: list[int], output: list[int], n: int, k: int) -> int:

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.decoding.request import Request, SamplingParams, request_hash, request_of, text_key
+from outrider.decoding.request import Request, SamplingParams
+from outrider.decoding.sources.text_keys import request_hash, request_of, text_key
 
 
 def test_choices_of_a_request_share_its_hash() -> None:

@@ -81,16 +81,9 @@ def test_children_are_the_candidates_that_hold_the_token(tree: DraftTree, row: i
     assert tree.children([row, row + 1], token) == expected
 
 
-def test_chain() -> None:
+def test_chain_and_broken_parents() -> None:
     tree = DraftTree.chain(7, [1, 2], source=2)
-    assert tree.tokens.tolist() == [7, 1, 2]
-    assert tree.parents.tolist() == [-1, 0, 1]
-    assert tree.sources.tolist() == [2, 2, 2]
-    assert is_chain(tree) and tree.num_candidates == 3
-    assert len(DraftTree.chain(7, ())) == 1
-
-
-def test_check_names_broken_parents() -> None:
-    broken = DraftTree(np.array([1, 2], np.int32), np.array([-1, 1], np.int32), np.zeros(2, np.int8), 2)
+    assert (tree.tokens.tolist(), tree.parents.tolist(), tree.sources.tolist()) == ([7, 1, 2], [-1, 0, 1], [2, 2, 2])
+    assert is_chain(tree) and tree.num_candidates == 3 and len(DraftTree.chain(7, ())) == 1
     with pytest.raises(AssertionError):
-        broken.check()
+        DraftTree(np.array([1, 2], np.int32), np.array([-1, 1], np.int32), np.zeros(2, np.int8), 2).check()

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from outrider.decoding.drafters import STRATEGIES
+from outrider.decoding.drafters.registry import STRATEGIES
 from outrider.decoding.request import FinishReason
 from outrider.engine.engine import Engine
 from outrider.engine.executor import Executor, LocalExecutor

@@ -1,9 +1,11 @@
-"""The step loop: ends, limits, faults, preemption, abort."""
+"""The step loop: ends, limits, faults, preemption, abort, and requests that were begun elsewhere."""
 
 from __future__ import annotations
 
 import collections
+import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -23,17 +25,18 @@ from transformers import (
 
 from outrider.configs.schema import REPOSITORY
 from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.arrays import Int32Array, Int64Array
 from outrider.decoding.drafters.llma import LlmaDrafter
-from outrider.decoding.request import FinishReason, Request, SamplingParams, StepOutput
-from outrider.decoding.sources.embeddings import Int64Array
+from outrider.decoding.request import PLAIN, FinishReason, Request, SamplingParams, StepOutput, TokenLogprob
 from outrider.decoding.sources.ranked.contexts import WORDS
 from outrider.decoding.sources.ranked.successors import SuccessorTable
-from outrider.decoding.tree import DraftTree, Int32Array
+from outrider.decoding.tree import DraftTree
+from outrider.engine.child_process import PIP_VARIABLES, child_environment, python_module
 from outrider.engine.engine import Engine
 from outrider.engine.errors import ContextLengthError, ModelLoadError, QueueFullError, RequestError
 from outrider.engine.executor import Verifier
 from outrider.engine.loading.model import load_model
-from outrider.engine.text.detokenizer import Detokenizer
+from outrider.engine.text.outputs import Detokenizer
 from tests.helpers.models import END, VOCAB, llama_config, save_model
 
 
@@ -98,13 +101,22 @@ def test_last_output_carries_reason_and_counters(folder: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["autoregressive", "prompt_lookup", "llma"])
-def test_every_end_token_ends_the_output_and_belongs_to_it(folder: str, strategy: str) -> None:
-    whole = greedy(shared(folder, strategy)).output_ids.tolist()
+def test_end_tokens_and_stop_strings_end_the_output(folder: str, strategy: str) -> None:
+    engine = shared(folder, strategy)
+    assert engine.tokenizer is not None
+    outputs = run(engine, Request("a", PROMPT, SamplingParams(max_tokens=40, ignore_eos=True)))["a"]
+    whole, full = [token for output in outputs for token in output.token_ids], text(outputs)
     for at in (0, 3, 17):
-        first = whole.index(whole[at])
-        ended = greedy(shared(folder, strategy), stop_token_ids=(VOCAB + 5, whole[at]))
-        assert ended.output_ids.tolist() == whole[: first + 1]
+        ended = greedy(engine, stop_token_ids=(VOCAB + 5, whole[at]))
+        assert ended.output_ids.tolist() == whole[: whole.index(whole[at]) + 1]  # the end token belongs to it
         assert ended.finish_reason is FinishReason.STOP
+    stop = next(full[i : i + 2] for i in range(8, len(full)) if full[i : i + 2].isascii())
+    request = Request("b", PROMPT, SamplingParams(max_tokens=40, ignore_eos=True, stop=(stop, "never there")))
+    outputs = run(engine, request)["b"]
+    assert text(outputs) == full[: full.index(stop)] and outputs[-1].finish_reason is FinishReason.STOP
+    kept = request.output_ids.tolist()
+    assert kept == whole[: len(kept)]
+    assert stop in engine.tokenizer.decode(kept) and stop not in engine.tokenizer.decode(kept[:-1])
 
 
 def test_the_models_own_end_tokens_are_all_of_its_list(tmp_path: Path, folder: str) -> None:
@@ -118,33 +130,12 @@ def test_the_models_own_end_tokens_are_all_of_its_list(tmp_path: Path, folder: s
     assert greedy(engine).output_ids.tolist() == whole
 
 
-@pytest.mark.parametrize("strategy", ["autoregressive", "prompt_lookup", "llma"])
-def test_stop_string_ends_text_and_usage_at_the_token_that_completes_it(folder: str, strategy: str) -> None:
-    engine = shared(folder, strategy)
-    assert engine.tokenizer is not None
-    whole = run(engine, Request("a", PROMPT, SamplingParams(max_tokens=40, ignore_eos=True)))["a"]
-    ids = [token for output in whole for token in output.token_ids]
-    full = text(whole)
-    stop = next(full[i : i + 2] for i in range(8, len(full)) if full[i : i + 2].isascii())
-    request = Request("b", PROMPT, SamplingParams(max_tokens=40, ignore_eos=True, stop=(stop, "never there")))
-    outputs = run(engine, request)["b"]
-    assert text(outputs) == full[: full.index(stop)]
-    assert outputs[-1].finish_reason is FinishReason.STOP
-    kept = request.output_ids.tolist()
-    assert kept == ids[: len(kept)]
-    assert stop in engine.tokenizer.decode(kept) and stop not in engine.tokenizer.decode(kept[:-1])
-
-
-def test_max_tokens_is_exact_at_every_length(folder: str) -> None:
+def test_max_tokens_is_exact_and_the_whole_context_can_be_used(folder: str) -> None:
     engine = shared(folder)
     whole = greedy(engine).output_ids.tolist()
     for length in range(1, 12):
         request = greedy(engine, max_tokens=length)
         assert request.output_ids.tolist() == whole[:length] and request.finish_reason is FinishReason.LENGTH
-
-
-def test_the_whole_context_can_be_used(folder: str) -> None:
-    engine = shared(folder)
     request = Request("a", [7] * 250, SamplingParams(max_tokens=6, ignore_eos=True))
     run(engine, request)
     assert request.num_tokens == engine.info.max_model_len == 256
@@ -167,8 +158,8 @@ def test_auto_learns_each_row_with_the_hidden_states_around_it(monkeypatch: pyte
     assert all((above == last).all() for (_, last), (above, _) in pairwise(steps))
 
 
-def test_requests_that_cannot_be_served_name_the_field(folder: str) -> None:
-    engine = load(folder)
+def test_refused_and_aborted_requests_leave_no_trace(folder: str) -> None:
+    engine = load(folder, max_running=2, max_waiting=2)
     for field, prompt, limit in [("max_tokens", [1] * 250, 7), ("prompt", [1] * 256, 1), ("prompt", [1] * 300, 1)]:
         with pytest.raises(ContextLengthError) as raised:
             engine.add(Request("a", prompt, SamplingParams(max_tokens=limit)))
@@ -176,33 +167,23 @@ def test_requests_that_cannot_be_served_name_the_field(folder: str) -> None:
     for token in (-1, VOCAB):
         with pytest.raises(RequestError, match="prompt"):
             engine.add(Request("a", [1, token], SamplingParams()))
-    engine.add(Request("a", [1], SamplingParams(max_tokens=3)))
-    with pytest.raises(RequestError, match="request_id"):
-        engine.add(Request("a", [1], SamplingParams(max_tokens=3)))
-    assert engine.counts().waiting == 1
-
-
-def test_full_queue_is_refused_and_leaves_no_trace(folder: str) -> None:
-    engine = load(folder, max_running=1, max_waiting=1)
-    for name in "ab":
-        engine.add(Request(name, PROMPT, SamplingParams(max_tokens=3)))
-    with pytest.raises(QueueFullError):
-        engine.add(Request("c", PROMPT, SamplingParams(max_tokens=3)))
-    assert not engine.abort("c")
-    while engine.has_work:
-        engine.step()
-
-
-def test_abort_frees_the_slot_at_once(folder: str) -> None:
-    engine = load(folder, max_running=2)
+    assert not engine.has_work
     for name in "abc":
         engine.add(Request(name, PROMPT, SamplingParams(max_tokens=40)))
-    engine.step()
-    assert (engine.counts().running, engine.counts().waiting, engine.counts().free_slots) == (2, 1, 0)
-    assert engine.abort("a") and engine.abort("c") and not engine.abort("a")
+        if name == "a":
+            with pytest.raises(RequestError, match="request_id"):
+                engine.add(Request("a", [1], SamplingParams(max_tokens=3)))
+            assert engine.counts().waiting == 1
+        if name == "b":
+            engine.step()
+    engine.add(Request("d", PROMPT, SamplingParams(max_tokens=40)))
+    with pytest.raises(QueueFullError):
+        engine.add(Request("e", PROMPT, SamplingParams(max_tokens=3)))
+    assert not engine.abort("e")
+    assert (engine.counts().running, engine.counts().waiting, engine.counts().free_slots) == (2, 2, 0)
+    assert engine.abort("a") and engine.abort("c") and engine.abort("d") and not engine.abort("a")
     assert (engine.counts().running, engine.counts().waiting, engine.counts().free_slots) == (1, 0, 1)
-    seen = {output.request_id for output in engine.step()}
-    assert seen <= {"b"}
+    assert {output.request_id for output in engine.step()} <= {"b"}
     assert engine.abort("b") and not engine.has_work and engine.step() == []
 
 
@@ -290,7 +271,7 @@ def test_a_request_that_cannot_be_begun_leaves_no_trace(folder: str, monkeypatch
     assert greedy(engine, max_tokens=4).num_output == 4
 
 
-def test_models_that_cannot_be_served_are_refused_in_one_line(tmp_path: Path, folder: str) -> None:
+def test_models_that_cannot_be_served_are_refused(tmp_path: Path, folder: str) -> None:
     configs = {
         "broken": "{not json", "empty": "", "mamba": '{"model_type": "mamba"}', "vit": '{"model_type": "vit"}',
         "bloom": '{"model_type": "bloom", "hidden_size": 32, "n_layer": 1, "n_head": 2}',
@@ -300,78 +281,201 @@ def test_models_that_cannot_be_served_are_refused_in_one_line(tmp_path: Path, fo
         if content:
             (tmp_path / name / "config.json").write_text(content)
     (save_model(tmp_path / "weightless", llama_config()) / "model.safetensors").write_bytes(b"no weights")
-    cases = [("/no/such/folder", "does not exist")]
-    cases += [(str(tmp_path / name), name) for name in ("broken", "empty", "weightless", "vit")]
-    cases += [(str(tmp_path / "bloom"), "BloomForCausalLM.*AttentionInterface"), (str(tmp_path / "mamba"), "MambaForCausalLM")]
-    for path, part in cases:
+    parts = {name: name for name in ("broken", "empty", "weightless", "vit")}
+    parts |= {"bloom": "BloomForCausalLM.*AttentionInterface", "mamba": "MambaForCausalLM"}
+    cases = [(ModelOptions(str(tmp_path / name)), part) for name, part in parts.items()]
+    cases += [
+        (ModelOptions("/no/such/folder"), "does not exist"),
+        (ModelOptions(folder, max_model_len=257), "max_model_len"),
+        (ModelOptions(folder, max_model_len=1), "max_model_len"),
+        (ModelOptions(folder, device="gpu"), "device"),
+    ]
+    for options, part in cases:
         with pytest.raises(ModelLoadError, match=part) as raised:
-            load_model(ModelOptions(path))
+            load_model(options)
         assert "\n" not in str(raised.value)
-
-
-def test_attention_that_is_not_computed_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="max_draft_tokens"):
+        Engine.load(ModelOptions(folder), EngineOptions(), SpeculationOptions(max_draft_tokens=-1))
     sizes = {
         "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
     }  # fmt: skip
-    cases: list[tuple[PreTrainedConfig, str]] = [
+    at_the_start: list[tuple[PreTrainedConfig, str]] = [
         (DogeConfig(**sizes), "applies its own attention mask"),
         (DiffLlamaConfig(**sizes), "attend more than once"),
         (BertConfig(**sizes), "attends to later tokens"),
+        (llama_config(max_position_embeddings=2**40), r"max_model_len or engine\.max_running"),
     ]
-    for config, part in cases:
-        folder = save_model(tmp_path / config.model_type, config)
+    for config, part in at_the_start:
+        path = save_model(tmp_path / f"{config.model_type} that starts", config)
         with pytest.raises(ModelLoadError, match=part):
-            Engine.load(ModelOptions(str(folder)), EngineOptions(), SpeculationOptions())
+            Engine.load(ModelOptions(str(path)), EngineOptions(), SpeculationOptions())
 
 
 def test_the_context_of_a_model_whose_frequencies_depend_on_the_length(tmp_path: Path) -> None:
-    config = Phi3Config(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, pad_token_id=0,
-        max_position_embeddings=256, original_max_position_embeddings=64,
-        rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
-    )  # fmt: skip
-    folder = str(save_model(tmp_path / "longrope", config))
-    assert load_model(ModelOptions(folder)).max_model_len == 256
-    assert load_model(ModelOptions(folder, max_model_len=32)).max_model_len == 32
-    with pytest.raises(ModelLoadError, match="256"):
-        load_model(ModelOptions(folder, max_model_len=257))
-    dynamic = llama_config(max_position_embeddings=64, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.5})
-    folder = str(save_model(tmp_path / "dynamic", dynamic))
-    assert load_model(ModelOptions(folder)).max_model_len == 160
-    with pytest.raises(ModelLoadError, match="160"):
-        load_model(ModelOptions(folder, max_model_len=161))
-
-
-def test_longrope_of_some_layers_is_served_as_far_as_its_frequencies_stay(tmp_path: Path) -> None:
-    long = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    small = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 256}
+    long = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     kinds = {
-        "full_attention": long | {"original_max_position_embeddings": 64},
+        "full_attention": long | {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
-    config = Gemma3TextConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=16, max_position_embeddings=256, layer_types=["sliding_attention", "full_attention"], rope_parameters=kinds,
-    )  # fmt: skip
-    folder = str(save_model(tmp_path, config))
-    assert load_model(ModelOptions(folder)).max_model_len == 64
-    with pytest.raises(ModelLoadError, match=r"64.*longrope"):
-        load_model(ModelOptions(folder, max_model_len=65))
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.5}
+    cases: list[tuple[PreTrainedConfig, int]] = [
+        (
+            Phi3Config(
+                **small, num_hidden_layers=1, num_attention_heads=4, pad_token_id=0, original_max_position_embeddings=64,
+                rope_parameters=long,
+            ),
+            256,
+        ),
+        (llama_config(max_position_embeddings=64, rope_parameters=dynamic), 160),
+        (
+            Gemma3TextConfig(
+                **small, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+                layer_types=["sliding_attention", "full_attention"], rope_parameters=kinds,
+            ),
+            64,
+        ),  # longrope of some layers: as far as the frequencies stay
+    ]  # fmt: skip
+    for config, length in cases:
+        path = str(save_model(tmp_path / config.model_type, config))
+        assert load_model(ModelOptions(path)).max_model_len == length
+        assert load_model(ModelOptions(path, max_model_len=32)).max_model_len == 32
+        with pytest.raises(ModelLoadError, match=str(length)):
+            load_model(ModelOptions(path, max_model_len=length + 1))
 
 
-def test_model_options_out_of_range_name_the_field(folder: str) -> None:
-    for options, part in [
-        (ModelOptions(folder, max_model_len=257), "max_model_len"),
-        (ModelOptions(folder, max_model_len=1), "max_model_len"),
-        (ModelOptions(folder, device="gpu"), "device"),
-    ]:
-        with pytest.raises(ModelLoadError, match=part):
-            load_model(options)
-    with pytest.raises(ValueError, match="max_draft_tokens"):
-        Engine.load(ModelOptions(folder), EngineOptions(), SpeculationOptions(max_draft_tokens=-1))
+TOKENS = 40
+RULES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0, "seed": 11, "top_p": 0.95},
+    "penalized": {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4},
+    "logprobs": {"temperature": 1.0, "seed": 5, "logprobs": 3},
+    "min_tokens": {
+        "temperature": 1.5, "seed": 6, "min_tokens": 30, "stop_token_ids": tuple(range(1, 300, 2)), "ignore_eos": False,
+    },
+}  # fmt: skip
 
 
-def test_kv_slots_that_do_not_fit_say_what_to_lower(tmp_path: Path) -> None:
-    huge = save_model(tmp_path / "huge", llama_config(max_position_embeddings=2**40))
-    with pytest.raises(ModelLoadError, match=r"max_model_len or engine\.max_running"):
-        Engine.load(ModelOptions(str(huge)), EngineOptions(), SpeculationOptions())
+@dataclass
+class Output:
+    """All that a request gave."""
+
+    token_ids: list[int]
+    texts: list[str]  # shown with each token
+    logprobs: list[TokenLogprob]
+    reason: FinishReason | None
+
+
+def resume(engine: Engine, asked: SamplingParams, before: Sequence[list[int]], **fields: Any) -> list[Output]:
+    """What comes of requests, at once, that have emitted some tokens before."""
+    outputs = {}
+    for number, emitted in enumerate(before):
+        request = Request(f"cmpl-1/{number}", PROMPT, asked, emitted=emitted, **fields)
+        assert (request.num_output, request.output_ids.tolist()) == (len(emitted), emitted)
+        engine.add(request)
+        outputs[request.request_id] = Output([], [], [], None)
+    while engine.has_work:
+        for step in engine.step():
+            output = outputs[step.request_id]
+            output.token_ids.extend(step.token_ids)
+            output.texts.append(step.text)
+            output.logprobs.extend(step.logprobs or ())
+            output.reason = step.finish_reason
+    return list(outputs.values())
+
+
+def free_params(**changes: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": TOKENS, "ignore_eos": True, **changes})
+
+
+def whole_of(engine: Engine, asked: SamplingParams) -> Output:
+    """The output without a cut, with one text for each token."""
+    (whole,) = resume(engine, asked, [[]], strategy=PLAIN)
+    assert len(whole.texts) == len(whole.token_ids)
+    return whole
+
+
+def assert_same_rest(engine: Engine, whole: Output, asked: SamplingParams, strategy: str = PLAIN, step: int = 1) -> None:
+    cuts = range(0, len(whole.token_ids), step)
+    rests = resume(engine, asked, [whole.token_ids[:cut] for cut in cuts], strategy=strategy)
+    for cut, rest in zip(cuts, rests, strict=True):
+        assert rest.token_ids == whole.token_ids[cut:]
+        assert "".join(rest.texts) == "".join(whole.texts[cut:])
+        assert rest.reason is whole.reason
+        assert [entry.token_id for entry in rest.logprobs] == [entry.token_id for entry in whole.logprobs[cut:]]
+        for ours, theirs in zip(rest.logprobs, whole.logprobs[cut:], strict=True):
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_the_rest_of_an_output_is_the_same_after_every_cut(engine: Engine, rules: str) -> None:
+    asked = free_params(**RULES[rules])
+    whole = whole_of(engine, asked)
+    assert len(whole.token_ids) >= 30 and bool(whole.logprobs) is (rules == "logprobs")
+    assert_same_rest(engine, whole, asked)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["auto", "jacobi", "llma", "trie", "suffix", "suffix_decoding", "sam", "recycling", "racer", "adapld"]
+)
+def test_every_strategy_goes_on_from_what_others_emitted(engine: Engine, strategy: str) -> None:
+    for rules in ("greedy", "sampled"):
+        asked = free_params(**RULES[rules])
+        assert_same_rest(engine, whole_of(engine, asked), asked, strategy, step=6)
+
+
+def test_a_stop_string_that_spans_the_cut_ends_the_text_where_it_did(engine: Engine) -> None:
+    full = "".join(whole_of(engine, free_params()).texts)
+    for length in (2, 5):
+        stop = next(part for at in range(12, len(full)) if (part := full[at : at + length]).isascii() and full.index(part) == at)
+        asked = free_params(stop=(stop, stop[:1] + "never"))
+        whole = whole_of(engine, asked)
+        assert whole.reason is FinishReason.STOP and "".join(whole.texts) == full[: full.index(stop)]
+        assert_same_rest(engine, whole, asked)
+
+
+def test_a_character_in_several_tokens_is_shown_by_whoever_finishes_it(engine: Engine) -> None:
+    assert engine.tokenizer is not None
+    text = "a🦙b東c"
+    ids = engine.tokenizer.encode(text, add_special_tokens=False)
+    assert len(ids) > 5
+    for cut in range(1, len(ids)):
+        asked = SamplingParams(max_tokens=len(ids), ignore_eos=True, logit_bias=((ids[cut], 100.0),))  # says which comes next
+        request = Request("a", PROMPT, asked, emitted=ids[:cut], strategy=PLAIN)
+        engine.add(request)
+        (output,) = engine.step()
+        engine.abort("a")
+        assert output.token_ids == (ids[cut],)
+        shown, shown_then = (engine.tokenizer.decode(ids[:end]).rstrip("\ufffd") for end in (cut, cut + 1))
+        assert shown + output.text == shown_then and text.startswith(shown_then)
+
+
+def test_a_tenants_history_holds_the_resumed_text_once_and_whole(engine: Engine) -> None:
+    whole = whole_of(engine, free_params()).token_ids
+    resume(engine, free_params(), [whole[:17]], tenant="acme")
+    assert engine.histories is not None
+    history = engine.histories.of("acme")
+    assert history is not None
+    assert (len(history._texts), history.num_tokens) == (1, TOKENS)
+
+
+def test_what_was_emitted_leaves_room_for_a_token() -> None:
+    with pytest.raises(ValueError, match="emitted must hold fewer tokens"):
+        Request("a", PROMPT, SamplingParams(max_tokens=3), emitted=[1, 2, 3])
+    assert Request("a", PROMPT, SamplingParams(max_tokens=3), emitted=[1, 2]).remaining == 1
+
+
+def test_a_child_process_imports_no_other_code_and_gets_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("engine", "outrider"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("raise SystemExit('theirs')")
+    command = python_module("outrider.engine.child_process")
+    run = subprocess.run(command, cwd=tmp_path, env=child_environment(), capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")
+    secrets = ("RAY_AUTH_TOKEN", "OUTRIDER_REDIS_URL", "OUTRIDER_REDIS_PASSWORD", "OUTRIDER_CACHE_SECRET", "HF_TOKEN", "AWS_KEY")
+    for name in (*secrets, "PIP_INDEX_URL", "https_proxy", "XDG_CACHE_HOME", "NUMBA_CPU_NAME"):
+        monkeypatch.setenv(name, "set here")
+    for extra, passed in ((), set()), (PIP_VARIABLES, {"PIP_INDEX_URL", "https_proxy"}):
+        given = {name for name, value in child_environment(*extra).items() if value == "set here"}
+        assert given == {"XDG_CACHE_HOME", "NUMBA_CPU_NAME"} | passed

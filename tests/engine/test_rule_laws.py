@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.decoding.arrays import Float64Array
 from outrider.decoding.budget.latency import StepLoad
-from outrider.decoding.drafters import build_drafter
 from outrider.decoding.drafters.base import Drafter
 from outrider.decoding.drafters.by_request import ByRequest
+from outrider.decoding.drafters.registry import build_drafter
 from outrider.decoding.request import Request, SamplingParams, SpecStats
 from outrider.decoding.sampling.penalties import LogitRules
-from outrider.decoding.sampling.probabilities import DRAFT, Float64Array, pick, uniform
+from outrider.decoding.sampling.probabilities import DRAFT, pick, uniform
 from outrider.decoding.tree import DraftTree
 from outrider.decoding.verify.rules import KSeqRule, MjsdRule, RejectionRule
 from outrider.decoding.verify.target_probabilities import request_distribution

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from outrider.experiments.bench.engines.contestants import Prompt
 from outrider.experiments.bench.record import Kept
-from outrider.experiments.peers import revisions, rounds
+from outrider.experiments.peers import revisions
 from outrider.experiments.peers.__main__ import main
 from outrider.experiments.peers.contestants import CONTESTANTS, Field, Setting
 from outrider.experiments.peers.environments import Environments, MissingPeerError
-from outrider.experiments.peers.rounds import ASKED_ONCE, Prompt, Roof, Rounds, asked, place, settle, turns_of
-from outrider.experiments.peers.speeds import Speeds
+from outrider.experiments.peers.rounds import ASKED_ONCE, Roof, Rounds, Speeds, asked, place, turns_of
 from outrider.experiments.report.speeds import peers
 from outrider.experiments.report.values import markdown
 
@@ -54,7 +51,7 @@ def test_a_ratio_is_taken_on_the_same_prompts() -> None:
 
 
 def test_turns_are_adjacent_and_change_their_order() -> None:
-    prompts = [Prompt(f"{number}", "w", [1], []) for number in range(5)]
+    prompts = [Prompt(f"{number}", [1], []) for number in range(5)]
     field = [one for one in CONTESTANTS if one.name in ("plain", "auto", "transformers")]
     turns = [
         (turn["level"], turn["part"], turn["contestant"], len(own))
@@ -65,62 +62,7 @@ def test_turns_are_adjacent_and_change_their_order() -> None:
         (8, 0, "plain", 5), (8, 0, "auto", 5),
     ]  # fmt: skip
     assert [turn["contestant"] for turn, _, _ in turns_of("m", 1, field, prompts, [8], 3)][len(ASKED_ONCE) :] == ["auto", "plain"]
-    assert [prompt.key for prompt in asked(field[2], prompts, prompts)] == ["0", "1"]
-
-
-def test_a_turn_begins_when_no_other_process_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = (
-        "import sys, time; end = time.monotonic() + {}\nprint(flush=True)\nwhile time.monotonic() < end: pass\nsys.stdin.read()"
-    )
-
-    def busy(seconds: float) -> subprocess.Popen[str]:
-        pipe = subprocess.PIPE
-        made = subprocess.Popen([sys.executable, "-c", code.format(seconds)], stdin=pipe, stdout=pipe, text=True)
-        assert made.stdout is not None and made.stdout.readline()
-        return made
-
-    computed = rounds._computed_s
-    others = set(computed())  # of other tests in this process, such as Ray's
-    monkeypatch.setattr(rounds, "_computed_s", lambda: {pid: used for pid, used in computed().items() if pid not in others})
-    with busy(2.0) as short:
-        began = time.monotonic()
-        assert settle() and time.monotonic() - began > 1.0 and short.poll() is None
-        short.communicate()
-    monkeypatch.setattr(rounds, "_SETTLES_S", 0.6)
-    with busy(600.0) as long:
-        settled = settle()
-        long.kill()
-    assert not settled
-
-
-def test_an_interrupted_run_continues(tmp_path: Path) -> None:
-    path, said, asks = tmp_path / "kept.jsonl", list[str](), list[str]()
-
-    class Cut(Field):
-        """Ends the run at its fourth job, as Ctrl-C does."""
-
-        def __init__(self) -> None:
-            made = Environments(tmp_path, {}, False, said.append)
-            super().__init__(Setting("m", "float32", 1, 64, 64, 8, ()), made, Path, tmp_path)
-            self.left = 4
-
-        def ask(self, system: str, job: dict[str, Any]) -> dict[str, Any]:
-            self.left -= 1
-            if not self.left:
-                raise KeyboardInterrupt
-            asks.append(job["mode"])
-            count = len(job["asks"])
-            return {"tokens": [[1, 2]] * count, "first_s": [0.1] * count, "last_s": [0.2] * count, "wall_s": 0.1}
-
-    field = [one for one in CONTESTANTS if one.name in ("plain", "auto")]
-    turns = list(turns_of("m", 0, field, [Prompt("a", "w", [1], [])], [8], 1))[len(ASKED_ONCE) :]
-    with pytest.raises(KeyboardInterrupt):
-        Rounds(Cut(), Kept(path, {"a": 1}, place), Roof(1), 8, lambda system: {}, said.append).run(turns)
-    assert asks == ["plain", "plain", "auto"]  # the first job of each warms up
-    kept = Kept(path, {"a": 1}, place)
-    assert [turn["contestant"] for turn in kept.found] == ["plain"]
-    Rounds(Cut(), kept, Roof(1), 8, lambda system: {}, said.append).run(turns)
-    assert asks[3:] == ["auto", "auto"] and len(Kept(path, {"a": 1}, place).found) == 2
+    assert [prompt.id for prompt in asked(field[2], prompts, prompts)] == ["0", "1"]
 
 
 def test_missing_systems_are_named(tmp_path: Path) -> None:
@@ -177,21 +119,31 @@ def test_two_revisions_in_turns_run_the_file_of_their_own(tmp_path: Path, monkey
     assert found["start"]["this"]["peak_mib"] == [1.0, 1.0] and found["start"]["other"]["peak_mib"] == [2.0, 2.0]
 
 
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
-        (["--contestants", "vllm"], "--contestants: invalid choice: 'vllm'"),
-        (["--rounds", "0"], "--rounds must be at least 1, got 0"),
-        (["--levels", "3"], "--levels: invalid choice: 3"),
-    ],
-)
-def test_invalid_options(option: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--workloads", "w", *option])
-    assert words in capsys.readouterr().err
+def test_an_interrupted_run_continues(tmp_path: Path) -> None:
+    path, said, asks = tmp_path / "kept.jsonl", list[str](), list[str]()
 
+    class Cut(Field):
+        """Ends the run at its fourth job, as Ctrl-C does."""
 
-def test_no_workloads(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--workloads", str(tmp_path), "--model", str(tiny_model), "--kept", str(tmp_path / "k")]
-    assert main([*given, "--environments", str(tmp_path)]) == 2
-    assert "holds no .jsonl file" in capsys.readouterr().err
+        def __init__(self) -> None:
+            made = Environments(tmp_path, {}, False, said.append)
+            super().__init__(Setting("m", "float32", 1, 64, 64, 8, ()), made, Path, tmp_path)
+            self.left = 4
+
+        def ask(self, system: str, job: dict[str, Any]) -> dict[str, Any]:
+            self.left -= 1
+            if not self.left:
+                raise KeyboardInterrupt
+            asks.append(job["mode"])
+            count = len(job["asks"])
+            return {"tokens": [[1, 2]] * count, "first_s": [0.1] * count, "last_s": [0.2] * count, "wall_s": 0.1}
+
+    field = [one for one in CONTESTANTS if one.name in ("plain", "auto")]
+    turns = list(turns_of("m", 0, field, [Prompt("a", "w", [1], [])], [8], 1))[len(ASKED_ONCE) :]
+    with pytest.raises(KeyboardInterrupt):
+        Rounds(Cut(), Kept(path, {"a": 1}, place), Roof(1), 8, lambda system: {}, said.append).run(turns)
+    assert asks == ["plain", "plain", "auto"]  # the first job of each warms up
+    kept = Kept(path, {"a": 1}, place)
+    assert [turn["contestant"] for turn in kept.found] == ["plain"]
+    Rounds(Cut(), kept, Roof(1), 8, lambda system: {}, said.append).run(turns)
+    assert asks[3:] == ["auto", "auto"] and len(Kept(path, {"a": 1}, place).found) == 2

@@ -51,11 +51,12 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from outrider.configs.slices import EngineOptions
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.budget.latency import LatencyCurve
 from outrider.decoding.drafters.base import Drafter
 from outrider.decoding.drafters.by_request import ByRequest
 from outrider.decoding.request import Request
-from outrider.decoding.tree import DraftTree, Int32Array
+from outrider.decoding.tree import DraftTree
 from outrider.engine.cpu.linear import has_kernels
 from outrider.engine.engine import Engine
 from outrider.engine.executor import Executor, LocalExecutor

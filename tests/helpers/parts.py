@@ -25,7 +25,7 @@ from outrider.actors.ranks import GroupError
 from outrider.actors.sharded.processes import RankProcesses, process_group
 from outrider.actors.sharded.shard import ShardMode
 from outrider.configs.slices import EngineOptions, ModelOptions
-from outrider.decoding.drafters import STRATEGIES, build_drafter, build_drafters
+from outrider.decoding.drafters.registry import STRATEGIES, build_drafter, build_drafters
 from outrider.decoding.request import PLAIN, Request, SamplingParams
 from outrider.engine.executor import LocalExecutor
 from outrider.engine.forward.attention import TREE_ATTENTION

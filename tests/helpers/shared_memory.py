@@ -18,8 +18,8 @@ from outrider.cache_service.server.admin import CacheAdmin
 from outrider.cache_service.server.cache_server import CacheServer
 from outrider.cache_service.server.snapshot import Snapshot, SnapshotText, TextTable, decode_snapshot, encode_snapshot
 from outrider.configs.slices import CacheOptions
-from outrider.decoding.request import request_hash, text_key
 from outrider.decoding.sources.history import Histories, History
+from outrider.decoding.sources.text_keys import request_hash, text_key
 
 SECRET = b"of the tests"
 IDENTITY = Identity("a1", "b2", 5000)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.budget.latency import LatencyCurve
-from outrider.decoding.drafters import build_drafter
-from outrider.decoding.drafters.base import Drafter
+from outrider.decoding.drafters.base import Drafter, TargetRows
+from outrider.decoding.drafters.registry import build_drafter
 from outrider.decoding.sources.log.chains import MAX_MATCH, follower, gather
 from outrider.decoding.sources.log.token_log import TokenLog
-from outrider.decoding.tree import DraftTree, Int32Array
+from outrider.decoding.tree import DraftTree
 
 FLAT = LatencyCurve((1, 64), (1.0, 1.0), 0, 0.0, 0.0)  # steps that cost the same for any number of rows
 
@@ -45,6 +47,14 @@ class Target:
     def latency(self) -> LatencyCurve:
         """See ``decoding.drafters.base.Target``."""
         return self._curve
+
+
+def says(*best: Sequence[int], vocab_size: int = 60) -> TargetRows:
+    """Logits whose most likely tokens are, row by row, the given ones and then the lowest ids."""
+    logits = torch.zeros(len(best), vocab_size) - torch.arange(vocab_size)
+    for row, tokens in enumerate(best):
+        logits[row, list(tokens)] = 100.0 - torch.arange(len(tokens), dtype=torch.float32)
+    return TargetRows(logits.argmax(-1).numpy().astype(np.int32), logits)
 
 
 def prepared(strategy: str, target: Target | None = None, **options: object) -> Drafter:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedConfig
 
 from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from outrider.decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
+from outrider.decoding.drafters.registry import LOSSLESS, WITH_DRAFT_MODEL
 from outrider.decoding.request import Request, SamplingParams
 from outrider.engine.engine import Engine
 from outrider.engine.errors import RequestError

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from outrider.decoding.drafters import STRATEGIES
+from outrider.decoding.drafters.registry import STRATEGIES
 from outrider.decoding.request import FinishReason
 from outrider.engine.engine import Engine
 from tests.helpers.models import llama_config, save_model

@@ -11,9 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from outrider.decoding.drafters import build_drafter, build_drafters
+from outrider.decoding.drafters.registry import build_drafter, build_drafters, parse_strategy
 from outrider.decoding.request import PLAIN, FinishReason, Request, SamplingParams
-from outrider.decoding.strategy_choice import parse_strategy
 from outrider.engine.engine import Engine
 from outrider.engine.forward.runner import ModelRunner
 from outrider.engine.loading.draft_model import LocalDraftModel

@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from outrider.decoding.drafters import STRATEGIES, build_drafter, build_drafters
+from outrider.decoding.drafters.registry import STRATEGIES, build_drafter, build_drafters
 from outrider.decoding.jit import NATIVE
 from outrider.decoding.request import PLAIN, FinishReason, Request, SamplingParams, TokenLogprob
 from tests.helpers.hostile import HostileDrafter

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from outrider.decoding.drafters import STRATEGIES
+from outrider.decoding.drafters.registry import STRATEGIES
 from outrider.decoding.request import Request, SamplingParams
 from outrider.engine.engine import Engine
 from tests.helpers.hostile import HostileDrafter

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from outrider.decoding.drafters import build_drafter
+from outrider.decoding.drafters.registry import build_drafter
 from outrider.decoding.request import FinishReason, Request, SamplingParams
 from outrider.engine.engine import Engine
 from outrider.engine.kv.prefix_cache import WORTH_COPYING

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from outrider.decoding.drafters import STRATEGIES
+from outrider.decoding.drafters.registry import STRATEGIES
 from outrider.decoding.request import Request, SamplingParams, TokenLogprob
 from outrider.decoding.sampling.sampler import choose
 from outrider.engine.engine import Engine

@@ -24,7 +24,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.errors import RequestError
 from outrider.engine.executor import VerifyResult
 from outrider.engine.forward.batch import ScheduledRequest
-from outrider.engine.planner import LONG_S
+from outrider.engine.scheduling.planner import LONG_S
 from outrider.engine.text.grammar import (
     MASK_S,
     MAX_DEBT_S,

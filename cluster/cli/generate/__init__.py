@@ -1,5 +1,1 @@
-"""``outrider generate``, and prompt files.
-
-In: prompts.
-Out: records.
-"""
+"""``outrider generate``, and prompt files. In: prompts. Out: records."""

@@ -8,22 +8,22 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
 from outrider.cluster.cli.generate.prompt_file import PromptFileError, PromptRecord, read_prompts
-from outrider.cluster.cli.generate.records import Record, readable_summary, summarize
 from outrider.cluster.cli.terminal import fail, fail_input
-from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.configs.schema import MAX_WORLD_SIZE, Config, find_model, load_config
+from outrider.configs.slices import Dtype, EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 
 if TYPE_CHECKING:
     from outrider.actors.offline import OfflineEngine
     from outrider.actors.offline_group import OfflineGroup
-    from outrider.cluster.cli.generate.settings import Settings
-    from outrider.decoding.request import SamplingParams
+    from outrider.decoding.request import SamplingParams, SpecStats, StepOutput
 
 _MODEL, _ENGINE, _SPECULATION = ModelOptions(), EngineOptions(), SpeculationOptions()  # the defaults
 
@@ -82,7 +82,6 @@ def generate(
 
     A record that does not fit the context gets a line with `error`; the others are generated. Outputs keep the order of the file.
     """
-    from outrider.cluster.cli.generate.settings import read_settings
     from outrider.decoding.request import SamplingParams
 
     try:
@@ -235,3 +234,180 @@ def _circumstances(settings: Settings, engine: OfflineEngine | OfflineGroup) -> 
     if settings.speculation.draft_model is not None:
         found["draft_model"] = Path(settings.speculation.draft_model).name
     return found if group is None else {**found, "group": dataclasses.asdict(group)}
+
+
+@dataclass(slots=True)
+class Record:
+    """One record of the file and its result."""
+
+    entry: PromptRecord
+    prompt_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    stats: SpecStats | None = None  # set once it is generated
+    error: str | None = None  # reason why it was not generated
+
+    @property
+    def finished(self) -> bool:
+        """Return whether the record is generated or has failed."""
+        return self.stats is not None or self.error is not None
+
+    def take(self, output: StepOutput) -> None:
+        """Add the output of one step."""
+        self.token_ids += output.token_ids
+        self.text += output.text
+        if output.finish_reason is not None:
+            self.finish_reason, self.stats = str(output.finish_reason), output.stats
+
+    def result(self) -> dict[str, Any]:
+        """Return the JSON line of the record; ``prefill_s`` and ``decode_s`` are seconds."""
+        if self.stats is None:
+            return {"id": self.entry.id, "error": self.error}
+        return {
+            "id": self.entry.id,
+            "output_token_ids": self.token_ids,
+            "text": self.text,
+            "finish_reason": self.finish_reason,
+            "steps": self.stats.steps,
+            "tokens_per_step": round(self.stats.tokens_per_step(len(self.token_ids)), 4),
+            "drafted": self.stats.drafted,
+            "accepted": self.stats.accepted,
+            "accepted_by_source": self.stats.accepted_by_source,
+            "prefill_s": round(self.stats.prefill_s, 6),
+            "decode_s": round(self.stats.decode_s, 6),
+        }
+
+    def readable(self) -> str:
+        """Return the record as text for people."""
+        if self.stats is None:
+            return f"[{self.entry.id}] not generated: {self.error}\n"
+        count = len(self.token_ids)
+        rate = self.stats.tokens_per_step(count)
+        return f"[{self.entry.id}] {self.text.strip()}\n  ({count} tokens, {rate:.2f} per step, {self.finish_reason})\n"
+
+
+def summarize(records: Sequence[Record], wall_s: float) -> dict[str, Any]:
+    """Return totals over all generated records."""
+    stats = [record.stats for record in records if record.stats is not None]
+    tokens = sum(len(record.token_ids) for record in records)
+    steps = sum(one.steps for one in stats)
+    by_source: dict[str, int] = {}
+    for one in stats:
+        for source, count in one.accepted_by_source.items():
+            by_source[source] = by_source.get(source, 0) + count
+    return {
+        "records": len(stats),
+        "failed": len(records) - len(stats),
+        "prompt_tokens": sum(record.prompt_tokens for record in records),
+        "output_tokens": tokens,
+        "steps": steps,
+        "tokens_per_step": round(tokens / steps, 4) if steps else 0.0,
+        "drafted": sum(one.drafted for one in stats),
+        "accepted": sum(one.accepted for one in stats),
+        "accepted_by_source": by_source,
+        "prefill_s": round(sum(one.prefill_s for one in stats), 3),
+        "decode_s": round(sum(one.decode_s for one in stats), 3),
+        "wall_s": round(wall_s, 3),
+        "tokens_per_s": round(tokens / wall_s, 2),
+    }
+
+
+def readable_summary(summary: dict[str, Any]) -> str:
+    """Return the summary as one line for people."""
+    parts = [
+        f"{summary['records']} records, {summary['output_tokens']} tokens in {summary['wall_s']:.1f} s",
+        f"{summary['tokens_per_s']:.1f} tokens/s",
+        f"{summary['tokens_per_step']:.2f} tokens per step",
+        f"{summary['accepted']} of {summary['drafted']} drafted tokens accepted",
+    ]
+    if not summary["lossless"]:
+        parts.append(f"{summary['strategy']} is lossy")
+    group = summary.get("group")
+    if group is not None:
+        parts.append(f"{group['mean_width']:.2f} of {summary['world_size']} ranks on average, {group['losses']} lost")
+        parts.append(f"exchange {100 * group['exchange_share']:.1f} % of the steps")
+    if summary["failed"]:
+        parts.append(f"{summary['failed']} records failed")
+    return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Configuration slices of this command's engine."""
+
+    model: ModelOptions
+    engine: EngineOptions
+    speculation: SpeculationOptions
+    parallelism: ParallelismOptions  # mode none: one rank in this process
+
+
+def read_settings(path: Path | None, flags: Mapping[str, Any], records: int) -> Settings:
+    """Return the settings of a yaml file (None: defaults), overridden by flags. Raises ``ValueError`` naming a mistake."""
+    config = load_config(path)
+    dtype = flags.get("dtype", config.model.dtype)
+    if dtype not in get_args(Dtype):
+        raise ValueError(f"--dtype {dtype!r} is not known: give one of {', '.join(get_args(Dtype))}")
+    model = dataclasses.replace(
+        config.model,
+        path=find_model(flags["model"]) if "model" in flags else config.model.path,
+        dtype=dtype,
+        device=flags.get("device", config.model.device),
+        threads=flags.get("threads", config.model.threads),
+    )
+    running = flags.get("batch_size", config.engine.max_running)
+    engine = dataclasses.replace(
+        config.engine,
+        max_running=running,
+        max_step_tokens=max(config.engine.max_step_tokens, 2 * running),
+        max_waiting=records,
+    )
+    return Settings(model, engine, _speculation(config, flags), _parallelism(config, flags))
+
+
+def _speculation(config: Config, flags: Mapping[str, Any]) -> SpeculationOptions:
+    strategy = flags.get("strategy", config.speculation.strategy)
+    # The file's options belong to its strategy; another one starts without options.
+    options = config.speculation.options if strategy == config.speculation.strategy else {}
+    drafted = flags.get("max_draft_tokens", config.speculation.max_draft_tokens)
+    draft_model = flags.get("draft_model", config.speculation.draft_model)
+    return dataclasses.replace(
+        config.speculation,
+        strategy=strategy,
+        max_draft_tokens=drafted,
+        options={**options, **_pairs(flags.get("option") or ())},
+        strategies=(),
+        draft_model=None if draft_model is None else find_model(draft_model),
+        exact=flags.get("exact", config.speculation.exact),
+    )
+
+
+def _pairs(texts: Sequence[str]) -> dict[str, Any]:
+    """Parse ``name=value``; a value that is not JSON is a string."""
+    options: dict[str, Any] = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not separator:
+            raise ValueError(f"--option {text!r} must be name=value")
+        try:
+            options[name] = json.loads(value)
+        except json.JSONDecodeError:
+            options[name] = value
+    return options
+
+
+def _parallelism(config: Config, flags: Mapping[str, Any]) -> ParallelismOptions:
+    """Resolve ``--world-size``: above 1 selects lookahead parallelism, or the mode that the file names; 1 selects none."""
+    kind = "lookahead" if config.parallelism.mode == "none" else config.parallelism.mode
+    if kind != "lookahead" and (flags.get("draft_model") is not None or flags.get("world_size") == "auto"):
+        refused = "--draft-model" if flags.get("draft_model") is not None else "--world-size auto"
+        raise ValueError(f"{refused} is not for parallelism.mode {kind}, which the file asks for: leave it out")
+    if "world_size" not in flags:
+        alone = config.parallelism.mode == "none" or config.parallelism.world_size == 1
+        return dataclasses.replace(config.parallelism, mode="none" if alone else kind)
+    text = flags["world_size"]
+    if text == "auto":
+        return dataclasses.replace(config.parallelism, mode="lookahead", world_size="auto")
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MAX_WORLD_SIZE:
+        raise ValueError(f"--world-size {text!r} must be a number from 1 to {MAX_WORLD_SIZE}, or auto")
+    return dataclasses.replace(config.parallelism, mode="none" if int(text) == 1 else kind, world_size=int(text))

@@ -21,10 +21,7 @@ class TextTokenizer:
     """Fast tokenizer, and the token that ends a text."""
 
     def __init__(self, path: Path) -> None:
-        """Load from a GGUF file, a model name, or a folder with ``tokenizer.json`` and, for the end token, its configuration.
-
-        Raises ``PromptFileError`` if there is no tokenizer, or it cannot be read.
-        """
+        """Load from a GGUF file, a model name, or a folder with ``tokenizer.json``. Raises ``PromptFileError``."""
         from outrider.engine.errors import ModelLoadError
         from outrider.engine.loading.model_files import find_tokenizer
 
@@ -76,15 +73,10 @@ def _end_token(config: Path) -> str:
 
 
 def read_known_texts(path: Path, tokenizer: TextTokenizer, max_tokens: int | None, limit: int | None = None) -> list[KnownText]:
-    """Return the records of a workload file, each with its output and one end token.
+    """Return up to ``limit`` records of a workload file, each with its output and one end token.
 
-    Args:
-        path: JSON lines with ``prompt``, ``output`` and optional ``references``.
-        max_tokens: cut outputs to at most this many tokens, including the end token.
-        limit: read at most this many records.
-
-    Raises:
-        PromptFileError: the file cannot be read, or a record has no ``output`` or a prompt without tokens.
+    Raises ``PromptFileError`` if the file cannot be read, or a record has no ``output`` or a prompt without tokens.
+    ``max_tokens`` cuts outputs, including the end token.
     """
     records = read_prompts(path)[:limit]
     for number, record in enumerate(records, start=1):

@@ -25,8 +25,7 @@ class PromptRecord:
 def read_prompts(path: Path) -> list[PromptRecord]:
     """Return the records of a file in order. ``id`` and ``workload`` default to ``FILE/LINE`` and the file's name.
 
-    Raises:
-        PromptFileError: the file is missing or empty, a line is no JSON object, or a record has no string ``prompt``.
+    Raises PromptFileError: the file is missing or empty, a line is no JSON object, or a record has no string ``prompt``.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: a text may hold other line separators

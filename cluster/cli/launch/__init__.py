@@ -1,5 +1,1 @@
-"""``outrider serve``: checks before the start, then starting and stopping the service in order.
-
-In: a configuration.
-Out: a running service.
-"""
+"""``outrider serve``: checks, then starting and stopping in order. In: a configuration. Out: a running service."""

@@ -1,9 +1,7 @@
 """Ahead-of-time compilation: ``python -m cluster.cli.launch.compile_ahead``, the last step of ``make install``.
 
 Compiled code does not depend on the model: every strategy runs once on a tiny model with random weights, and the code is cached
-in ``decoding.jit.cache_folder``. A second process compiles the drafters at the same time.
-
-With ``--image``, the code is made for each kind of this processor and all weight types, and put into ``decoding.jit.IMAGE``.
+in ``decoding.jit.cache_folder``; with ``--image``, in ``decoding.jit.IMAGE``, for each kind of this processor and weight type.
 """
 
 from __future__ import annotations
@@ -22,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.budget.latency import LatencyCurve
-from outrider.decoding.drafters import STRATEGIES, build_drafters
+from outrider.decoding.drafters.registry import STRATEGIES, build_drafters
 from outrider.decoding.jit import IMAGE, KINDS, cache_folder, compile_for, compiles_first, kinds_of_processor, set_modes
 from outrider.decoding.request import PLAIN, Request, SamplingParams
-from outrider.decoding.tree import Int32Array
 from outrider.engine.child_process import child_environment, python_module
 
 _COMMAND = python_module("outrider.cluster.cli.launch.compile_ahead")
@@ -63,7 +61,6 @@ def _compile_drafts() -> None:
 
 
 def _make_model(folder: Path) -> None:
-    """Save a Llama of two layers with a byte-level tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
     from transformers.utils.logging import disable_progress_bar

@@ -26,10 +26,7 @@ class StopRequested(Exception):
 
 
 class Progress:
-    """Progress output on stderr: lines with the seconds since the start, or JSON objects.
-
-    On a terminal, the last line shows the current activity and is updated in place.
-    """
+    """Progress output on stderr: lines with the seconds since the start, the last one updated in place, or JSON objects."""
 
     def __init__(self, as_json: bool = False) -> None:
         self._console = Console(stderr=True)
@@ -83,10 +80,7 @@ class Progress:
 
 
 class StopSignals:
-    """Signal handlers: the first SIGINT or SIGTERM requests an orderly stop, the second ends everything at once.
-
-    SIGHUP (the terminal was closed) ends everything at once.
-    """
+    """Signal handlers: the first SIGINT or SIGTERM requests an orderly stop; SIGHUP or the second ends everything at once."""
 
     def __init__(self, say: Progress, folder: RayFolder) -> None:
         self.requested = 0  # number of the first signal, 0 before

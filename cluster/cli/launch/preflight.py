@@ -63,10 +63,8 @@ def check(config: Config) -> None:
 
 
 def with_threads(config: Config) -> Config:
-    """Return the configuration with ``model.threads`` set to all cores if one replica has this machine to itself.
-
-    Unchanged if threads, CPUs or ``OMP_NUM_THREADS`` are set. Ray would allow only ``server.cpus_per_replica`` threads.
-    """
+    """Return the configuration with ``model.threads`` set to all cores if one replica has this machine to itself."""
+    # Unchanged if threads, CPUs or OMP_NUM_THREADS are set. Ray would allow only `server.cpus_per_replica` threads.
     server = config.server
     alone = (
         server.ray_address is None and server.most_replicas * group_size(config.parallelism) == 1 and not config.baseline.enabled
@@ -160,8 +158,7 @@ def _check_gguf(path: Path, key: str) -> None:
 
 def check_speculation(options: SpeculationOptions, shared: bool = False) -> None:
     """Raise LaunchError for a strategy or option that is unknown or not allowed; ``shared``: ranks share draft trees."""
-    from outrider.decoding.drafters import STRATEGIES, build_drafters, check_drafters
-    from outrider.decoding.strategy_choice import parse_strategy
+    from outrider.decoding.drafters.registry import STRATEGIES, build_drafters, check_drafters, parse_strategy
 
     if options.draft_model is not None and options.draft_model not in SELF:
         check_model(options.draft_model, "speculation.draft_model")
@@ -232,10 +229,7 @@ def most_ranks(config: Config) -> int:
 
 
 def options_of_a_rank(engine: EngineOptions, gpus: float) -> EngineOptions:
-    """Return an engine's options for the GPUs reserved per rank: a fraction of a GPU gets that fraction of its memory.
-
-    Example: with 0.5, two replicas share a GPU, and each takes 0.45 of its memory.
-    """
+    """Return an engine's options for the GPUs reserved per rank: with 0.5, each takes 0.45 of the memory of a GPU."""
     share = gpus if 0 < gpus < 1 else 1.0
     return dataclasses.replace(engine, gpu_memory_utilization=share * engine.gpu_memory_utilization)
 
@@ -280,10 +274,7 @@ def check_api_nodes(config: Config, nodes: Sequence[Mapping[str, float]]) -> Non
 
 
 def check_reservation(config: Config, kind: Literal["CPU", "GPU"], each: float, available: float) -> None:
-    """Raise LaunchError if there are too few CPUs or GPUs for all ranks of all replicas and of the baseline.
-
-    Example: two groups of 4 ranks, one CPU each, need 8 CPUs, with a baseline of one replica 9.
-    """
+    """Raise LaunchError if there are too few CPUs or GPUs for all ranks of all replicas and of the baseline."""
     ranks, replicas = group_size(config.parallelism), config.server.most_replicas
     baselines = config.baseline.replicas * group_size(baseline_parallelism(config)) if config.baseline.enabled else 0
     needed = (ranks * replicas + baselines) * each

@@ -39,9 +39,8 @@ from outrider.configs.schema import Config, find_model
 from outrider.configs.server_checks import admin_address
 from outrider.configs.tenancy_checks import key_is_required
 from outrider.decoding.jit import cache_folder, compiles_first
-from outrider.engine.child_process import PIP_VARIABLES, child_environment, python_module
+from outrider.engine.child_process import PIP_VARIABLES, PROGRESS_VARIABLE, child_environment, last_progress, python_module
 from outrider.engine.loading.model_files import FETCHED, PACKAGED_MODELS, base_of
-from outrider.engine.measures.progress import PROGRESS_VARIABLE, last_progress
 
 APPLICATION = "outrider"
 NAMESPACE = "outrider"
@@ -66,15 +65,8 @@ _WORDED_FOR_USERS = {"GroupError", "ModelLoadError", "RequestError", "ConfigErro
 def serve_until_stopped(config: Config, instead: str | None = None, as_json: bool = False) -> None:
     """Start everything, print the address, and block until SIGINT or SIGTERM; then stop everything that was started.
 
-    Must be called from the main thread, because it installs signal handlers. A signal before the service is ready ends the
-    process with exit code 128 plus its number, after everything was stopped.
-
-    Args:
-        instead: model to serve if the configured one cannot be fetched; None to fail.
-        as_json: print progress as JSON, one object per line.
-
-    Raises:
-        LaunchError: something is missing or does not start; everything was stopped.
+    Call it in the main thread: it installs signal handlers. A signal before the service is ready ends the process with exit code
+    128 plus its number. ``instead`` is served if the configured model cannot be fetched. Raises LaunchError.
     """
     say = Progress(as_json)
     try:
@@ -135,10 +127,7 @@ def _logs_of_a_failure(folder: RayFolder, say: Callable[[str], None]) -> Iterato
 
 @contextlib.contextmanager
 def _fetching(config: Config) -> Iterator[list[subprocess.Popen[str]]]:
-    """Fetch models that are given by name, in processes that end with the block.
-
-    Replicas on other machines fetch their own.
-    """
+    """Fetch models that are given by name, in processes that end with the block. Replicas on other machines fetch their own."""
     names = () if config.server.ray_address else (config.model.path, config.speculation.draft_model)
     with contextlib.ExitStack() as ended:
         found = []
@@ -155,11 +144,8 @@ def _fetching(config: Config) -> Iterator[list[subprocess.Popen[str]]]:
 def _with_fetched(
     config: Config, fetching: list[subprocess.Popen[str]], instead: str | None, say: Callable[[str], None], signals: StopSignals
 ) -> Config:
-    """Wait for the models; return the configuration, with the model ``instead`` if one cannot be fetched.
-
-    Raises LaunchError if ``instead`` is None then. A fetched model may still be under construction in its folder; replicas wait
-    for that.
-    """
+    """Wait for the models; return the configuration, with ``instead`` if one cannot be fetched. Raises LaunchError for None."""
+    # A fetched model may still be under construction in its folder; replicas wait for that.
     for process in fetching:
         assert process.stdout is not None
         while not select.select([process.stdout], [], [], POLL_S)[0]:
@@ -215,10 +201,8 @@ def _secret() -> dict[str, str]:
 
 
 def _state_of_redis(url: str) -> str:
-    """Return whether Redis answers, in words; the server also starts without it and connects once it answers.
-
-    Raises LaunchError if the address is invalid or Redis refuses access.
-    """
+    """Return whether Redis answers, in words. Raises LaunchError if the address is invalid or Redis refuses access."""
+    # The server also starts without Redis and connects once it answers.
     try:
         store = RedisStore(url, "outrider", REDIS_TIMEOUT_S)
     except ValueError as error:

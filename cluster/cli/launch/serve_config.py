@@ -34,13 +34,8 @@ def serve_config(
 
 
 def serve_config_text(config: Path | None, overrides: Sequence[str]) -> str:
-    """Return the YAML document; its first line is a comment with the command that made it.
-
-    The arguments are the file's values and the overrides without defaults, so that paths refer to the cluster's machines.
-
-    Raises:
-        configs.schema.ConfigError: a value is not allowed, or has no meaning in a cluster.
-    """
+    """Return the YAML document. Raises ``ConfigError`` for a value that is not allowed or has no meaning in a cluster."""
+    # The arguments are the file's values and the overrides without defaults, so that paths refer to the cluster's machines.
     import yaml
 
     from outrider.configs.schema import ConfigError, load_config, read_settings

@@ -1,5 +1,1 @@
-"""Operator routes below ``/admin``.
-
-In: requests with an admin key.
-Out: contents of the shared cache, audit results and baseline comparisons.
-"""
+"""Operator routes below ``/admin``. In: requests with an admin key. Out: cache contents, audit results, comparisons."""

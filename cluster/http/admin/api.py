@@ -1,10 +1,13 @@
-"""Operator routes ``/admin/cache``: inspection, export, import and deletion of the shared cache."""
+"""Operator routes ``/admin/cache``, ``/admin/audit`` and ``/admin/baseline``: shared cache, audits, comparisons."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
+import json
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -17,12 +20,14 @@ from tokenizers import Tokenizer
 from outrider.actors.description import Description
 from outrider.cache_service.server.admin import TenantStats
 from outrider.cluster.admission.tenancy import Tenancy
+from outrider.cluster.http.answers.logprobs import TokenBytes
 from outrider.cluster.http.errors import ApiError
 from outrider.cluster.http.turns import Turns
 from outrider.cluster.http.types.strict import Text
-from outrider.cluster.observe.audit import Forget, keeps_nothing
+from outrider.cluster.observe.audit import Audit, Auditor, Difference, Forget, Result, Served, keeps_nothing
+from outrider.cluster.observe.shadow import Shadow
 from outrider.cluster.serving.cache_port import CacheAdminPort, answered
-from outrider.engine.measures.strategy_counts import sum_counts
+from outrider.engine.measures.metrics import sum_counts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -45,8 +50,6 @@ M = TypeVar("M", bound=Body)
 
 
 class _Documents(Body):
-    """Body of routes that take documents."""
-
     documents: Annotated[list[Annotated[Text, Field(min_length=1)]], Field(min_length=1, max_length=MAX_PRELOAD, fail_fast=True)]
 
 
@@ -62,10 +65,7 @@ class AdminService:
     _turns: Turns = dataclasses.field(default_factory=lambda: Turns("operator-texts"))
 
     async def stats(self, request: Request) -> dict[str, Any]:
-        """Return the cache size of each tenant and the counters of the replicas: Redis, prefix cache, strategies and energy.
-
-        If Redis does not answer, ``error`` is set, and the replicas' counters are returned still.
-        """
+        """Return the cache size of each tenant and the replicas' counters; ``error`` is set if Redis does not answer."""
         port = self._allowed(request)
         replicas = await self.replicas()
         mirrors = [replica.cache for replica in replicas]
@@ -202,6 +202,92 @@ def _tenant(request: Request) -> str:
     if not tenant:
         raise ApiError(400, "tenant is required: add ?tenant=NAME", param="tenant", code="missing_required_parameter")
     return tenant
+
+
+_MAX_BODY_BYTES = 4096
+
+
+class _Wanted(Body):
+    last: Annotated[int, Field(ge=1)] | None = None  # number of latest choices to replay; default: all that are kept
+
+
+@dataclass(frozen=True, slots=True)
+class AuditService:
+    """Service behind ``/admin/audit``: needs the admin key, reveals only the two tokens at a tenant's first difference."""
+
+    tenancy: Tenancy
+    token_bytes: TokenBytes
+    auditor: Auditor | None  # None if audits are disabled
+
+    async def counters(self, request: Request) -> dict[str, Any]:
+        """Return the results of all audits since the start, and the latest audits that found a difference."""
+        auditor = self._allowed(request)
+        differences = [self._told(found) for found in auditor.differences()]
+        return {"kept": auditor.num_kept, "audits": auditor.counts(), "last_differences": differences}
+
+    async def run(self, request: Request) -> Response:
+        """Replay the latest choices until the client leaves; stream one JSON object per line, then a summary."""
+        auditor = self._allowed(request)
+        data = await read_body(request, _MAX_BODY_BYTES)
+        wanted = parsed(_Wanted, data or b"{}", '{"last": NUMBER}, or an empty body for all kept choices')
+        served = auditor.last(wanted.last)
+        logger.info("auditing %d choices", len(served))
+        return StreamingResponse(self._lines(auditor, served), media_type="application/x-ndjson")
+
+    async def _lines(self, auditor: Auditor, served: Sequence[Served]) -> AsyncIterator[str]:
+        results: Counter[str] = Counter()
+        for one in served:
+            found = await auditor.audit(one)
+            results[found.result] += 1
+            yield json.dumps(self._told(found)) + "\n"
+        yield json.dumps({"summary": {result.value: results[result] for result in Result if result is not Result.DROPPED}}) + "\n"
+
+    def _told(self, found: Audit) -> dict[str, Any]:
+        told: dict[str, Any] = {
+            "request": found.request_id, "strategy": found.strategy, "result": found.result.value, "tokens": found.tokens,
+        }  # fmt: skip
+        if found.detail is not None:
+            told["detail"] = found.detail
+        if found.difference is not None:
+            told["difference"] = self._difference(found.difference)
+        return told
+
+    def _difference(self, found: Difference) -> dict[str, Any]:
+        return {
+            "position": found.position,
+            "served": self._token(found.served, found.served_logprob),
+            "plain": self._token(found.plain, found.plain_logprob),
+            "gap": found.gap,
+        }
+
+    def _token(self, token: int | None, logprob: float | None) -> dict[str, Any] | None:
+        if token is None:
+            return None
+        return {"id": token, "text": self.token_bytes(token).decode("utf-8", "backslashreplace"), "logprob": logprob}
+
+    def _allowed(self, request: Request) -> Auditor:
+        self.tenancy.check_admin(request.headers.get("authorization"))
+        if self.auditor is None:
+            raise ApiError(404, "this server keeps no choices to audit", code="audit_disabled")
+        return self.auditor
+
+
+@dataclass(frozen=True, slots=True)
+class BaselineService:
+    """Service behind ``/admin/baseline``. It reveals no text of any request."""
+
+    tenancy: Tenancy
+    shadow: Shadow | None  # None if the baseline does not answer served requests
+
+    async def summary(self, request: Request) -> dict[str, Any]:
+        """Return counts since the start, metrics of the latest requests, and a one-sentence summary."""
+        self.tenancy.check_admin(request.headers.get("authorization"))
+        if self.shadow is None:
+            message = (
+                "no baseline compares served requests: set baseline.enabled=true and baseline.shadow to a share of the requests"
+            )
+            raise ApiError(404, message, code="shadow_disabled")
+        return dataclasses.asdict(await asyncio.to_thread(self.shadow.summary))
 
 
 async def read_body(request: Request, limit: int, advice: str = "") -> bytes:

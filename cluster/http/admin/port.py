@@ -25,21 +25,13 @@ _POLL_S = 0.01
 
 
 class AdminPort:
-    """Admin port, and the server on it during the application's lifetime.
+    """Admin port, and the server on it during the application's lifetime."""
 
-    During a redeploy, the new and the old ingress listen on the port together (SO_REUSEPORT), so that it always answers; each
-    queries all engines. A port held by another program is an error.
-    """
+    # During a redeploy, the new and the old ingress listen on the port together (SO_REUSEPORT), so that it always answers; each
+    # queries all engines. A port held by another program is an error.
 
     def __init__(self, host: str, port: int, names: frozenset[str] | None = None) -> None:
-        """Bind the port. Requests are answered once ``serving`` runs.
-
-        Args:
-            names: allowed host names, see ``configs.server_checks.allowed_names``; None allows any.
-
-        Raises:
-            ConfigError: the port cannot be bound; the error names the field.
-        """
+        """Bind the port; ``serving`` answers. ``names`` are the allowed host names, None for any. Raises ``ConfigError``."""
         self._socket, self._names = _bound(host, port), names
 
     @contextlib.asynccontextmanager

@@ -1,5 +1,1 @@
-"""Responses, whole and streamed.
-
-In: outputs of the engine.
-Out: JSON and server-sent events.
-"""
+"""Responses, whole and streamed. In: outputs of the engine. Out: JSON and server-sent events."""

@@ -46,8 +46,7 @@ class HarmonyReader:
         """Set the state at the end of the prompt.
 
         Args:
-            begins_within: true if the prompt ends in a message of the channel ``analysis``, false for ``final``; None if it ends
-                before a header.
+            begins_within: true if the prompt ends in channel ``analysis``, false for ``final``; None: before a header.
             reads_calls: parse messages to functions as calls instead of text.
             most: maximum calls to report, later ones are dropped; None for no limit.
         """
@@ -86,7 +85,6 @@ class HarmonyReader:
         return found
 
     def _take(self, text: str, found: list[str | Thought | Call | Arguments]) -> None:
-        """Process text without marks."""
         if self._kind is not None:
             self._say(text, found)
             return
@@ -102,7 +100,6 @@ class HarmonyReader:
             self._say(rest, found)
 
     def _end(self, mark: str, found: list[str | Thought | Call | Arguments]) -> None:
-        """Process a mark."""
         if self._kind is None and mark in ("<|channel|>", "<|constrain|>"):
             self._header += mark
         elif self._kind is None and mark == "<|message|>":

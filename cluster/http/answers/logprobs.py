@@ -1,7 +1,4 @@
-"""Log-probabilities in OpenAI's two formats: ``content`` entries for chats, parallel lists for completions.
-
-A token is reported as text; a token with only a part of a character is reported as bytes.
-"""
+"""Log-probabilities in OpenAI's formats: ``content`` entries for chats, parallel lists for completions."""
 
 from __future__ import annotations
 
@@ -67,10 +64,7 @@ class LogprobWriter:
         self._length = 0  # characters of the text so far
 
     def write(self, entries: Sequence[TokenLogprob], count: int | None = None) -> dict[str, Any]:
-        """Return the ``logprobs`` object of the choice's next tokens, with ``count`` or all alternatives.
-
-        Objects per token are JSON already, see ``cluster.http.answers.pieces``.
-        """
+        """Return the ``logprobs`` object of the choice's next tokens, as ready JSON, with ``count`` or all alternatives."""
         if self._kind == "chat":
             return {"content": [to_json(self._chat_entry(entry)) for entry in entries], "refusal": None}
         return {
@@ -81,10 +75,7 @@ class LogprobWriter:
         }
 
     def begin_prompt(self, first: int) -> dict[str, Any]:
-        """Return the beginning of an echoed completion's ``logprobs`` object: the prompt's first token, without log-probability.
-
-        Write the other prompt tokens with ``write``.
-        """
+        """Return the first token of an echoed prompt as the beginning of ``logprobs``; write the others with ``write``."""
         name, offset = self._name(first), self._offset(first)
         return {"tokens": [name], "token_logprobs": [None], "top_logprobs": [b"null"], "text_offset": [offset]}
 

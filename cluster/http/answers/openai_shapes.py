@@ -1,7 +1,4 @@
-"""Responses in OpenAI's format, whole and in chunks.
-
-Only fields that were set are written, so that one class serves all formats; a field set to ``None`` is written as null.
-"""
+"""Responses in OpenAI's format, whole and in chunks. Only fields that were set are written, ``None`` as null."""
 
 from __future__ import annotations
 
@@ -129,7 +126,6 @@ class Answer(BaseModel):
 
     @property
     def _is_small(self) -> bool:
-        """Return whether this has at most one choice and no long lists."""
         if len(self.choices) > 1 or self.prompt_token_ids is not None or self.prompt_logprobs is not None:
             return False
         fields = ("logprobs", "token_ids", "prompt_token_ids", "prompt_logprobs", "speculation")

@@ -1,7 +1,5 @@
-"""Incremental building and serialization of responses, with pauses for the event loop between pieces.
-
-JSON that is ready is ``bytes`` in a list. Such lists, which may have a million entries, are joined without visiting each entry.
-"""
+"""Incremental building and serialization of responses, with pauses for the event loop between pieces."""
+# JSON that is ready is `bytes` in a list. Such lists, which may have a million entries, are joined without visiting each entry.
 
 from __future__ import annotations
 
@@ -36,10 +34,9 @@ def event_data(data: bytes) -> str:
 
 
 class Pauses:
-    """Counter of the work on one response, which yields to the event loop after each piece.
+    """Counter of the work on one response, which yields to the event loop after each piece."""
 
-    A lock shared by all responses of an event loop lets only one of them build a piece per turn of the loop.
-    """
+    # A lock shared by all responses of an event loop lets only one of them build a piece per turn of the loop.
 
     def __init__(self) -> None:
         self._left = PIECE

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from outrider.decoding.tree import Int32Array
+from outrider.decoding.arrays import Int32Array
 
 
 class Predicted:
@@ -33,10 +33,7 @@ class Predicted:
 class PredictionMatch:
     """Counter of predicted tokens that the output contains in order: their longest common subsequence.
 
-    The count depends only on the two texts, so it is the same with and without speculation. The algorithm is Hyyrö's bit-vector
-    algorithm (Bit-parallel LCS-length computation revisited, AWOCA 2004): one bit per predicted token, and a few integer
-    operations per output token.
-
+    Hyyrö's bit-vector algorithm (Bit-parallel LCS-length computation revisited, AWOCA 2004): one bit per predicted token.
     Example: of the prediction ``a b c d`` the answer ``a x c d e`` holds ``a c d``: three accepted, one rejected.
     """
 

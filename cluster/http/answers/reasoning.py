@@ -44,11 +44,7 @@ class ReasoningReader:
     """
 
     def __init__(self, tags: Tags, begins_within: bool | None) -> None:
-        """Set the state at the end of the prompt.
-
-        Args:
-            begins_within: true if the prompt opens the reasoning, false if it closes it; None if the output decides.
-        """
+        """Set the state: whether the prompt opens the reasoning (true) or closes it (false); None if the output decides."""
         self._tags, self._opened = tags, begins_within is True
         self._held = ""
         self._is_first = True  # no text of the current part was emitted yet

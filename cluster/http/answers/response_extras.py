@@ -17,8 +17,7 @@ _ALTERNATIVE = 100  # approximate bytes of JSON of a token with its log-probabil
 class ResponseExtras:
     """Buffer of the requested extra fields of each choice, until the next chunk of that choice is built.
 
-    Example: a step emits ``7 8``, whose text is held back, and the next one ``9``: the chunk with the text has ``token_ids``
-    ``[7, 8, 9]``.
+    Example: steps emit ``7 8``, whose text is held back, and ``9``: the chunk with the text has ``token_ids`` ``[7, 8, 9]``.
     """
 
     def __init__(

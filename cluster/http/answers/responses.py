@@ -56,12 +56,7 @@ class ResponseObject(BaseModel):
 
 
 class ResponseBuilder:
-    """Builder of one response. Its methods yield the events of each part, which callers without streaming discard.
-
-    Args:
-        answer_id: response id, by which the client can delete its texts.
-        created: Unix time in seconds.
-    """
+    """Builder of one response. Its methods yield the events of each part, which callers without streaming discard."""
 
     def __init__(self, answer_id: str, created: int, body: ResponsesRequest, info: ModelInfo) -> None:
         self.id = answer_id

@@ -82,14 +82,9 @@ class ResumePoint:
 
     @classmethod
     def of(cls, prefix: str, body: CompletionFields, tenant: str | None, headers: StreamHeaders, key: bytes) -> ResumePoint:
-        """Return the beginning of a new or resumed response to a request.
+        """Return the beginning of a new or resumed response. ``key`` (at most 64 bytes; empty: no ids) signs event ids.
 
-        Args:
-            prefix: prefix of the response id.
-            key: signs event ids; at most 64 bytes, the same in all API processes. Empty disables event ids.
-
-        Raises:
-            ApiError: 400 if ``Last-Event-ID`` is not an event id of this request's stream.
+        Raises ``ApiError``: 400 if ``Last-Event-ID`` is not an event id of this request's stream.
         """
         if headers.last_event_id is not None and not key:
             raise _wrong(_UNSIGNED)
@@ -127,15 +122,7 @@ class ResumePoint:
         return int.from_bytes(hashlib.blake2b(self.answer_id.encode(), digest_size=8).digest()) >> 1
 
     def events(self, jobs: Sequence[GenerationJob], info: ModelInfo, paced: bool) -> EventIds | None:
-        """Return the generator of event ids; None if the stream's events have no ids.
-
-        Args:
-            jobs: one job per choice.
-            paced: send empty chunks too (streams with a cadence).
-
-        Raises:
-            ApiError: 400 if the stream cannot be resumed.
-        """
+        """Return the generator of event ids, one job per choice; None without ids. Raises ``ApiError`` if not resumable."""
         model = hashlib.blake2b(f"{info.model_revision} {info.tokenizer_revision}".encode(), digest_size=4).hexdigest()
         if self.sent and self.model != model:
             message = f"{HEADER}: the model was replaced after this stream began: send the request again without it"
@@ -174,13 +161,7 @@ def _wrong(message: str) -> ApiError:
 
 
 class EventIds:
-    """Generator of a stream's event ids, which also removes content that was sent before.
-
-    Args:
-        model: digest of the model.
-        choices: number of choices.
-        paced: send text chunks as empty chunks instead of dropping them if all their content was sent before.
-    """
+    """Generator of a stream's event ids, which also removes content that was sent before (``paced``: sends empty chunks)."""
 
     def __init__(self, beginning: ResumePoint, model: str, choices: int, paced: bool) -> None:
         self._stream = f"{beginning.answer_id}.{beginning.created}.{beginning.digest}.{model}"
@@ -190,8 +171,7 @@ class EventIds:
     def rest(self, chunk: Answer) -> Answer | None:
         """Remove content that was sent before from the next chunk, in place; return None if nothing is left.
 
-        Raises:
-            ApiError: the choice differs from the content that was sent.
+        Raises ApiError: the choice differs from the content that was sent.
         """
         if not chunk.choices:
             told, self._has_usage = self._has_usage, True

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from outrider.cluster.http.errors import ApiError
 from outrider.cluster.http.types.openai import CompletionFields
 from outrider.configs.slices import ServerOptions
-from outrider.decoding.step_output import StepOutput, merge_outputs
+from outrider.decoding.request import StepOutput, merge_outputs
 
 Outputs = AsyncGenerator[tuple[int, StepOutput], None]  # (index of the choice, output)
 _FIELD = ',"obfuscation":"'
@@ -35,10 +35,7 @@ class StreamShape:
     pad_bytes: int | None = None  # event lengths are multiples of it; None disables padding
 
     def pad(self, event: str) -> str:
-        """Return an event that holds a JSON object, padded if enabled.
-
-        Example: ``data: {"a":1}`` and its two line ends are 15 bytes; with the 17 of an empty field, 32 more make 64.
-        """
+        """Return an event that holds a JSON object, padded if enabled: 15 bytes, 17 of an empty field and 32 more make 64."""
         if self.pad_bytes is None:
             return event
         bare = len(event.encode()) + len(_FIELD) + 1
@@ -56,10 +53,7 @@ class StreamShape:
 
 
 async def paced(outputs: Outputs, choices: int, period_s: float) -> Outputs:
-    """Yield one output per period and unfinished choice: all outputs of the period merged, or an empty one.
-
-    Errors of ``outputs`` are raised after the outputs before them.
-    """
+    """Yield one output per period and unfinished choice: all merged, or an empty one. Errors are raised after earlier outputs."""
     arrived: list[list[StepOutput]] = [[] for _ in range(choices)]
 
     async def read() -> None:
@@ -101,8 +95,7 @@ class StreamGuard:
     def shape(self, body: CompletionFields) -> StreamShape:
         """Return padding and cadence of a request's stream; ``stream_options.include_obfuscation`` overrides the padding.
 
-        Raises:
-            ApiError: 400 if the request wants a report of its steps, which the guard hides.
+        Raises ApiError: 400 if the request wants a report of its steps, which the guard hides.
         """
         if self._is_on and body.speculation is not None and getattr(body.speculation, "report", None):
             message = "speculation.report is not available with server.stream_guard, which hides steps: leave it out"

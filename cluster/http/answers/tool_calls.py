@@ -20,12 +20,7 @@ Schemas = Mapping[str, Mapping[str, Any]]  # JSON schemas of the arguments, by t
 
 
 def call_id(form: CallForm, choice: str, place: int) -> str:
-    """Return the id of a tool call: as random as the response id, and the same if the response is generated again.
-
-    Args:
-        choice: ``ANSWER_ID/INDEX``.
-        place: index of the call in the choice.
-    """
+    """Return the id of a tool call of ``choice``, as random as the response id, and equal if the response is generated again."""
     digits = hashlib.blake2b(f"{choice}/{place}".encode(), digest_size=16).hexdigest()
     return digits[:9] if form == "mistral" else f"call_{digits}"  # Mistral's templates accept only ids of 9 characters
 
@@ -450,12 +445,7 @@ class ToolCallReader:
 
 
 class _JsonScan:
-    """Incremental search for the end of a JSON object. Text with ``<`` outside strings is not JSON, and ends there.
-
-    Args:
-        start: start of the object, or of its remainder.
-        depth: open brackets before ``start``.
-    """
+    """Incremental search for the end of a JSON object from ``start``, with ``depth`` open brackets; a bare ``<`` ends it."""
 
     def __init__(self, start: int, depth: int = 0) -> None:
         self.at, self._depth, self._is_text, self._is_escaped = start, depth, False, False

@@ -1,5 +1,1 @@
-"""Request bodies, with bounds on every field.
-
-In: JSON.
-Out: validated types.
-"""
+"""Request bodies, with bounds on every field. In: JSON. Out: validated types."""

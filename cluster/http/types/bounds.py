@@ -24,13 +24,7 @@ class UnboundedError(TypeError):
 
 
 def bounds() -> dict[str, tuple[str, ...]]:
-    """Return the fields by bound, as the documentation words the bounds.
-
-    Example: ``{"at most 4 items": ("stop",), "1 to 4096 characters": ("stop", "stop[]"), ...}``.
-
-    Raises:
-        UnboundedError: a field has no bound.
-    """
+    """Return the fields by bound: ``{"at most 4 items": ("stop",), ...}``. Raises ``UnboundedError`` for a field without one."""
     found: dict[str, dict[str, None]] = {}
     for kind in BODIES:
         schema = TypeAdapter(kind).json_schema()

@@ -1,7 +1,4 @@
-"""Requests of OpenAI's HTTP API, and of vLLM's ``/tokenize`` and ``/detokenize``.
-
-Unsupported parameters are errors, see ``cluster.http.types.strict``.
-"""
+"""Requests of OpenAI's API, and of vLLM's ``/tokenize`` and ``/detokenize``; unsupported parameters are errors."""
 
 from __future__ import annotations
 

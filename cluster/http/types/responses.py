@@ -213,10 +213,7 @@ _NAMES = (
 
 
 def own_name(field: str | None) -> str | None:
-    """Return the Responses API's name of a chat field.
-
-    Example: ``tools[0].function.parameters`` is ``tools[0].parameters``.
-    """
+    """Return the Responses API's name of a chat field. Example: ``tools[0].function.parameters`` is ``tools[0].parameters``."""
     if field is None:
         return None
     for name, own in _NAMES:

@@ -94,11 +94,7 @@ class StructuredFields(Strict):
         return next((field for field, _ in self._bounds()), None)
 
     def grammar(self) -> str | None:
-        """Return the grammar of the response for ``SamplingParams.grammar``; None if there is no constraint.
-
-        Raises:
-            RequestError: a schema, pattern or grammar cannot be enforced; the error names the field.
-        """
+        """Return the response's grammar, None without constraint. Raises RequestError naming a field that cannot be enforced."""
         for field, build in self._bounds():
             try:
                 return build()

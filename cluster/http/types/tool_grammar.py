@@ -28,10 +28,9 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class CallMarks:
-    """Format of a model's tool calls, and its added tokens.
+    """Format of a model's tool calls, and its added tokens."""
 
-    llguidance distinguishes an added token from the same characters in other tokens, and does not match it as text.
-    """
+    # llguidance distinguishes an added token from the same characters in other tokens, and does not match it as text.
 
     form: CallForm = "hermes"
     has_names: bool = False  # see ChatFormat.has_call_names
@@ -51,13 +50,7 @@ def call_grammar(tools: Sequence[Offered], required: bool, single: bool, marks: 
     {}}</tool_call>`` is one of the language, with space where JSON may have it. With neither, so is any text before, between and
     behind such calls, as long as it does not hold ``<tool_call>``.
 
-    Args:
-        tools: at least one tool, with enforceable schemas.
-        required: only calls, at least one; if false, text and calls may alternate.
-        single: at most one call.
-
-    Raises:
-        GrammarError: the schemas together are too large to enforce.
+    ``required``: only calls, at least one. ``single``: at most one. Raises GrammarError if the schemas together are too large.
     """
     marks = marks or CallMarks()
     if marks.form == "harmony":
@@ -132,10 +125,8 @@ def _either(name: str, count: int) -> str:
 
 
 def _harmony_rules(tools: Sequence[Offered], required: bool, tokens: Mapping[str, int]) -> list[str]:
-    """Return the rules for a harmony message to a function, with its header. The call ends the response.
-
-    Unless a call is required, other messages may precede it, or a final message may replace it.
-    """
+    """Return the rules for a harmony message to a function, with its header. The call ends the response."""
+    # Unless a call is required, other messages may precede it, or a final message may replace it.
     start, channel, message, end = (f"<[{tokens[mark]}]>" for mark in CALL_MARKS["harmony"][:4])
     rules = ["start: tool" if required else "start: before* (tool | final)", "tool: " + _either("tool", len(tools))]
     if not required:
@@ -152,10 +143,8 @@ def _harmony_rules(tools: Sequence[Offered], required: bool, tokens: Mapping[str
 
 
 def _xml_rules(index: int, tool: Offered) -> list[str]:
-    """Return the rules for a Qwen3-Coder call, with its parameters in the order of the schema.
-
-    String values are unquoted, and of their schema only ``enum`` is enforced; other values are JSON.
-    """
+    """Return the rules for a Qwen3-Coder call, with its parameters in the order of the schema."""
+    # String values are unquoted, and of their schema only `enum` is enforced; other values are JSON.
     schema = tool.arguments or _ANY_OBJECT
     required, definitions = schema.get("required", ()), {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     rules, parts = [f'value_{index}[suffix="\\n</parameter>\\n"]: /(?s:.*)/'], []
@@ -180,16 +169,10 @@ def _xml_rules(index: int, tool: Offered) -> list[str]:
 
 
 def tools_grammar(tools: Sequence[Tool], choice: str | NamedTool | None, single: bool, marks: CallMarks) -> str:
-    """Return the grammar of the tool calls that a chat requests.
+    """Return the grammar of the tool calls that a chat requests. ``choice``: ``required`` or a tool, else the model decides.
 
-    A tool's schema is enforced if the tool is strict or a call is required; otherwise the arguments are any object.
-
-    Args:
-        choice: ``required`` or the tool to call; with any other value the model decides.
-        single: at most one call, which always holds for a named tool.
-
-    Raises:
-        RequestError: a schema cannot be enforced; the error names the tool.
+    A tool's schema is enforced if the tool is strict or a call is required; otherwise the arguments are any object. Raises
+    RequestError naming a tool whose schema cannot be enforced.
     """
     named, required = _binding(choice)
     bound = _bound(tools, choice)
@@ -217,10 +200,7 @@ def _check_schemas(offered: Sequence[Offered]) -> None:
 
 
 def faulty_tool(tools: Sequence[Tool], choice: str | NamedTool | None, fault: Callable[[str], str]) -> str | None:
-    """Return the field of the first tool with a faulty schema; None if only the combination of all tools is faulty.
-
-    ``fault`` returns the error of a grammar, empty if it is valid.
-    """
+    """Return the field of the first tool whose schema has a ``fault`` (empty if valid); None if only all together have."""
     return next((field for field, tool in _bound(tools, choice) if fault(json_grammar(tool.arguments or _ANY_OBJECT))), None)
 
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from outrider.decoding.budget.latency import StepLoad
-from outrider.decoding.drafters.base import Drafter, Target, check_least
-from outrider.decoding.drafters.with_model.draft_model import DraftModel
+from outrider.decoding.drafters.base import Drafter, DraftModel, Target, check_least
 from outrider.decoding.request import Request
 from outrider.decoding.tree import SOURCES, DraftTree
 
@@ -27,10 +26,7 @@ NextTokens = Callable[[Sequence[int], Sequence[Sequence[int]], "torch.Tensor"], 
 
 
 class ModelDrafter(Drafter):
-    """Drafter that queries a draft model for up to ``num_draft_tokens`` tokens in a row. Its trees carry their rule.
-
-    A request that the draft model has not caught up with, or that is longer than its context, gets the root alone.
-    """
+    """Drafter that queries a draft model for up to ``num_draft_tokens`` tokens in a row. Its trees carry their rule."""
 
     needs_logits = True  # a replay of known outputs has no draft model
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.decoding.drafters.with_model.draft_model import DraftModel
+from outrider.decoding.drafters.base import DraftModel
 from outrider.decoding.request import Request
-from outrider.decoding.sources.branches import tree_of
+from outrider.decoding.tree import tree_of
 
 # (request, n chains behind it, [n, vocab] logits after them) -> [n, vocab] log-probabilities by which beams are scored.
 Score = Callable[[Request, Sequence[Sequence[int]], torch.Tensor], torch.Tensor]
@@ -42,23 +42,18 @@ def beam_search(
     """Return the best continuation of each request, with one forward per level for all of them.
 
     Used for multi-token joint speculative decoding (arXiv 2407.09722, section 4). The search starts with one beam, so that all
-    beams differ; there is no length penalty, since all have the same length; end tokens are treated like other tokens. Beams with
-    a common prefix share tree rows; dropped beams are not computed again.
+    beams differ; there is no length penalty, since all have the same length; end tokens are treated like other tokens.
 
     Example: after the request, 5 has probability 0.6 and 6 has 0.4; then 7 has 0.5 after 5, and 8 has 0.9 after 6. With one beam
     5 7 is found (0.3), with two 6 8 (0.36): greedy is not the likeliest.
 
     Args:
-        requests: ready requests, at least one.
         depths: tokens per continuation, at least 1.
         beams: number of beams kept at each level.
         score: scores of continuations; -inf excludes a token. A beam without any allowed continuation ends.
         source: source index of the computed rows.
         noise: if given, the beams of a level are drawn without replacement from the softmax of all continuations' scores
             (``num_beams`` and ``do_sample`` of ``transformers``), as the ``beams`` largest noisy scores.
-
-    Returns:
-        The likeliest remaining beam per request, shorter than requested if all continuations were excluded.
     """
     alive = [[Beam((), ())] for _ in requests]
     for level in range(max(depths)):
@@ -79,10 +74,7 @@ def beam_search(
 
 
 def _extended(alive: Sequence[Beam], logprobs: torch.Tensor, count: int, noise: torch.Tensor | None = None) -> list[Beam]:
-    """Return the best one-token extensions, best first, ties in order of the beams; fewer if others are excluded.
-
-    ``logprobs`` is [beams, vocab]; ``noise``, [beams * vocab], turns the ranking into a draw.
-    """
+    """Return the best one-token extensions, best first, ties in order of the beams; [beams * vocab] ``noise`` makes it a draw."""
     scores = logprobs + torch.tensor([beam.score for beam in alive], dtype=logprobs.dtype).to(logprobs.device)[:, None]
     best = torch.topk(scores.flatten() if noise is None else scores.flatten() + noise, min(count, scores.numel()))
     owns = logprobs.flatten()[best.indices].tolist()

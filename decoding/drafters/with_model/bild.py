@@ -25,10 +25,7 @@ class BildDrafter(ModelDrafter):
       with the first token at which no token has the probability ``fallback``. Its settings: fallback 0.9, rollback 1 to 3
       (Llama); fallback 0.3, rollback 2 (OPT).
 
-    Tokens that the target finds too unlikely (``rollback``) are replaced, the others kept: **the output is not the target's**.
-    The request's rules (bias, penalties, minimum length) apply to drafts too.
-
-    Example: fallback 0.6, and the draft model's highest probabilities are 0.9, 0.7, 0.5: two tokens are drafted.
+    **The output is not the target's**: see ``BildRule``. The request's logits processors apply to drafts too.
 
     Departure from the original, whose first token is the target's: here the prefill always ends with the target's token.
 

@@ -6,19 +6,17 @@ from collections.abc import Collection, Sequence
 
 import torch
 
+from outrider.decoding.arrays import Float64Array
 from outrider.decoding.request import Request
 from outrider.decoding.sampling.penalties import LogitRules
 from outrider.decoding.sampling.philox import raw_stream
-from outrider.decoding.sampling.probabilities import DRAFT, Float64Array, pick, uniform
+from outrider.decoding.sampling.probabilities import DRAFT, pick, uniform
 from outrider.decoding.sampling.sampler import choose, gumbel
 from outrider.decoding.verify.target_probabilities import request_distribution
 
 
 class DraftDistributions:
-    """Draft model logits after the rules of the request, at the prefix that they belong to.
-
-    A draft that follows the rules is accepted more often. The rules' state is kept per request until it ends.
-    """
+    """Draft model logits after the rules of the request, at the prefix that they belong to."""
 
     def __init__(self, end_token_ids: Collection[int] = ()) -> None:
         self._own_ends = tuple(end_token_ids)

@@ -19,13 +19,9 @@ JOINT_LAWS = ("raw", "warped")
 
 
 class MjsdDrafter(ModelDrafter):
-    """Best of ``beams`` beams of ``num_draft_tokens`` tokens (MJSD, arXiv 2407.09722, section 4).
+    """Best of ``beams`` beams of ``num_draft_tokens`` tokens (MJSD, arXiv 2407.09722, section 4), verified by ``MjsdRule``.
 
-    The target keeps its longest prefix whose joint probability is more than ``threshold`` times the draft model's
-    (``decoding.verify.rules.MjsdRule``), and adds its own next token: **the output is not the target's**, but may be more
-    likely. With a threshold of 1 or more nothing is kept, which is plain decoding. The defaults are the paper's.
-
-    Example: see ``decoding.drafters.with_model.beam.beam_search`` and ``MjsdRule``.
+    **The output is not the target's**, but may be more likely. The defaults are the paper's.
 
     Departures from the published code, which draws its beams and compares with the probability that a place among them was drawn:
     beams are searched for, as in the paper, or drawn with ``do_sample``; they start with one beam, so that all differ; and the
@@ -34,7 +30,7 @@ class MjsdDrafter(ModelDrafter):
     Args:
         num_draft_tokens: length of a beam, at least 1.
         beams: number of beams kept at each level, at least 1.
-        threshold: on the ratio of joint probabilities; below 0 everything is kept.
+        threshold: on the ratio of joint probabilities; below 0 everything is kept, from 1 on nothing (plain decoding).
         joint_law: distribution of both models in beam search and test: ``raw``, before temperature and truncation, or ``warped``,
             the request's sampling distribution. Both include bias, minimum length and penalties.
         do_sample: draw beams from this distribution, with the request's seed, instead of searching.

@@ -13,18 +13,15 @@ from outrider.decoding.tree import DraftTree
 if TYPE_CHECKING:
     import torch
 
-    from outrider.decoding.sampling.probabilities import Float64Array
+    from outrider.decoding.arrays import Float64Array
 
 
 class SpectrDrafter(ModelDrafter):
     """``sequences`` continuations of ``num_draft_tokens``, drawn independently (arXiv 2310.15141, sections 4 and 5).
 
-    Sequences with a common prefix share rows of one tree, and the draft model computes each row once. They are verified by K-SEQ
-    (``decoding.verify.rules.KSeqRule``): the output has exactly the target's distribution, but differs from plain decoding with
-    the same seed. For a greedy request, whose sequences are all equal, it is that of plain decoding. With a small budget fewer
-    sequences are drafted, at last a single shorter one.
-
-    Example: sequences 1 2, 1 3 and 4 2 after root 7 are the rows 1, 2 below it, 3 below the 1, 4, and 2 below the 4.
+    Sequences with a common prefix share rows of one tree. They are verified by ``KSeqRule``: the output has exactly the target's
+    distribution, but differs from plain decoding with the same seed, except for greedy requests, whose sequences are all equal.
+    With a small budget fewer sequences are drafted, at last a single shorter one.
 
     Args:
         num_draft_tokens: length of a sequence, at least 1.

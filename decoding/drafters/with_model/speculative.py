@@ -13,7 +13,7 @@ from outrider.decoding.tree import DraftTree
 if TYPE_CHECKING:
     import torch
 
-    from outrider.decoding.sampling.probabilities import Float64Array
+    from outrider.decoding.arrays import Float64Array
 
 SAMPLINGS = ("coupled", "greedy", "rejection")
 
@@ -21,22 +21,18 @@ SAMPLINGS = ("coupled", "greedy", "rejection")
 class SpeculativeDrafter(ModelDrafter):
     """Chain of ``num_draft_tokens`` from the draft model (Leviathan et al., arXiv 2211.17192; Chen et al., 2302.01318).
 
-    ``sampling`` selects how its tokens are chosen. A chain ends with an end token.
-
-    - ``coupled``: as the target chooses, by the same function with the same noise of (seed, position), and with the request's
-      penalties. If the models' distributions agree they choose the same token. Verified by ``verify_exact``: the output is that
-      of the seed, whatever the draft model.
+    - ``coupled``: tokens are chosen as the target chooses, by the same function with the same noise of (seed, position), and with
+      the request's penalties. Verified by ``verify_exact``: the output is that of the seed, whatever the draft model.
     - ``greedy``: the draft model's likeliest token, verified by ``verify_exact``.
     - ``rejection``: as published. Tokens are drawn from the draft model's warped distribution with separate randomness, and
       verified by rejection sampling. The output has exactly the target's distribution, but differs from plain decoding with the
       same seed. For a greedy request it equals the others.
 
     Example: draft distribution 0.6, 0.4, target 0.5, 0.5 at temperature 1. ``rejection`` accepts with 0.5 + 0.4 = 0.9, ``greedy``
-    with 0.5. ``coupled`` accepts with the chance that both argmaxes of log-probability and noise agree, 0.83: less than
-    ``rejection``, but the text is plain decoding's.
+    with 0.5, ``coupled`` with 0.83, the chance that both argmaxes of log-probability and noise agree.
 
     Args:
-        num_draft_tokens: length of the chain, at least 1.
+        num_draft_tokens: length of the chain, at least 1; it ends with an end token.
         sampling: ``coupled``, ``greedy`` or ``rejection``.
     """
 

@@ -1,5 +1,1 @@
-"""Log of past texts with chains of n-gram occurrences: an implicit trie.
-
-In: outputs.
-Out: branches.
-"""
+"""Log of past texts with chains of n-gram occurrences: an implicit trie. In: outputs. Out: branches."""

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
+from outrider.decoding.arrays import Int32Array, Int64Array, UInt8Array
 from outrider.decoding.jit import compiled
-from outrider.decoding.tree import Int32Array
-
-Int64Array = npt.NDArray[np.int64]
-UInt8Array = npt.NDArray[np.uint8]
 
 BLOCK = 64  # tokens; a block belongs to one text
 MOVED = -2  # a token t moved to another block is stored as MOVED - t: readable as a follower, not searchable
@@ -41,10 +35,7 @@ LogTokens = tuple[Int32Array, Int32Array, Int32Array]  # tokens of three logs th
 
 @compiled
 def place(key: int, buckets: int) -> int:
-    """Return the bucket of a key under linear hashing: of 2**n + m buckets the first m are split by one more bit of the key.
-
-    Example: of 4 buckets, the keys 4 and 6 have the buckets 0 and 2. Of 5 buckets, 4 and 2.
-    """
+    """Return the bucket of a key under linear hashing: of 2**n + m buckets the first m are split by one more bit of the key."""
     mask = buckets - 1
     mask |= mask >> 1
     mask |= mask >> 2
@@ -90,10 +81,7 @@ def follower(tokens: Int32Array, position: int) -> int:
 
 @compiled
 def append(log: PlainArrays, oldest: int, position: int, new: Int32Array, count: int) -> None:
-    """Write [m] tokens from ``position`` on, within allocated blocks, and chain the n-grams that end at each.
-
-    ``count`` is that of a 4-gram seen for the first time.
-    """
+    """Write [m] tokens from ``position`` on, within allocated blocks, and chain their n-grams; new 4-grams have ``count``."""
     tokens, back, heads1, heads2, heads4, counts, _ = log
     mask = len(tokens) - 1
     for index in range(len(new)):
@@ -160,8 +148,7 @@ def gather(
         context: [c] int32, the last token is the root. -1 matches nothing.
         caps: [3] maximum occurrences of the 1-, 2- and 4-grams. Up to twice as many are examined.
         found: used entries of ``positions``; the result is their new number.
-        positions: [m] out: positions of the root token.
-        matches: [m] out: number of agreeing tokens, up to ``MAX_MATCH``.
+        positions, matches: [m] out: positions of the root token, and numbers of agreeing tokens, up to ``MAX_MATCH``.
     """
     for chain in range(2, -1, -1):
         found = gather_chain(log, chain, oldest, owner, context, caps[chain], MAX_MATCH, found, positions, matches)

@@ -1,10 +1,10 @@
 """Implicit trie of past texts: a log of tokens with chains of n-gram occurrences.
 
 Each text is stored once. The branches below an n-gram are the continuations of its occurrences, and the frequency of a node is
-the number of occurrences through it. A retrieval reads a bounded number of the latest occurrences, whatever the size of the log.
+the number of occurrences through it. A retrieval reads a bounded number of the latest occurrences.
 
-Texts are stored in blocks of 64 tokens in a ring, so that several can grow at once. When the oldest block leaves, its frequent
-n-grams survive with half their count, similar to the published pruning (Lookahead, arXiv 2312.12728, section 4.2).
+Texts are stored in blocks of 64 tokens in a ring. When the oldest block leaves, its frequent n-grams survive with half their
+count, similar to the published pruning (Lookahead, arXiv 2312.12728, section 4.2).
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outrider.decoding.sources.log.arrays import LARGE, copied, empty_log, enlarged, memory_for
-from outrider.decoding.sources.log.chains import BLOCK, COPIED, MOVED, Log, LogArrays, UInt8Array, append
-from outrider.decoding.sources.log.survivors import append_counted, surviving_tokens
-from outrider.decoding.tree import Int32Array
+from outrider.decoding.arrays import Int32Array, Int64Array, UInt8Array
+from outrider.decoding.jit import compiled
+from outrider.decoding.sources.log.chains import BLOCK, COPIED, MOVED, WAYS, Log, LogArrays, PlainArrays, append
 
 OVERLAP = 20  # last tokens of a text that are copied when it continues in a distant block
 _CONTEXT = 4  # of these, tokens that only serve backward matching
 _RESCUED = -2  # owner number of surviving runs
+# A small log is copied when it doubles. From ``LARGE`` positions on, virtual memory is reserved for the full capacity, so that no
+# step copies all of it. Buckets grow with the tokens by linear hashing: each block splits a few.
+LARGE = 1 << 16  # positions; a copy of fewer takes a millisecond or two
 _NOTHING = np.zeros(0, np.int32)
 
 
@@ -38,8 +40,7 @@ class TokenLog:
     """Ring of token sequences with chains of the occurrences of their 1-, 2- and 4-grams.
 
     It starts with room for ``initial`` tokens and doubles up to ``capacity``, both rounded up to a power of two, at 33 to 49
-    bytes per token. ``arrays``, ``plain`` and the size of the ring change when it grows, so read them at each use. Positions
-    never change.
+    bytes per token. ``arrays``, ``plain`` and the size of the ring change when it grows. Positions never change.
 
     Raises:
         ValueError: an argument is below 1.
@@ -122,10 +123,7 @@ class TokenLog:
         return there
 
     def remove(self, number: int, rescued: bool) -> None:
-        """Close the text with an owner number and remove its tokens, if any.
-
-        ``rescued`` also removes all surviving runs, because they may belong to this text.
-        """
+        """Close the text with an owner number and remove its tokens, if any; with ``rescued`` also all surviving runs."""
         arrays = self.arrays
         gone = arrays.owners == number
         if rescued:
@@ -227,10 +225,126 @@ class TokenLog:
         entry.position = min(entry.position + 1, entry.block_end)
 
 
+def compile_log() -> None:
+    """Compile the functions of the log before the first request."""
+    TokenLog(1).add([0] * (4 * BLOCK))  # exceeds the capacity, so that eviction and survivors are compiled too
+
+
 def _round_up(tokens: int) -> int:
     return max(2 * BLOCK, 1 << (tokens - 1).bit_length())
 
 
-def compile_log() -> None:
-    """Compile the functions of the log before the first request."""
-    TokenLog(1).add([0] * (4 * BLOCK))  # exceeds the capacity, so that eviction and survivors are compiled too
+@compiled
+def surviving_tokens(
+    tokens: Int32Array, counts: UInt8Array, oldest: int, start: int, out: Int32Array, out_counts: UInt8Array
+) -> int:
+    """Collect the runs of a leaving block that were seen more than once, each closed by -1; return the used entries.
+
+    ``out_counts`` gets half the count of the 4-gram that ends at each token of ``out``, at least 1.
+    """
+    mask = len(tokens) - 1
+    used, written = 0, start - 1  # positions up to ``written`` are in ``out``
+    for p in range(start, start + BLOCK):
+        if counts[p & mask] < 2 or tokens[p & mask] < 0:
+            continue
+        first = p - 3
+        if first <= written:
+            first = written + 1
+        elif used:
+            out[used] = -1
+            used += 1
+        last = p + 16
+        for q in range(first, last + 1):
+            if used >= len(out) - 1:
+                return used
+            token = tokens[q & mask]
+            if q < oldest or token < 0:
+                if q >= p:
+                    break
+                continue
+            out[used] = token
+            carried = counts[q & mask] // 2 if q < start + BLOCK else 0
+            out_counts[used] = max(1, carried)
+            used += 1
+            written = q
+    return used
+
+
+@compiled
+def append_counted(log: PlainArrays, oldest: int, position: int, new: Int32Array, new_counts: UInt8Array) -> None:
+    """Write runs of tokens from ``position`` on, each token with its own count; -1 leaves a slot empty."""
+    for index in range(len(new)):
+        if new[index] >= 0:
+            append(log, oldest, position + index, new[index : index + 1], int(new_counts[index]))
+
+
+def _buckets(size: int) -> tuple[int, int, int]:
+    """Return the numbers of buckets for the 1-, 2- and 4-grams of a log of ``size`` positions."""
+    return min(size, 2**17), max(64, size // 4), max(64, size // 2)
+
+
+def memory_for(size: int) -> LogArrays:
+    """Allocate memory for ``size`` positions, a power of two."""
+    one, two, four = _buckets(size)
+    return LogArrays(
+        tokens=np.empty(size, np.int32),
+        back=np.zeros((size, 3), np.int32),
+        heads1=np.empty(one, np.int64),
+        heads2=np.empty((two, WAYS), np.int64),
+        heads4=np.empty((four, WAYS), np.int64),
+        counts=np.zeros(size, np.uint8),
+        owners=np.empty(size // BLOCK, np.int64),
+    )
+
+
+def _beginning(memory: LogArrays, size: int, one: int, two: int, four: int) -> LogArrays:
+    """Return views of the first ``size`` positions and of the given numbers of buckets."""
+    return LogArrays(
+        tokens=memory.tokens[:size],
+        back=memory.back[:size],
+        heads1=memory.heads1[:one],
+        heads2=memory.heads2[:two],
+        heads4=memory.heads4[:four],
+        counts=memory.counts[:size],
+        owners=memory.owners[: size // BLOCK],
+    )
+
+
+def empty_log(memory: LogArrays, size: int) -> LogArrays:
+    """Initialise an empty log of ``size`` positions, a power of two, at the beginning of ``memory``."""
+    arrays = _beginning(memory, size, *_buckets(size))
+    arrays.tokens.fill(-1)
+    arrays.owners.fill(-1)
+    for heads in arrays[2:5]:
+        heads.fill(-1)
+    return arrays
+
+
+def copied(arrays: LogArrays, memory: LogArrays) -> LogArrays:
+    """Copy a log to the beginning of larger memory."""
+    copy = _beginning(memory, len(arrays.tokens), len(arrays.heads1), len(arrays.heads2), len(arrays.heads4))
+    for name in LogArrays._fields:
+        getattr(copy, name)[:] = getattr(arrays, name)
+    return copy
+
+
+def enlarged(arrays: LogArrays, memory: LogArrays, size: int, bucket_size: int) -> LogArrays:
+    """Grow a log in place to ``size`` positions, with the buckets of ``bucket_size``; its ring must not have wrapped."""
+    held, (one, two, four) = len(arrays.tokens), _buckets(bucket_size)
+    if size > held:
+        memory.tokens[held:size] = -1
+        memory.owners[held // BLOCK : size // BLOCK] = -1
+    _split(memory.heads1, len(arrays.heads1), one)
+    _split(memory.heads2, len(arrays.heads2), two)
+    _split(memory.heads4, len(arrays.heads4), four)
+    return _beginning(memory, size, one, two, four)
+
+
+def _split(heads: Int64Array, held: int, count: int) -> None:
+    """Grow the buckets from ``held`` to ``count``, initialising each new bucket with the chain of the one it is split from."""
+    while held < count:
+        half = 1 << (held.bit_length() - 1)
+        end = min(count, 2 * half)
+        # See ``chains.place``: new tokens use the new buckets, and older tokens stay findable from both.
+        heads[held:end] = heads[held - half : end - half]
+        held = end

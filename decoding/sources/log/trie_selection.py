@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from outrider.decoding.budget.candidates import HASH_SLOTS, MAX_CHILDREN, Float64Array, clear_slots, pop, push, slot_of
+from outrider.decoding.arrays import Float64Array, Int32Array, Int64Array
+from outrider.decoding.budget.candidates import HASH_SLOTS, MAX_CHILDREN, clear_slots, pop, push, slot_of
 from outrider.decoding.jit import compiled
-from outrider.decoding.sources.log.chains import Int64Array, Log, LogArrays, LogTokens, follower, gather_chain
-from outrider.decoding.tree import Int32Array
+from outrider.decoding.sources.log.chains import Log, LogArrays, LogTokens, follower, gather_chain
 
 MAX_NODES = 16384  # per retrieval
 MAX_FOUND = 8192  # occurrences per retrieval
@@ -81,10 +81,7 @@ def add_node(memory: Nodes, node: int, token: int, parent: int, depth: int) -> N
 
 @compiled
 def open_children(texts: LogTokens, first: int, parent: int, depth: int, count: int, memory: Nodes) -> int:
-    """Create the children of a node from its occurrences and return the number of nodes in use.
-
-    ``first`` is the node's first occurrence, ``parent`` the node (-1: the root), and ``count`` the number of nodes in use before.
-    """
+    """Create the children of a node (-1: the root) from its occurrences; return the number of nodes in use, before ``count``."""
     nodes, frequencies, slots, found = memory.nodes, memory.frequencies, memory.slots, memory.found
     begin, at = count, first
     names = nodes[:, TOKEN]
@@ -188,7 +185,6 @@ def choose_best(
     Args:
         top: number of children of the root, which are the first nodes.
         since: nodes with rows before it, from longer suffixes, do not count towards the quota.
-        drafted: rows of the draft.
     """
     nodes, heap, queue = memory.nodes, memory.heap, memory.queue
     keys, size, waiting, served, begin, end = memory.frequencies[by], 0, 0, 0, 0, top
@@ -237,11 +233,9 @@ def hierarchical(
     logs: Logs, query: Query, quotas: Quotas, context: Int32Array, plain_memory: PlainNodes, tokens: Int32Array,
     parents: Int32Array,
 ) -> int:  # fmt: skip
-    """Build the draft tree for the end of ``context`` by the published multi-stage retrieval, with its defects fixed.
+    """Fill the draft tree for the end of ``context`` by the published multi-stage retrieval, fixed; return the number of rows.
 
-    Suffixes are looked up from the longest on until there are enough rows. Of each, the best nodes by prompt frequency are added,
-    then by output frequency, then by mixed frequency. ``tokens`` and ``parents`` are filled, [decoding length]; row 0 is the
-    root. The number of rows is returned.
+    Suffixes are looked up from the longest on. Of each, the best nodes by prompt, output, then mixed frequency are added.
     """
     memory, texts = Nodes(*plain_memory), (logs[0][0][0], logs[1][0][0], logs[2][0][0])
     mode, max_query_length, branch_length = query[0], query[2], query[3]
@@ -271,10 +265,7 @@ def hierarchical(
 def single(
     logs: Logs, query: Query, context: Int32Array, plain_memory: PlainNodes, tokens: Int32Array, parents: Int32Array
 ) -> int:
-    """Build one chain by following the most frequent child; arguments and result as in ``hierarchical``.
-
-    Shorter suffixes extend the chain until it has half as many rows as a branch may have tokens.
-    """
+    """Build one chain by following the most frequent child, extended by shorter suffixes up to half of the branch length."""
     memory, texts = Nodes(*plain_memory), (logs[0][0][0], logs[1][0][0], logs[2][0][0])
     nodes, frequencies = memory.nodes, memory.frequencies
     mode, max_query_length, branch_length = query[0], query[2], query[3]

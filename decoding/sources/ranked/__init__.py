@@ -1,5 +1,1 @@
-"""Rankings of the target from computed rows, stored by token and by context.
-
-In: computed trees.
-Out: likely next tokens.
-"""
+"""Rankings of the target, stored by token and by context. In: computed trees. Out: likely next tokens."""

@@ -6,17 +6,13 @@ signs of its first numbers carry nearly as much information as the whole state (
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from outrider.decoding.arrays import Int32Array, Int64Array, SignedArray
 from outrider.decoding.jit import compiled
-from outrider.decoding.sources.embeddings import Int64Array
 from outrider.decoding.sources.similar import popcount
-from outrider.decoding.tree import Int32Array
-
-if TYPE_CHECKING:
-    from outrider.decoding.sampling.ranking import SignedArray  # its module imports torch
 
 SIGNS = 256  # signs per hidden state
 WORDS = SIGNS // 64

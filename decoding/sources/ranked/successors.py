@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from outrider.decoding.arrays import Float64Array, Int32Array, Int64Array
 from outrider.decoding.jit import compiled
 from outrider.decoding.request import Request
-from outrider.decoding.sources.embeddings import Int64Array
 from outrider.decoding.sources.ranked.contexts import NO_CONTEXTS, NO_SIGNS, Contexts, keep_tree
-from outrider.decoding.tree import DraftTree, Int32Array
+from outrider.decoding.tree import DraftTree
 
 WIDTH = 8  # tokens per entry
 _PRIOR = (4.0, 1.2, 0.7, 0.5, 0.35, 0.3, 0.25, 0.2)  # initial hits by rank, out of _PRIOR_TRIALS
 _PRIOR_TRIALS = 10.0
 PRIOR_RATES = tuple(hits / _PRIOR_TRIALS for hits in _PRIOR)  # initial hit rate of each rank
-MAX_TENANTS = 64  # tenants with a table
+MAX_TENANTS = 64  # tenants with a table; with 150,000 tokens one takes 5 MB, and up to 12 with contexts
 _ZERO = np.zeros(1, np.int32)
 _MAX_TRIALS = 4096.0  # hits and trials are halved beyond it, so that rates follow the traffic
+# Ranking costs a pass over the vocabulary per row.
 _USE_GAIN, _LEAST_USE, _SELDOM = 0.01, 0.01, 8  # below 0.01 accepted rows per step, learn every eighth step
 
 
@@ -33,10 +33,7 @@ def replace_entries(entries: Int32Array, tokens: Int32Array, successors: Int32Ar
 
 @compiled
 def replace_tree(entries: Int32Array, tokens: Int32Array, accepted: Int32Array, successors: Int32Array) -> None:
-    """Set the [vocab, k] entry of each token of a tree to the ranking below its row, [n, k].
-
-    Of several rows of one token an accepted one (``accepted`` includes the root) wins, then the one with the lowest number.
-    """
+    """Set the [vocab, k] entry of each token of a tree to the [n, k] ranking below its row: an accepted one, else the lowest."""
     size, kept = len(tokens), len(accepted)
     for place in range(size + kept):
         row = size - 1 - place if place < size else accepted[place - size]
@@ -45,18 +42,14 @@ def replace_tree(entries: Int32Array, tokens: Int32Array, accepted: Int32Array, 
 
 
 class SuccessorTable:
-    """Most likely tokens of the target after each token when last computed, and the hit rate of each rank.
-
-    It takes vocab * 32 bytes, and up to vocab * 8 bytes and 6 MB more once trees are learned as a whole (``learn_tree``).
-    ``first`` are initial entries, [vocab, <= 8].
-    """
+    """Most likely tokens of the target after each token when last computed (initially ``first``), and hit rate of each rank."""
 
     def __init__(self, vocab_size: int, first: Int32Array | None = None) -> None:
         self.width = min(WIDTH, vocab_size)
         self.entries: Int32Array = np.full((vocab_size, self.width), -1, np.int32)  # [vocab, width], -1 if unknown
         self.contexts = NO_CONTEXTS  # rows of trees by context
         self._first = first
-        self._hits: npt.NDArray[np.float64] = np.array(_PRIOR[: self.width])
+        self._hits: Float64Array = np.array(_PRIOR[: self.width])
         self._trials = _PRIOR_TRIALS
 
     def after(self, token: int) -> list[int]:
@@ -81,14 +74,7 @@ class SuccessorTable:
         signs: Int64Array,
         successors: Int32Array,
     ) -> None:
-        """Replace the entries of the tokens of a tree (see ``replace_tree``), and store the rankings by context.
-
-        Args:
-            before: [2] the tokens before the root, the last one first, -1 if there is none.
-            above: [WORDS] signs of the row before the root, ``NO_SIGNS`` if unknown.
-            signs: [n, WORDS] signs of the last hidden state of each row.
-            successors: [n, width] the most likely tokens below each row, the most likely first.
-        """
+        """Replace the entries of a tree's tokens (``replace_tree``), and store the rankings by context (``keep_tree``)."""
         if self.contexts is NO_CONTEXTS:
             self.contexts = Contexts.empty(len(self.entries), self.width)
         rows = np.array((0, *accepted), np.int32)
@@ -114,19 +100,13 @@ class SuccessorTable:
 
 
 class LearningSteps:
-    """Selection of the steps to learn from.
-
-    Ranking costs a pass over the vocabulary per row, so most steps are skipped while hardly any row of a table is accepted.
-    """
+    """Selection of the steps to learn from: few while hardly any row of a table is accepted."""
 
     def __init__(self) -> None:
         self._use, self._steps = 1.0, 0  # moving average of accepted rows per step
 
     def due(self, requests: int) -> bool:
-        """Return whether one of the next steps of ``requests`` requests may be learned from.
-
-        It predicts ``count``, except in the step in which a source becomes useful again: that step is skipped.
-        """
+        """Return whether one of the next steps of ``requests`` requests may be learned from: a prediction of ``count``."""
         return self._use >= _LEAST_USE or self._steps % _SELDOM + max(1, requests) >= _SELDOM
 
     def count(self, accepted: int) -> bool:
@@ -137,10 +117,7 @@ class LearningSteps:
 
 
 class SuccessorTables:
-    """One table per tenant, and one per request without a tenant or, with ``by_request``, for every request.
-
-    The tables of the ``MAX_TENANTS`` latest tenants are kept; with 150,000 tokens one takes 5 MB, and up to 12 with contexts.
-    """
+    """One table per tenant, and one per request without a tenant or, with ``by_request``, for every request."""
 
     def __init__(self, vocab_size: int, first: Int32Array | None = None, by_request: bool = False) -> None:
         self.width = min(WIDTH, vocab_size)  # tokens per entry
@@ -159,8 +136,7 @@ class SuccessorTables:
     def known(self, request: Request, history_version: object = None) -> SuccessorTable | None:
         """Return the table that a request drafts from; None if nothing was learned for it.
 
-        ``edition`` is that of the tenant's history. It changes when texts are removed; the whole table is then discarded, because
-        single texts cannot be removed from it.
+        The whole table is discarded with the version of the tenant's history: single texts cannot be removed from it.
         """
         tenant = self._tenant(request)
         if tenant is None:

@@ -1,8 +1,6 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) from folders in PEFT's format. Unsupported ones are refused early.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) from folders in PEFT's format: ``scale * B (A x)`` added to linear layers.
 
-An adapter adds ``scale * B (A x)`` to the outputs of some linear layers. Its folder has ``adapter_config.json`` and
-``adapter_model.safetensors``. Adapters that requests name are computed beside the model; an adapter given as the model itself is
-merged into its weights.
+Adapters that requests name are computed beside the model; one given as the model itself is merged into its weights.
 """
 
 from __future__ import annotations
@@ -100,11 +98,7 @@ class AdapterFile:
 
 
 def find_adapters(options: ModelOptions, config: PreTrainedConfig) -> tuple[AdapterFile, ...]:
-    """Return the adapters of ``model.adapters``, reading only the headers of their tensors.
-
-    Raises:
-        ModelLoadError: a path is no adapter folder, a field is not supported, or tensors do not fit the model.
-    """
+    """Return the adapters of ``model.adapters``, reading headers of tensors only. Raises ``ModelLoadError``."""
     if not options.adapters:
         return ()
     layers = _linear_layers(config)

@@ -1,7 +1,6 @@
 """Models in a ``.gguf`` file of llama.cpp: weights, tokenizer and chat template, all from the one file.
 
-transformers reads them, and returns an ordinary model, whose matrices may stay quantized. It expects a folder beside the file and
-would use files in it (a ``tokenizer.json``, an adapter) for the model; here it gets an empty one.
+transformers reads them into an ordinary model, from an empty folder: it would use files beside the file for the model.
 """
 
 from __future__ import annotations
@@ -45,11 +44,7 @@ _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """Header of a GGUF file (github.com/ggml-org/ggml, docs/gguf.md).
-
-    Reading it takes hundredths of a second, while transformers and the package ``gguf`` take seconds and accept truncated or
-    split files.
-    """
+    """Header of a GGUF file (github.com/ggml-org/ggml, docs/gguf.md), read fast and with checks for truncated and split files."""
 
     metadata: dict[str, Any]  # single values, and lengths of lists, by key
     tensors: dict[str, int]  # number of elements by name
@@ -126,12 +121,7 @@ def _cut_as_named(path: str, tokenizer: Tokenizer, name: str) -> None:
 
 
 def convert_gguf(path: Path, folder: Path) -> None:
-    """Convert a file to an ordinary folder: weights in bfloat16, tokenizer, chat template.
-
-    Raises:
-        ModelLoadError: the file cannot be used.
-        OSError, safetensors.SafetensorError: the folder cannot be written.
-    """
+    """Convert a file to an ordinary folder: weights in bfloat16, tokenizer, chat template. Raises ``ModelLoadError``."""
     with _read_once():
         load_gguf_model(str(path), torch.bfloat16, "sdpa").save_pretrained(folder)
         load_gguf_tokenizer(str(path)).save_pretrained(folder)
@@ -141,7 +131,7 @@ def convert_gguf(path: Path, folder: Path) -> None:
 def _read_once(kept: dict[str, tuple[str, Any, Any]] | None = None) -> Iterator[None]:
     """Patch transformers to read a file once, and to draw its progress bar on a terminal only.
 
-    ``kept`` receives matrices that can stay quantized instead of the model, see ``keep_blocks``; if None, all are dequantized.
+    ``kept`` receives matrices that can stay quantized, see ``keep_blocks``; if None, all are dequantized.
     """
     import gguf
     from transformers import modeling_gguf_pytorch_utils as reading
@@ -269,12 +259,7 @@ def _readable(path: str, what: str) -> Iterator[None]:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read the header of a file.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError, struct.error: it is not a GGUF file, or a broken one.
-    """
+    """Read the header of a file. Raises ``OSError``; ``ValueError`` or ``struct.error`` for a broken file."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     with path.open("rb") as file:

@@ -56,7 +56,7 @@ def round_model(model: PreTrainedModel, weights: Weights) -> None:
 def keep_blocks(model: PreTrainedModel, raw: dict[str, tuple[str, Codes, np.ndarray]]) -> None:
     """Replace matrices of a CPU model by the blocks of a GGUF file. Raises ``ModelLoadError`` if scales are not finite.
 
-    ``raw`` has the format, the file's data [rows, bytes of a row] and the order of the rows by parameter name. It is emptied.
+    ``raw``, which is emptied, has format, data [rows, bytes of a row] and order of the rows by parameter name.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for parameter, places in list(_matrices(model)):
@@ -83,7 +83,6 @@ def _checked(name: str, kind: str, data: Codes, order: np.ndarray) -> Iterator[B
 
 
 def _matrices(model: PreTrainedModel) -> Iterator[tuple[torch.nn.Parameter, list[torch.nn.Module]]]:
-    """Yield weights of linear layers and embeddings, each with the modules that share it."""
     holders: dict[int, list[torch.nn.Module]] = {}
     others = set()
     for module in model.modules():

@@ -1,8 +1,7 @@
 """Checkpoints with quantized weights (``quantization_config`` in config.json): AWQ, GPTQ, compressed-tensors and FP8.
 
-On a GPU transformers loads them with a package per format, whose kernels compute with quantized weights. On a CPU there are no
-such kernels: the weights are dequantized while they are read, to an ordinary model in 16 bits. The headers of the files are
-checked first.
+On a GPU transformers loads them with a package per format. On a CPU, without such kernels, the weights are dequantized while they
+are read, to an ordinary model in 16 bits.
 """
 
 from __future__ import annotations
@@ -174,10 +173,7 @@ class QuantizedCheckpoint:
 
 
 def refuse_missing(path: str, found: dict[str, Any], stated: bool) -> None:
-    """Raise ``ModelLoadError`` if weights were missing in the files: transformers would initialize them randomly.
-
-    ``found`` is transformers' ``output_loading_info``; ``stated`` says whether config.json declares quantized weights.
-    """
+    """Raise ``ModelLoadError`` if ``found``, transformers' ``output_loading_info``, has missing (so random) weights."""
     missing = sorted(found["missing_keys"])
     if missing:
         advice = "download all of its files"

@@ -22,9 +22,8 @@ from outrider.engine.errors import ModelLoadError
 from outrider.engine.loading.model import LoadedModel, load_model, load_weights
 from outrider.engine.loading.model_files import find_files
 from outrider.engine.text.tokenizer import load_tokenizer
-from outrider.experiments.bench.engines.contestants import Contestant, Prompt
+from outrider.experiments.bench.engines.contestants import Contestant, Prompt, SharedModel
 from outrider.experiments.bench.engines.guided import random_model, stock_twin
-from outrider.experiments.bench.engines.shared_model import SharedModel
 from outrider.experiments.bench.engines.stock_generate import StockAssisted, StockGenerate, StockPromptLookup
 from outrider.experiments.bench.options import SIZES
 from outrider.experiments.bench.workloads import prompt_ids

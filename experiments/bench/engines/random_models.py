@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outrider.configs.slices import EngineOptions
+from outrider.decoding.drafters.registry import StrategyChoice
 from outrider.decoding.request import PLAIN
-from outrider.decoding.strategy_choice import StrategyChoice
 from outrider.engine.measures.latency import Case, time_steps
 from outrider.experiments.bench.engines.competition import Tally, compete, decode_ratios, where_time_goes
-from outrider.experiments.bench.engines.contestants import EngineContestant
+from outrider.experiments.bench.engines.contestants import EngineContestant, SharedModel
 from outrider.experiments.bench.engines.models import Setting, load_setting
-from outrider.experiments.bench.engines.shared_model import SharedModel
 from outrider.experiments.bench.figure import panel
 from outrider.experiments.bench.run import Results, Run
 

@@ -32,14 +32,15 @@ from outrider.cache_service.server.cache_server import CacheServer
 from outrider.cache_service.store.embedded import EmbeddedRedis
 from outrider.cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
 from outrider.configs.slices import CacheOptions
-from outrider.decoding.drafters import build_drafter
 from outrider.decoding.drafters.base import Drafter
+from outrider.decoding.drafters.registry import build_drafter
 from outrider.decoding.replay import KnownText, replay_workload
-from outrider.decoding.request import text_key
+from outrider.decoding.sources.text_keys import text_key
 from outrider.experiments.bench.figure import panel
 from outrider.experiments.bench.progress import Progress
 from outrider.experiments.bench.run import Bench, Results, Run
 
+_STRATEGY, _BUDGET = "auto", 64  # maximum draft tokens per step
 _QUOTA_BYTES = 1 << 30  # large enough that nothing is evicted
 _START_S, _SETTLE_S, _SNAPSHOT_S = 60.0, 60.0, 30.0
 
@@ -154,7 +155,7 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
         ``workloads``: tokens per step of every replica, over all requests and request by request.
     """
     cutter = TextTokenizer(args.tokenizer)
-    texts = {path.stem: read_known_texts(path, cutter, None, args.records) for path in args.workloads}
+    texts = {path.stem: read_known_texts(path, cutter, None) for path in args.workloads}
     tenants = tuple(part for name in texts for part in (name, f"{name}.halves"))
     with EmbeddedRedis.start() as redis:
         access = CacheAccess(CacheOptions(snapshot_s=1.0), redis.url, secrets.token_bytes(32), tenants)
@@ -162,7 +163,7 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
         server = CacheServer(access, identity, dict.fromkeys(tenants, _QUOTA_BYTES))
         server.start()
         try:
-            rows = _measure(texts, Setting(args.strategy, args.budget, identity, access), server, run.progress)
+            rows = _measure(texts, Setting(_STRATEGY, _BUDGET, identity, access), server, run.progress)
         finally:
             server.stop()
     lines = {"alone": "shares nothing", "B": "after A had them", "C": "started later"}
@@ -222,9 +223,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("workloads", type=Path, nargs="+", help="JSON lines with prompt, output and optional references")
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with a tokenizer.json")
-    parser.add_argument("--strategy", default="auto", choices=("auto", "trie"))
-    parser.add_argument("--budget", type=int, default=64, help="maximum draft tokens per step")
-    parser.add_argument("--records", type=int, help="maximum number of records of each workload")
 
 
-BENCH = Bench("shared-trie", __doc__ or "", measure, options, {"budget": 1, "records": 1})
+BENCH = Bench("shared-trie", __doc__ or "", measure, options)

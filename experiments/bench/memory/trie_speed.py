@@ -33,11 +33,11 @@ import psutil
 
 from outrider.cluster.cli.generate.known_texts import TextTokenizer
 from outrider.cluster.cli.generate.prompt_file import PromptFileError
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.drafters.auto import AutoDrafter
 from outrider.decoding.drafters.base import Drafter
 from outrider.decoding.drafters.trie import TrieDrafter
 from outrider.decoding.request import Request, SamplingParams
-from outrider.decoding.tree import Int32Array
 from outrider.experiments.bench.record import spread
 from outrider.experiments.bench.run import Bench, Results, Run
 
@@ -65,7 +65,7 @@ class Texts:
     about: dict[str, Any]  # for the record
 
 
-def corpus_texts(paths: Sequence[Path], tokenizer_folder: Path, tokens: int, seed: int) -> Texts:
+def corpus_texts(paths: Sequence[Path], tokenizer_folder: Path, tokens: int) -> Texts:
     """Tokenize the ``text`` fields of files, or of folders of files.
 
     A corpus with too few tokens is repeated, each time with some tokens replaced by others of the corpus.
@@ -86,7 +86,7 @@ def corpus_texts(paths: Sequence[Path], tokenizer_folder: Path, tokens: int, see
     held_out = [piece for piece in pieces[::HELD_OUT_EVERY] if len(piece) >= MIN_HELD_OUT]
     if not held_out:
         raise PromptFileError(f"the corpus holds {total} tokens, too few to measure on: give more files")
-    fill, shown = _repeated(fill, tokens, np.random.default_rng(seed))
+    fill, shown = _repeated(fill, tokens, np.random.default_rng(0))
     return Texts(fill, held_out, {"kind": "corpus", "files": len(files), "shown": round(shown, 2)})
 
 
@@ -230,7 +230,7 @@ def fill(drafter: Drafter, texts: Texts) -> dict[str, Any]:
 
 def measure(args: argparse.Namespace, run: Run) -> Results:
     """Measure the trie, then the steps of ``auto`` with the same texts."""
-    texts = corpus_texts(args.corpus, args.tokenizer, args.tokens, args.seed)
+    texts = corpus_texts(args.corpus, args.tokenizer, args.tokens)
     tokens = sum(map(len, texts.fill))
     run.progress.say(f"{tokens} tokens in {len(texts.fill)} texts")
     before = psutil.Process().memory_info().rss
@@ -271,7 +271,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=10_000_000, help="number of tokens in the trie")
     parser.add_argument("--budget", type=int, default=63, help="maximum rows of a proposal below the root")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=0)
 
 
 BENCH = Bench("trie-speed", __doc__ or "", measure, options, dict.fromkeys(("tokens", "budget", "rounds"), 1))

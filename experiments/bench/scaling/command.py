@@ -14,8 +14,19 @@ from outrider.engine.loading.model import load_config
 from outrider.engine.text.tokenizer import load_tokenizer
 from outrider.experiments.bench.options import add_model, add_prompts, check_distinct, check_prompts, numbers
 from outrider.experiments.bench.run import Bench, Results, Run
-from outrider.experiments.bench.scaling.entries import KINDS, Entry, ask, forms_of
-from outrider.experiments.bench.scaling.results import Prediction, beside, calibrated, crossover, figures, one_worker, row_of
+from outrider.experiments.bench.scaling.results import (
+    KINDS,
+    Entry,
+    Prediction,
+    ask,
+    beside,
+    calibrated,
+    crossover,
+    figures,
+    forms_of,
+    one_worker,
+    row_of,
+)
 from outrider.experiments.bench.workloads import fitting_records, interleaved
 from outrider.experiments.papers.numbers.scaling import beside_figures
 from outrider.experiments.service.served import memory_mib, served

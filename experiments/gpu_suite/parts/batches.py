@@ -15,11 +15,10 @@ from outrider.configs.slices import EngineOptions
 from outrider.decoding.request import PLAIN, Request, SamplingParams
 from outrider.engine.forward.runner import ModelRunner, kv_shape
 from outrider.engine.loading.memory import left_bytes
-from outrider.experiments.bench.engines.shared_model import SharedModel
+from outrider.experiments.bench.engines.contestants import SharedModel
 from outrider.experiments.bench.record import spread
 from outrider.experiments.gpu_suite import models
-from outrider.experiments.gpu_suite.clock import shown
-from outrider.experiments.gpu_suite.device import empty_cache
+from outrider.experiments.gpu_suite.device import empty_cache, shown
 from outrider.experiments.gpu_suite.parts.host import Phases
 from outrider.experiments.gpu_suite.report import Report, Setting, UnavailableError
 

@@ -8,8 +8,7 @@ import torch
 
 from outrider.engine.accelerator import accelerator
 from outrider.experiments.bench.record import spread
-from outrider.experiments.gpu_suite.clock import Case, in_turns, shown
-from outrider.experiments.gpu_suite.device import is_cuda
+from outrider.experiments.gpu_suite.device import Case, in_turns, is_cuda, shown
 from outrider.experiments.gpu_suite.report import Report, Setting
 
 _MATMUL = 8192

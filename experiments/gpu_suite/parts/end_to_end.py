@@ -13,9 +13,8 @@ from outrider.decoding.request import PLAIN
 from outrider.experiments.bench.engines.contestants import Contestant, Prompt
 from outrider.experiments.bench.engines.stock_generate import StockGenerate
 from outrider.experiments.bench.record import spread
-from outrider.experiments.gpu_suite import models, traces
-from outrider.experiments.gpu_suite.clock import shown
-from outrider.experiments.gpu_suite.device import wait
+from outrider.experiments.gpu_suite import models
+from outrider.experiments.gpu_suite.device import shown, wait
 from outrider.experiments.gpu_suite.report import Report, Setting
 from outrider.experiments.gpu_suite.texts import known_of, read_texts
 
@@ -50,8 +49,8 @@ def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
             break
         with report.attempt(kind):
             runner = bench.runner(kind, report)
-            engines = traces.engines(bench.loaded, runner, bench.folder(kind))
-            contestants: dict[str, Contestant] = {**traces.contestants(engines, setting.max_tokens)}
+            engines = models.engines(bench.loaded, runner, bench.folder(kind))
+            contestants: dict[str, Contestant] = {**models.contestants(engines, setting.max_tokens)}
             if not done:
                 contestants[STOCK] = stock
             ends = report.ends_left_s(len(done), 2)

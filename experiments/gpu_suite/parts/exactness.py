@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 
 from outrider.decoding.request import PLAIN
-from outrider.experiments.bench.engines.contestants import Prompt
-from outrider.experiments.bench.engines.shared_model import SharedModel
-from outrider.experiments.gpu_suite import models, traces
+from outrider.experiments.bench.engines.contestants import Prompt, SharedModel
+from outrider.experiments.gpu_suite import models
+from outrider.experiments.gpu_suite.models import STRATEGIES
 from outrider.experiments.gpu_suite.report import Report, Setting
 from outrider.experiments.gpu_suite.texts import read_texts
-from outrider.experiments.gpu_suite.traces import STRATEGIES
 
 _PROMPT, _OUTPUT = 1024, 64  # tokens: of the end of each prompt, and of an output
 _WRONG_SHARE = 0.1  # tokens of a reference that are others than the output's: drafts are refused in places
@@ -29,7 +28,7 @@ def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
         with report.attempt(kind):
             ends = report.ends_left_s(number, len(setting.kinds))
             runner = bench.runner(kind, report)
-            engines = traces.engines(bench.loaded, runner, bench.folder(kind), guided=False)
+            engines = models.engines(bench.loaded, runner, bench.folder(kind), guided=False)
             report.found[kind] = _compare(engines, prompts, count, report, ends, setting.seed)
             for name, row in report.found[kind].items():
                 met = row["identical"] == row["outputs"] if kind == "strict" else None
@@ -43,7 +42,7 @@ def _compare(
     engines: SharedModel, prompts: Sequence[Prompt], count: int, report: Report, ends_left_s: float, seed: int
 ) -> dict[str, Any]:
     """Plain decoding twice, then each strategy with a reference that is nearly the output, while there is time."""
-    contestants = traces.contestants(engines, count)
+    contestants = models.contestants(engines, count)
     found: dict[str, dict[str, Any]] = {
         name: {"outputs": 0, "identical": 0, "tokens": 0, "steps": 0, "parted_at": []} for name in STRATEGIES
     }

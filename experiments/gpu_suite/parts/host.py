@@ -8,19 +8,17 @@ from typing import Any
 
 import torch
 
+from outrider.decoding.drafters.registry import parse_strategy
 from outrider.decoding.request import Request
-from outrider.decoding.strategy_choice import parse_strategy
 from outrider.engine.forward.batch import Batch
-from outrider.experiments.bench.engines.contestants import Prompt, make_request
+from outrider.experiments.bench.engines.contestants import Prompt, SharedModel, make_request
 from outrider.experiments.bench.engines.phases import PHASES, PhaseClock
-from outrider.experiments.bench.engines.shared_model import SharedModel
 from outrider.experiments.bench.record import spread
 from outrider.experiments.gpu_suite import models
-from outrider.experiments.gpu_suite.clock import shown
-from outrider.experiments.gpu_suite.device import wait
+from outrider.experiments.gpu_suite.device import shown, wait
+from outrider.experiments.gpu_suite.models import STRATEGIES, engines
 from outrider.experiments.gpu_suite.report import Report, Setting, UnavailableError
 from outrider.experiments.gpu_suite.texts import read_texts
-from outrider.experiments.gpu_suite.traces import STRATEGIES, engines
 
 GOAL_MS = 0.3  # of propose, pack, verify, commit and the rest together
 _SLICES = 5  # of the steps, for the spread

@@ -13,7 +13,7 @@ from outrider.engine.forward.batch import DummySequence, ScheduledDummy, pack
 from outrider.engine.forward.runner import ModelRunner
 from outrider.experiments.bench.record import spread
 from outrider.experiments.gpu_suite import models
-from outrider.experiments.gpu_suite.clock import Case, in_turns, shown
+from outrider.experiments.gpu_suite.device import Case, in_turns, shown
 from outrider.experiments.gpu_suite.report import Report, Setting
 
 _ROUNDS = 3

@@ -32,8 +32,7 @@ from outrider.engine.loading.model import load_weights
 from outrider.engine.loading.weights.quantized import refuse_unusable
 from outrider.experiments.bench.record import spread
 from outrider.experiments.gpu_suite import models
-from outrider.experiments.gpu_suite.clock import Case, in_turns, ratios, shown
-from outrider.experiments.gpu_suite.device import empty_cache
+from outrider.experiments.gpu_suite.device import Case, empty_cache, in_turns, ratios, shown
 from outrider.experiments.gpu_suite.report import Report, Setting, UnavailableError
 
 _MEASURED = ("awq", "gptq", "w4a16", "fp8-channel", "fp8-blocks")
@@ -219,14 +218,9 @@ def packings(group: int) -> dict[str, Packing]:
 def save_checkpoints(
     quantized: Path, plain: Path, config: PreTrainedConfig, tensors: dict[str, torch.Tensor], packing: Packing
 ) -> dict[str, torch.Tensor]:
-    """A model as a quantized checkpoint and, with the weights that this stands for, as an ordinary one; returns these weights.
+    """Write a model to two folders: as a quantized checkpoint, and with the weights that this stands for; return these weights.
 
-    Args:
-        quantized: a folder; config.json and model.safetensors are written.
-        plain: another one.
-        config: of the model.
-        tensors: its weights by name; the matrices of its layers are quantized.
-        packing: the format.
+    The matrices of the layers among ``tensors`` are quantized.
     """
     stored, known = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for name, tensor in tensors.items():

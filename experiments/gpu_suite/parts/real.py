@@ -8,16 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.drafters.registry import parse_strategy
 from outrider.decoding.request import PLAIN
-from outrider.decoding.strategy_choice import parse_strategy
 from outrider.engine.engine import load_runner
 from outrider.engine.text.chat import render_chat
-from outrider.experiments.bench.engines.contestants import Prompt, Run
-from outrider.experiments.bench.engines.shared_model import SharedModel
+from outrider.experiments.bench.engines.contestants import Prompt, Run, SharedModel
 from outrider.experiments.bench.record import ROOT, spread
 from outrider.experiments.gpu_suite import models
-from outrider.experiments.gpu_suite.clock import shown
-from outrider.experiments.gpu_suite.device import empty_cache, is_cuda, wait
+from outrider.experiments.gpu_suite.device import empty_cache, is_cuda, shown, wait
 from outrider.experiments.gpu_suite.report import Report, Setting, UnavailableError
 
 _STRATEGIES = (PLAIN, "llma", "auto")

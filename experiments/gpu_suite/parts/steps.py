@@ -13,7 +13,7 @@ from outrider.engine.forward.batch import Batch
 from outrider.engine.forward.runner import ModelRunner
 from outrider.experiments.bench.record import spread
 from outrider.experiments.gpu_suite import models
-from outrider.experiments.gpu_suite.clock import Case, Times, in_turns, ratios, shown
+from outrider.experiments.gpu_suite.device import Case, Times, in_turns, ratios, shown
 from outrider.experiments.gpu_suite.parts.ceilings import roof_gb_s
 from outrider.experiments.gpu_suite.report import Report, Setting
 

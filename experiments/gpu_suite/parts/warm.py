@@ -12,17 +12,15 @@ from pathlib import Path
 
 import torch
 
-from outrider.decoding.budget.partition import compile_partition
+from outrider.decoding.drafters.registry import parse_strategy
 from outrider.decoding.sampling.nucleus import compile_nucleus
 from outrider.decoding.sampling.ranking import compile_ranking
 from outrider.decoding.sampling.row_draw import compile_draws
-from outrider.decoding.strategy_choice import parse_strategy
-from outrider.decoding.verify.tree_rows import compile_rows
+from outrider.decoding.tree_rows import compile_partition, compile_rows
 from outrider.engine.forward.runner import ModelRunner
 from outrider.engine.loading.model import LoadedModel
-from outrider.experiments.gpu_suite.models import SIZES, device_model
+from outrider.experiments.gpu_suite.models import SIZES, device_model, engines
 from outrider.experiments.gpu_suite.texts import made_up
-from outrider.experiments.gpu_suite.traces import engines
 
 EXECUTOR = "executor"  # in the place of a strategy: what an executor compiles when it is made
 CONTEXT = 256

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from outrider.decoding.tree import Int32Array
+from outrider.decoding.arrays import Int32Array
 
 Mode = Literal["mix", "input", "output"]
 Tokens = Sequence[int] | Int32Array

@@ -138,14 +138,9 @@ async def play(form: Form, shots: Sequence[Shot], target: Target, per_s: float |
 async def once(
     forms: Sequence[Form], target: Target, most: int = 40, at_once: int = 4, within_s: float = 25.0
 ) -> dict[str, dict[str, int]]:
-    """Fire each shot of each form once, and count the answers of each form by status.
+    """Fire each shot of each form once, at most ``most`` of a form, and count the answers of each form by status.
 
-    Args:
-        forms: without those of an admin port that the target does not have.
-        target: of them.
-        most: shots of a form.
-        at_once: forms fired at the same time.
-        within_s: time for the answer to a shot.
+    Forms of an admin port that the target does not have are left out.
     """
     free, found = asyncio.Semaphore(at_once), dict[str, dict[str, int]]()
 

@@ -27,8 +27,7 @@ from outrider.experiments.service.attacks import rows
 from outrider.experiments.service.attacks.attacker import Attacker, attacker_cores, once
 from outrider.experiments.service.attacks.forms import chosen
 from outrider.experiments.service.attacks.shots import Target, is_fault
-from outrider.experiments.service.attacks.turns import Turns
-from outrider.experiments.service.attacks.verdicts import Goals, memory_fails, verdict
+from outrider.experiments.service.attacks.turns import Goals, Turns, memory_fails, verdict
 from outrider.experiments.service.served import free_port, served
 
 CALM, ATTACKERS, OPERATOR = "outrider-calm", ("outrider-attacker", "outrider-second-attacker"), "outrider-operator"

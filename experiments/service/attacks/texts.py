@@ -42,12 +42,9 @@ def table_html(size: int) -> bytes:
 
 
 def pdf(pages: int, repeats: int, nested: int = 0) -> bytes:
-    """Return a PDF whose pages share one compressed stream.
+    """Return a PDF whose pages share one compressed stream with ``repeats`` lines of text.
 
-    Args:
-        pages: of it.
-        repeats: of a line of text in the stream.
-        nested: forms that call one another twice each, so that the last one is drawn ``2 ** nested`` times.
+    Each of the ``nested`` forms calls the next one twice, so that the last one is drawn ``2 ** nested`` times.
     """
     text = b"BT /F1 9 Tf 9 9 Td (word word word word) Tj ET\n" * repeats
     first_page = 4 + nested + 1

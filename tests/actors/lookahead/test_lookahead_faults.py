@@ -18,7 +18,7 @@ import pytest
 from outrider.actors.description import GroupState
 from outrider.actors.lookahead.link import LINK_ERRORS, connect
 from outrider.configs.slices import ParallelismOptions
-from outrider.decoding.drafters import build_drafter
+from outrider.decoding.drafters.registry import build_drafter
 from outrider.decoding.request import Request, SamplingParams
 from tests.helpers import models
 from tests.helpers.models import VOCAB, engine_over, tiny_model

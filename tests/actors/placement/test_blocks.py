@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.actors.placement.blocks import block, share_ranks
+from outrider.actors.lookahead.elastic import block, share_ranks
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,13 @@ from outrider.cache_service.client.outbox import Outbox
 from outrider.cache_service.client.stream_reader import StreamReader
 from outrider.cache_service.records import TextBatch
 from outrider.cache_service.store.stream_ids import written_s
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.drafters.llma import LlmaDrafter
-from outrider.decoding.request import PUBLIC, Request, SamplingParams, request_hash, text_key
+from outrider.decoding.request import PUBLIC, Request, SamplingParams
 from outrider.decoding.sources.embeddings import signs_of
 from outrider.decoding.sources.history import Histories
 from outrider.decoding.sources.similar import as_tokens, sketch_of
-from outrider.decoding.tree import Int32Array
+from outrider.decoding.sources.text_keys import request_hash, text_key
 from tests.helpers.shared_memory import IDENTITY, Cluster, Replica, contents, delta, tokens
 from tests.helpers.waiting import eventually
 
@@ -292,15 +293,6 @@ def test_a_deleted_tenant_is_gone_everywhere(cluster: Cluster, raw: redis.Redis,
     eventually(lambda: a.knows("a", [6]))
     assert b.knows("b", [4])
     assert len(raw.xrange(cluster.key("a"))) == 2 + said
-
-
-def test_evicted_texts_go(cluster: Cluster) -> None:
-    a, b = cluster.replica(), cluster.replica()
-    a.write("a", T1, 0, [1, 2, 3], final=True)
-    a.write("a", T2, 0, [4], final=True)
-    eventually(lambda: b.knows("a", [1, 2, 3], [4]))
-    cluster.add("a", TextBatch(9, 0, 0, evicted=(T1,)))
-    eventually(lambda: all(one.knows("a", [4]) for one in (a, b)))
 
 
 @pytest.mark.usefixtures("often")

@@ -17,7 +17,7 @@ import redis
 from outrider.cache_service.records import TextBatch, encode_batch
 from outrider.cache_service.store.circuit_breaker import RedisCircuitBreaker, failure_kind
 from outrider.cache_service.store.redis_store import RedisStore
-from outrider.decoding.request import text_key
+from outrider.decoding.sources.text_keys import text_key
 from outrider.experiments.faults.redis_process import RedisProcess
 from tests.helpers.shared_memory import IDENTITY, Cluster, Replica
 from tests.helpers.waiting import eventually

@@ -35,12 +35,8 @@ def test_contiguous_pieces_leave_as_one() -> None:
     assert box.nbytes == 0 and not box.idle
     box.delivered()
     assert box.idle and not box.wait(0)
-
-
-def test_nothing_is_joined_to_an_ended_text() -> None:
-    box = Outbox(10_000)
     box.put("a", delta(7, 0, [1], final=True))
-    box.put("a", delta(7, 1, [2]))
+    box.put("a", delta(7, 1, [2]))  # nothing is joined to an ended text
     assert plain(box.take(MANY)) == {"a": [(7, 0, [1], True), (7, 1, [2], False)]}
 
 
@@ -91,12 +87,9 @@ def test_a_full_share_drops_its_oldest_texts_whole() -> None:
     box.delivered()
     box.put("a", delta(0, 0, [3]))  # another text of that name
     assert plain(box.take(MANY)) == {"a": [(0, 0, [3], False)]}
-
-
-def test_a_text_larger_than_the_share_is_dropped() -> None:
-    box = Outbox(1000)
-    box.put("a", delta(1, 0, [1] * 500))
-    assert box.idle and box.nbytes == 0 and box.dropped_texts == 1
+    box.delivered()
+    box.put("a", delta(99, 0, [1] * 500))  # larger than the share
+    assert box.idle and box.nbytes == 0 and box.dropped_texts == 6
 
 
 def test_what_is_given_back_comes_first_and_is_joined_again() -> None:

@@ -13,8 +13,8 @@ from outrider.cache_service.records import MAX_BATCH_BYTES, MAX_ITEMS, TextBatch
 from outrider.cache_service.server.admin import CacheAdmin, ForeignSnapshotError, UnknownTenantError
 from outrider.cache_service.server.snapshot import CorruptSnapshotError, decode_snapshot
 from outrider.cache_service.store.redis_store import Counts
-from outrider.decoding.request import PUBLIC, request_hash, text_key
-from outrider.decoding.sources.text_keys import passage_key
+from outrider.decoding.request import PUBLIC
+from outrider.decoding.sources.text_keys import passage_key, request_hash, text_key
 from tests.helpers.shared_memory import IDENTITY, Cluster, delta, expected, tokens
 from tests.helpers.waiting import wait_for
 
@@ -53,8 +53,7 @@ def test_long_texts_travel_in_batches_that_fit(make: Make) -> None:
     assert len({batch.origin for batch in batches}) == 1
 
 
-def test_damaged_and_foreign_imports_are_refused(make: Make) -> None:
-    cluster = make()
+def test_damaged_and_foreign_imports_are_refused(cluster: Cluster) -> None:
     cluster.say({"r": tokens(1, 30)})
     exported = cluster.admin.export("acme")
     before = len(cluster.entries("umbra"))
@@ -73,8 +72,7 @@ def test_damaged_and_foreign_imports_are_refused(make: Make) -> None:
     assert len(cluster.entries("umbra")) == before
 
 
-def test_documents_loaded_twice_are_there_once(make: Make) -> None:
-    cluster = make()
+def test_documents_loaded_twice_are_there_once(cluster: Cluster) -> None:
     documents = [tokens(1, 9000), tokens(2, 10), [], tokens(2, 10)]
     assert cluster.admin.preload(documents) == 4  # three parts, and the second document
     assert sorted(len(text) for text, _ in cluster.now(PUBLIC).values()) == [10, 808, 4096, 4096]
@@ -88,8 +86,7 @@ def test_documents_loaded_twice_are_there_once(make: Make) -> None:
         cluster.admin.preload([[1], [7, 5000]])
 
 
-def test_what_was_evicted_can_be_loaded_again(make: Make) -> None:
-    cluster = make()
+def test_what_was_evicted_can_be_loaded_again(cluster: Cluster) -> None:
     server = cluster.server({PUBLIC: 2000})  # 1000 tokens
     assert cluster.admin.preload([tokens(1, 800)]) == 1
     assert wait_for(lambda: len(cluster.snapshot(PUBLIC)) == 1)
@@ -102,8 +99,7 @@ def test_what_was_evicted_can_be_loaded_again(make: Make) -> None:
     assert cluster.admin.preload([tokens(1, 800)]) == 0
 
 
-def test_deletion_by_request_takes_all_choices_for_good(make: Make) -> None:
-    cluster = make()
+def test_deletion_by_request_takes_all_choices_for_good(cluster: Cluster) -> None:
     cluster.say({"chatcmpl-7/0": [1, 2], "chatcmpl-7/1": [3, 4], "chatcmpl-70/0": [5, 6]})
     exported = cluster.admin.export("acme")
     cluster.admin.delete_request("acme", "chatcmpl-7")
@@ -119,8 +115,7 @@ def test_deletion_by_request_takes_all_choices_for_good(make: Make) -> None:
     }  # fmt: skip
 
 
-def test_more_documents_are_deleted_than_a_batch_names(make: Make) -> None:
-    cluster = make()
+def test_more_documents_are_deleted_than_a_batch_names(cluster: Cluster) -> None:
     passages = [delta(passage_key(9, place), 0, [place, 7], True) for place in range(3)]
     cluster.add("acme", TextBatch(1, 0, 0, tuple(passages)))
     cluster.admin.delete_documents("acme", [[0, 7], *([number % 300, number // 300] for number in range(2400, MAX_ITEMS + 2500))])
@@ -130,8 +125,7 @@ def test_more_documents_are_deleted_than_a_batch_names(make: Make) -> None:
     assert [text[0] for text, _ in cluster.now().values()] == [1]
 
 
-def test_deletion_of_a_tenant_leaves_others_and_starts_anew(make: Make) -> None:
-    cluster = make()
+def test_deletion_of_a_tenant_leaves_others_and_starts_anew(cluster: Cluster) -> None:
     server = cluster.server()
     cluster.say({"r": [1, 2, 3]})
     cluster.say({"s": [4, 5]}, tenant="umbra")
@@ -152,8 +146,7 @@ def test_deletion_of_a_tenant_leaves_others_and_starts_anew(make: Make) -> None:
     assert cluster.now() == {}
 
 
-def test_deletion_that_nobody_has_said_counts(make: Make) -> None:
-    cluster = make()
+def test_deletion_that_nobody_has_said_counts(cluster: Cluster) -> None:
     cluster.say({"r": [1, 2, 3]})
     assert cluster.store.delete(cluster.name()) == 1  # and whoever did it died
     cluster.say({"r": [1, 2, 3]})  # by one that has not heard of it
@@ -161,8 +154,7 @@ def test_deletion_that_nobody_has_said_counts(make: Make) -> None:
     assert cluster.admin.stats()[0].epoch == 1
 
 
-def test_stats(make: Make) -> None:
-    cluster = make()
+def test_stats(cluster: Cluster) -> None:
     cluster.say({"r": [1, 2, 3], "s": [4]})
     by_tenant = {entry.tenant: entry for entry in cluster.admin.stats()}
     assert list(by_tenant) == ["acme", "umbra", PUBLIC]
@@ -178,8 +170,7 @@ def test_stats(make: Make) -> None:
     assert acme.snapshot_bytes > 0 and acme.snapshot_age_s is not None and 0.0 <= acme.snapshot_age_s < 60.0
 
 
-def test_counts_are_those_that_the_service_keeps(make: Make) -> None:
-    cluster = make()
+def test_counts_are_those_that_the_service_keeps(cluster: Cluster) -> None:
     server = cluster.server()
     cluster.say({"r": [1, 2, 3], "s": [4]})
 
@@ -203,8 +194,7 @@ def test_counts_are_those_that_the_service_keeps(make: Make) -> None:
     assert counted() == (0, 0, 1)
 
 
-def test_counts_come_again_when_redis_has_lost_them(make: Make) -> None:
-    cluster = make()
+def test_counts_come_again_when_redis_has_lost_them(cluster: Cluster) -> None:
     cluster.server()
     cluster.say({"r": [1, 2, 3]})
     assert wait_for(lambda: len(cluster.snapshot()) == 1 and cluster.store.load_counts(cluster.name()) == Counts(1, 3, 0))
@@ -213,8 +203,7 @@ def test_counts_come_again_when_redis_has_lost_them(make: Make) -> None:
     assert wait_for(lambda: cluster.store.load_counts(cluster.name()) == Counts(1, 3, 0))
 
 
-def test_verify_names_what_is_damaged(make: Make) -> None:
-    cluster = make()
+def test_verify_names_what_is_damaged(cluster: Cluster) -> None:
     cluster.say({"r": [1, 2, 3]})
     cluster.say({"s": [4]}, tenant="umbra")
     assert cluster.admin.verify() == []
@@ -241,8 +230,7 @@ def test_unknown_tenants_are_refused_without_naming_the_others(make: Make) -> No
         assert "acme" not in str(raised.value)
 
 
-def test_memories_of_adapters_are_apart_and_go_with_their_tenant(make: Make) -> None:
-    cluster = make()
+def test_memories_of_adapters_are_apart_and_go_with_their_tenant(cluster: Cluster) -> None:
     identity = dataclasses.replace(IDENTITY, adapters=(("sql", "d1"), ("poems", "d2")))
     admin = CacheAdmin(cluster.access, identity)
     names = [entry.tenant for entry in admin.stats()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from outrider.cache_service.server.clock import AgeClock
+from outrider.cache_service.server.cache_server import AgeClock
 
 DAY = 86400.0
 TTL_S = 30 * DAY

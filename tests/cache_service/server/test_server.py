@@ -18,7 +18,8 @@ from outrider.cache_service.server.compaction import StreamCompactor
 from outrider.cache_service.server.snapshot import decode_snapshot
 from outrider.cache_service.store.stream_ids import compare_ids
 from outrider.cache_service.texts import TenantTexts
-from outrider.decoding.request import PUBLIC, request_hash, text_key
+from outrider.decoding.request import PUBLIC
+from outrider.decoding.sources.text_keys import request_hash, text_key
 from outrider.experiments.faults.redis_process import RedisProcess
 from tests.helpers.shared_memory import DAMAGED, IDENTITY, Cluster, expected, tokens
 from tests.helpers.waiting import wait_for
@@ -35,8 +36,7 @@ time.sleep(600)
 """
 
 
-def test_streams_become_snapshots_that_load_equal(make: Callable[..., Cluster]) -> None:
-    cluster = make()
+def test_streams_become_snapshots_that_load_equal(cluster: Cluster) -> None:
     texts = {f"r{index}/1": tokens(index, 1 + index % 90) for index in range(400)}
     first = cluster.say({"r0/1": texts["r0/1"]})
     server = cluster.server()
@@ -61,8 +61,7 @@ def test_streams_become_snapshots_that_load_equal(make: Callable[..., Cluster]) 
     assert other.status().last_error is None
 
 
-def test_only_one_of_several_leads_and_the_next_takes_over(make: Callable[..., Cluster]) -> None:
-    cluster = make()
+def test_only_one_of_several_leads_and_the_next_takes_over(cluster: Cluster) -> None:
     first, second = cluster.server(), cluster.server()
     assert wait_for(lambda: first.status().leader or second.status().leader)
     leader, other = (first, second) if first.status().leader else (second, first)
@@ -75,8 +74,7 @@ def test_only_one_of_several_leads_and_the_next_takes_over(make: Callable[..., C
     assert other.status().leader and not leader.status().leader
 
 
-def test_killed_leader_is_replaced_when_its_lease_runs_out(make: Callable[..., Cluster]) -> None:
-    cluster = make()
+def test_killed_leader_is_replaced_when_its_lease_runs_out(cluster: Cluster) -> None:
     cluster.say({"r": [1, 2, 3]})
     command = [sys.executable, "-c", HOLD, cluster.url, cluster.prefix]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -157,8 +155,7 @@ def test_a_clock_that_jumps_deletes_nothing(make: Callable[..., Cluster], monkey
     server.stop()
 
 
-def test_deleted_request_is_nowhere_in_redis(make: Callable[..., Cluster]) -> None:
-    cluster = make()
+def test_deleted_request_is_nowhere_in_redis(cluster: Cluster) -> None:
     server = cluster.server()
     mine, other = tokens(1, 40), tokens(2, 40)
     cluster.say({"doomed/0": mine, "other": other})
@@ -176,8 +173,7 @@ def test_deleted_request_is_nowhere_in_redis(make: Callable[..., Cluster]) -> No
     assert server.status().failures == 0
 
 
-def test_bytes_that_are_trimmed_in_the_middle_of_a_node_leave_later(make: Callable[..., Cluster]) -> None:
-    cluster = make()
+def test_bytes_that_are_trimmed_in_the_middle_of_a_node_leave_later(cluster: Cluster) -> None:
     store, name = cluster.store, cluster.name()
     mine = tokens(1, 40)
     cluster.say({"doomed": mine})
@@ -198,8 +194,7 @@ def test_bytes_that_are_trimmed_in_the_middle_of_a_node_leave_later(make: Callab
 
 
 @pytest.mark.parametrize("said", [True, False])
-def test_deleted_tenant_is_nowhere_in_redis(make: Callable[..., Cluster], said: bool) -> None:
-    cluster = make()
+def test_deleted_tenant_is_nowhere_in_redis(cluster: Cluster, said: bool) -> None:
     server = cluster.server()
     mine, other = tokens(1, 40), tokens(2, 40)
     last = cluster.say({"r": mine})
@@ -217,8 +212,7 @@ def test_deleted_tenant_is_nowhere_in_redis(make: Callable[..., Cluster], said: 
     assert server.status().texts == 2
 
 
-def test_damage_is_dropped_and_counted(make: Callable[..., Cluster]) -> None:
-    cluster = make()
+def test_damage_is_dropped_and_counted(cluster: Cluster) -> None:
     cluster.say({"r": [1, 2, 3]})
     cluster.store.append([(cluster.name(), b"nonsense")])
     cluster.store.save_snapshot(cluster.name("umbra"), *DAMAGED)
@@ -230,8 +224,7 @@ def test_damage_is_dropped_and_counted(make: Callable[..., Cluster]) -> None:
     assert server.status().corrupt_records == 2
 
 
-def test_two_services_with_different_tenants_do_each_other_no_harm(make: Callable[..., Cluster]) -> None:
-    cluster = make()
+def test_two_services_with_different_tenants_do_each_other_no_harm(cluster: Cluster) -> None:
     cluster.server()
     extra = cluster.server(tenants=["acme"])
     texts = {f"r{index}": tokens(index, 20) for index in range(50)}

@@ -178,18 +178,6 @@ def test_one_look_lets_go_of_a_tenth_and_of_the_oldest() -> None:
     assert looks < 40, "what is old goes all the same"
 
 
-def test_the_example_of_the_docstring() -> None:
-    day = 86400.0
-    sorted_by_age = [tokens(1, 2, 3, 4, 5), tokens(1, 2, 3, 4, 6), tokens(7, 8, 9, 10)]
-    assert worths(sorted_by_age, np.array([14 * day, 7 * day, 0.0]), 7 * day).tolist() == [0.25, 0.75, 1.0]
-    texts = TenantTexts()
-    for key, ids, day_number in ((T1, sorted_by_age[0], 0), (T2, sorted_by_age[1], 7), (T1B, sorted_by_age[2], 14)):
-        whole(texts, key, ids.tolist(), day_number * day)
-    assert texts.evict(14, 7 * day, 14 * day) == [], "it fits"
-    assert texts.evict(13, 7 * day, 14 * day) == [T1]
-    assert texts.evict(0, 7 * day, 14 * day) == [T2, T1B] and texts.num_tokens == 0
-
-
 def naive_worths(texts: list[list[int]], ages_s: list[float], half_life_s: float) -> list[float]:
     """The rule, text by text."""
     grams = [[tuple(ids[at : at + GRAM]) for at in range(max(1, len(ids) - GRAM + 1))] for ids in texts]

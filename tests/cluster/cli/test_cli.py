@@ -8,44 +8,35 @@ import pty
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from outrider.cluster.cli.chat import ServerBackend
 from outrider.cluster.cli.client import RefusedError
-from outrider.cluster.http.api import Service
 from outrider.decoding.jit import NATIVE
-from tests.cluster.circle import Server, local_engine, save_saying, served
-from tests.cluster.commands import COMMAND, ENVIRONMENT, REPOSITORY, error_line, outrider, outrider_apart
+from tests.cluster.circle import Server, save_saying, speaking
+from tests.cluster.commands import COMMAND, ENVIRONMENT, error_line, outrider, outrider_apart
 
 
-def test_help_names_every_command() -> None:
-    run = outrider_apart("--help")
-    assert run.returncode == 0
-    for command in ("serve", "generate", "chat", "doctor", "version"):
-        assert command in run.stdout
-
-
-def test_help_imports_nothing_heavy() -> None:
-    code = "import sys, outrider.cluster.cli.main; print({'ray', 'torch', 'transformers', 'fastapi'} & set(sys.modules))"
-    command = [sys.executable, "-c", code]
-    run = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=REPOSITORY, timeout=60)
-    assert run.stdout.strip() == "set()", run.stderr
-
-
-def test_processes_without_a_model_import_no_library_of_models() -> None:
-    """The launcher, the API and the cache server import these, the controller what it is sent."""
-    names = ("cluster.app", "cluster.cli.launch.serve", "cluster.serving.cache_actor", "actors.description")
-    modules = ", ".join(f"outrider.{name}" for name in names)
-    code = f"import sys, {modules}; print({{'torch', 'transformers', 'numba', 'llvmlite'}} & set(sys.modules))"
-    command = [sys.executable, "-c", code]
-    run = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=REPOSITORY, timeout=60)
+@pytest.mark.parametrize(
+    ("modules", "heavy"),
+    [
+        (("cluster.cli.main",), {"ray", "torch", "transformers", "fastapi"}),
+        # The launcher, the API and the cache server import these, the controller what it is sent.
+        (
+            ("cluster.app", "cluster.cli.launch.serve", "cluster.serving.cache_actor", "actors.description"),
+            {"torch", "transformers", "numba", "llvmlite"},
+        ),
+    ],
+    ids=["commands", "service"],
+)
+def test_imports_of_processes_without_a_model(modules: Sequence[str], heavy: set[str]) -> None:
+    names = ", ".join(f"outrider.{module}" for module in modules)
+    run = outrider_apart(code=f"import sys, {names}; print({heavy} & set(sys.modules))")
     assert run.stdout.strip() == "set()", run.stderr
 
 
@@ -63,31 +54,17 @@ def test_bad_settings_are_exit_code_2(arguments: list[str], said: str) -> None:
     assert said in error_line(outrider("serve", *arguments), 2)
 
 
-def test_unknown_option_is_exit_code_2() -> None:
+def test_what_ends_the_launch(tmp_path: Path, circle_model: Path) -> None:
     assert outrider("serve", "--nonsense").returncode == 2
-
-
-def test_port_in_use_says_what_to_do() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        error = error_line(outrider("serve", f"server.port={port}"), 1)
-    assert f"port {port} on 127.0.0.1 is in use" in error
-    assert f"server.port={port + 1}" in error
-
-
-def test_broken_model_path_says_what_to_do(tmp_path: Path) -> None:
-    error = error_line(outrider("serve", "server.port=0x6ff7", "--model", str(tmp_path / "absent")), 1)
-    assert "is not a folder" in error
-    assert "no config.json" in error_line(outrider("serve", "server.port=0x6ff7", "--model", str(tmp_path)), 1)
-
-
-def test_a_redis_that_others_use_needs_a_secret(circle_model: Path) -> None:
+        assert f"port {port} on 127.0.0.1" in error_line(outrider("serve", f"server.port={port}"), 1)
+    for folder in (tmp_path, tmp_path / "absent"):
+        assert str(folder) in error_line(outrider("serve", "server.port=0x6ff7", "--model", str(folder)), 1)
     run = outrider("serve", "server.port=28663", "--model", str(circle_model), "redis_url=redis://:pass@127.0.0.1:1/0")
-    error = error_line(run, 1)
-    assert "OUTRIDER_CACHE_SECRET is not set" in error and "openssl rand -hex 32" in error
-    assert ":pass" not in run.stderr
+    assert "OUTRIDER_CACHE_SECRET" in error_line(run, 1) and ":pass" not in run.stderr
 
 
 def test_doctor_json_names_what_is_there() -> None:
@@ -104,17 +81,8 @@ def test_doctor_json_names_what_is_there() -> None:
         assert finding["status"] == "ok" or finding["remedy"], finding
 
 
-def test_doctor_table() -> None:
-    run = outrider("doctor")
-    assert "torch" in run.stdout
-    assert "redis" in run.stdout
-    assert "ok" in run.stdout
-
-
-def test_chat_without_a_server_says_what_to_do() -> None:
-    error = error_line(outrider("chat", "--url", "http://127.0.0.1:1"), 1)
-    assert "no server answers at http://127.0.0.1:1" in error
-    assert "outrider serve" in error
+def test_chat_without_a_server() -> None:
+    assert "http://127.0.0.1:1" in error_line(outrider("chat", "--url", "http://127.0.0.1:1"), 1)
 
 
 def test_chat_is_a_conversation(api_server: Server) -> None:
@@ -131,20 +99,17 @@ def test_chat_takes_documents_and_shows_what_was_drafted(api_server: Server, tmp
     document = tmp_path / "notes on Füchse.md"
     document.write_text("The quick brown fox.", encoding="utf-8")
     text = f"/docs {document}\n/docs {tmp_path / 'absent'}\nWho?\n/exit\n"
-    run = outrider_apart("chat", "--url", api_server.url, "--max-tokens", "8", "--show-drafts", text=text)
-    assert run.returncode == 0 and "20 characters, goes before the next question" in run.stdout
-    assert "<abcdefg" in run.stdout and "[8 tokens, " in run.stderr
-    assert "absent: No such file or directory; give a file of text" in run.stderr
+    run = outrider("chat", "--url", api_server.url, "--max-tokens", "8", "--show-drafts", text=text)
+    assert run.returncode == 0 and "20 characters" in run.stdout
+    assert "<abcdefg" in run.stdout and "[8 tokens, " in run.stderr and "absent" in run.stderr
 
 
 def test_chat_shows_reasoning_that_is_no_part_of_the_message(circle_model: Path, tmp_path: Path) -> None:
     said = ["<think>", "four? ", "</think>", "It is four."]
     template = "{% for message in messages %}{{ message.content }}{% endfor %}>{# <think> </think> #}"
-    path = save_saying(circle_model, tmp_path / "thinking", said, template)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
-    with local_engine(path, max_model_len=2048) as engine, served(Service(engine, tokenizer)) as url:
-        run = outrider_apart("chat", "--url", url, text="hi\nagain\n/exit\n")
-        prompts = [tokenizer.decode(job.prompt_ids) for job in engine.jobs]
+    with speaking(save_saying(circle_model, tmp_path / "thinking", said, template)) as speaker:
+        run = outrider("chat", "--url", speaker.url, text="hi\nagain\n/exit\n")
+        prompts = [speaker.tokenizer.decode(job.prompt_ids) for job in speaker.engine.jobs]
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("four?") == run.stdout.count("It is four.") == 2 and "<think>" not in run.stdout
     assert prompts == ["hi>", "hiIt is four.again>"]
@@ -216,8 +181,6 @@ def test_version_is_that_of_the_distribution() -> None:
     assert (run.returncode == 0) is bool(run.stdout)
 
 
-def test_simulate_explains_itself_and_refuses_in_one_line() -> None:
-    done = outrider_apart("simulate", "--help")
-    assert done.returncode == 0 and "--find" in done.stdout and "Not simulated" in done.stdout and not done.stderr
+def test_simulate_refuses_in_one_line() -> None:
     of = ("none.jsonl", "--tokenizer", "none", "--gpu", "H100", "--model", "llama-2-7b", "--rate", "1")
-    assert error_line(outrider_apart("simulate", *of), 2).startswith("error: tokenizer 'none' has no tokenizer.json")
+    assert "tokenizer 'none'" in error_line(outrider_apart("simulate", *of), 2)

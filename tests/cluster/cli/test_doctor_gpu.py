@@ -57,7 +57,7 @@ def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         found = findings()
     assert (found["gpu"]["status"], found["torch"]["remedy"]) == ("optional", "update it")
     assert "the driver is gone" in found["torch"]["found"] and found["gpu"]["remedy"]
-    monkeypatch.setattr("outrider.engine.cuda.probe.graph_fault", lambda device: None)
+    monkeypatch.setattr("outrider.engine.cuda.slot_attention.graph_fault", lambda device: None)
     with accelerator.use(FakeGpus(2)):  # type: ignore[arg-type]
         assert findings()["torch"]["status"] == "ok"
 

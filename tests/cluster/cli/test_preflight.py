@@ -67,8 +67,8 @@ def test_check_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_check_model(tmp_path: Path) -> None:
-    check_model("organisation/name")
-    check_model("name")
+    for name in ("organisation/name", "name", "smollm2-135m-instruct"):
+        check_model(name)
     for path in ("/absent/model", "./absent", "a/b/c", "~/absent-model"):
         with pytest.raises(LaunchError, match="is not a folder"):
             check_model(path)
@@ -76,15 +76,11 @@ def test_check_model(tmp_path: Path) -> None:
         check_model(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     check_model(str(tmp_path))
-    check_model("smollm2-135m-instruct")
-
-
-def test_check_gguf(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
-    with pytest.raises(LaunchError, match=r"cannot be read: No such file or directory; give an existing \.gguf file"):
+    with pytest.raises(LaunchError, match="cannot be read"):
         check_model(str(file))
     file.write_bytes(b"PK")
-    with pytest.raises(LaunchError, match="is not a GGUF file: it does not begin with GGUF"):
+    with pytest.raises(LaunchError, match="is not a GGUF file"):
         check_model(str(file), "speculation.draft_model")
     file.write_bytes(b"GGUF")
     check_model(str(file))
@@ -104,11 +100,8 @@ def test_a_model_that_cannot_be_fetched_ends_the_launch_at_once(tmp_path: Path, 
 
 
 def test_base_url_is_one_that_a_client_can_use() -> None:
-    assert (
-        base_url(load_config(None, ["server.host=0.0.0.0", "server.port=81", "server.require_key=false"]))
-        == "http://127.0.0.1:81"
-    )
-    assert base_url(load_config(None, ["server.host=127.0.0.1", "server.port=82"])) == "http://127.0.0.1:82"
+    for host, more in (("0.0.0.0", ["server.require_key=false"]), ("127.0.0.1", [])):
+        assert base_url(load_config(None, [f"server.host={host}", "server.port=81", *more])) == "http://127.0.0.1:81"
 
 
 def configured(replicas: int, world_size: int | str, cpus: float = 1.0, address: str | None = None) -> Config:
@@ -117,19 +110,29 @@ def configured(replicas: int, world_size: int | str, cpus: float = 1.0, address:
     return Config.model_validate({"parallelism": parallelism, "server": server})
 
 
-def test_what_cannot_be_reserved_is_an_error_before_anything_starts() -> None:
+def test_reservations() -> None:
+    """Ray would wait for ever for what is not there."""
     cores = os.cpu_count() or 1
-    check_processors(configured(1, cores))
-    check_processors(configured(1, 2 * cores, 0.5))
-    check_processors(configured(100, "auto"))
-    check_processors(configured(100, 8, address="10.0.0.1:6379"))
-    with pytest.raises(LaunchError, match=f"1 x {cores + 1} ranks need {cores + 1} CPUs, 1 each, but there are {cores}: lower "):
-        check_processors(configured(1, cores + 1))
-    with pytest.raises(LaunchError, match="cpus_per_replica must be above 0"):
-        check_processors(configured(1, 2, 0.0))
-    check_reservation(configured(2, 4), "GPU", 1.0, 8.0)
-    with pytest.raises(LaunchError, match=r"2 x 4 ranks need 8 GPUs.*server.gpus_per_replica"):
-        check_reservation(configured(2, 4), "GPU", 1.0, 7.0)
+    for config in (
+        configured(1, cores), configured(1, 2 * cores, 0.5), configured(100, "auto"), configured(100, 8, address="10.0.0.1:6379"),
+    ):  # fmt: skip
+        check_processors(config)
+    for config, named in ((configured(1, cores + 1), f"need {cores + 1} CPUs"), (configured(1, 2, 0.0), "cpus_per_replica")):
+        with pytest.raises(LaunchError, match=named):
+            check_processors(config)
+    two = Config(server=ServerOptions(replicas=2))
+    compared = Config(server=ServerOptions(replicas=2), baseline=BaselineOptions(enabled=True))
+    for config, resource, each, available in (
+        (configured(2, 4), "GPU", 1.0, 8.0), (two, "GPU", 0.5, 1.0), (Config(), "GPU", 0.0, 0.0), (compared, "CPU", 1.0, 3.0),
+        (two, "CPU", 1.0, 1.0),  # Serve waits for more
+    ):  # fmt: skip
+        check_reservation(config, resource, each, available)
+    for config, resource, available, needs in (
+        (configured(2, 4), "GPU", 7.0, "need 8 GPUs"), (two, "GPU", 0.0, "needs a GPU"), (two, "GPU", 1.0, "need 2 GPUs"),
+        (compared, "CPU", 2.0, "need 3 CPUs"),
+    ):  # fmt: skip
+        with pytest.raises(LaunchError, match=needs):
+            check_reservation(config, resource, 1.0, available)
 
 
 def test_replicas_of_a_gpu_take_their_parts_of_its_memory() -> None:
@@ -170,24 +173,7 @@ def test_each_replica_of_the_api_needs_a_node() -> None:
     check_api_nodes(Config(), [])
 
 
-def test_a_gpu_that_is_not_there_ends_the_launch() -> None:
-    """Ray would wait for it for ever."""
-    for available in (0.0, 1.0):
-        with pytest.raises(LaunchError, match="GPU"):
-            check_reservation(Config(server=ServerOptions(replicas=2)), "GPU", 1.0, available)
-    check_reservation(Config(server=ServerOptions(replicas=2)), "GPU", 0.5, 1.0)
-    check_reservation(Config(), "GPU", 0.0, 0.0)
-
-
 def test_a_replica_cannot_choose_its_gpu() -> None:
     check_device("cuda")
     with pytest.raises(LaunchError, match=r"cuda:7.*model\.device=cuda"):
         check_device("cuda:7")
-
-
-def test_the_reservation_counts_the_baseline() -> None:
-    config = Config(server=ServerOptions(replicas=2), baseline=BaselineOptions(enabled=True))
-    check_reservation(config, "CPU", 1.0, 3.0)
-    with pytest.raises(LaunchError, match=r"2 x 1 ranks and 1 of the baseline need 3 CPUs.*baseline\.replicas"):
-        check_reservation(config, "CPU", 1.0, 2.0)
-    check_reservation(Config(server=ServerOptions(replicas=2)), "CPU", 1.0, 1.0)  # Serve waits for more, as before

@@ -20,7 +20,7 @@ from tests.cluster.circle import CHAT, MESSAGES, TEXT, TOKENIZER, LocalEngine, b
 
 ROUTES = {
     "/health", "/ping", "/ready", "/version", "/v1/models", "/v1/models/{name}", "/v1/completions", "/v1/chat/completions",
-    "/tokenize", "/detokenize",
+    "/v1/compare", "/tokenize", "/detokenize",
 }  # fmt: skip
 
 
@@ -59,11 +59,9 @@ LARGE = "x" * (1 << 15)
 USER = {"role": "user", "content": "hi"}
 LARGE_TOOL = {"type": "function", "function": {"name": "f", "description": LARGE}}
 LARGE_CALL = {"id": "1", "function": {"name": "f", "arguments": json.dumps({"a": LARGE})}}
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
+CHATS_OF_THREADS: dict[str, list[dict[str, Any]]] = {
+    "short-texts": [{"messages": [USER]}],
+    "long-texts": [
         {"messages": [USER | {"content": LARGE}]},
         {"messages": [USER | {"content": [{"type": "text", "text": "x" * 1024}] * 32}]},
         {"messages": [{"role": "assistant", "reasoning": LARGE}, USER]},
@@ -73,20 +71,15 @@ LARGE_CALL = {"id": "1", "function": {"name": "f", "arguments": json.dumps({"a":
         {"messages": [USER], "tools": [LARGE_TOOL]},
         {"messages": [USER], "chat_template_kwargs": {"a": LARGE}},
     ],
-    ids=["content", "parts", "reasoning", "reasoning_content", "arguments", "messages", "tools", "variables"],
-)
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+    "huge-texts": [{"messages": [USER | {"content": LARGE * 40}]}],
+}
+
+
+@pytest.mark.parametrize(("path", "more"), [("/v1/chat/completions", {"max_tokens": 1}), ("/tokenize", {})])
 def test_every_text_of_a_chat_counts_as_long(
-    circle_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any]
+    circle_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, path: str, more: dict[str, Any]
 ) -> None:
-    assert threads_of(circle_engine, monkeypatch, path, {"model": "circle"} | fields) == {"long-texts"}
-    assert threads_of(circle_engine, monkeypatch, path, {"model": "circle", "messages": [USER]}) == {"short-texts"}
-    huge = {"model": "circle", "messages": [USER | {"content": LARGE * 40}]}
-    assert threads_of(circle_engine, monkeypatch, path, huge) == {"huge-texts"}
-
-
-def threads_of(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]) -> set[str]:
-    """The kinds of threads in which the chat of a request is rendered."""
+    """The kind of threads in which a chat is rendered follows from all of its texts."""
     seen = set[str]()
 
     def rendered(*args: Any, **options: Any) -> list[int]:
@@ -95,9 +88,12 @@ def threads_of(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, path: str, 
 
     for module in (request_planner, text_api):
         monkeypatch.setattr(module, "render_chat", rendered)
-    with client_of(Service(engine, TOKENIZER)) as http:
-        http.post(path, json=body)
-    return seen
+    with client_of(Service(circle_engine, TOKENIZER)) as http:
+        for threads, bodies in CHATS_OF_THREADS.items():
+            for body in bodies:
+                seen.clear()
+                http.post(path, json={"model": "circle"} | body | more)
+                assert seen == {threads}, body.keys()
 
 
 def test_a_chat_has_the_tokens_that_its_usage_counts(http: httpx.Client) -> None:
@@ -163,54 +159,43 @@ def test_the_document_names_the_routes(document: dict[str, Any]) -> None:
     assert len(set(identifiers)) == len(identifiers)
 
 
-TAKEN = [
-    *(
-        ("/v1/completions", TEXT | more)
-        for more in (
-            {}, {"prompt": ["<", "a"]}, {"prompt": [5, 6]}, {"prompt": [[5], [6]]}, {"prompt": ["a", [5]]}, {"stop": "d"},
-            {"stop": ["d", "e"]}, {"stop": []}, {"stop": None}, {"best_of": 1}, {"suffix": ""}, {"suffix": None}, {"n": 2},
-            {"logprobs": 2},
-            {"echo": True}, {"logit_bias": {"5": 3}}, {"speculation": {"max_draft_tokens": 0}}, {"cache": "off"}, {"top_k": -1},
-        )
-    ),
-    *(
-        ("/v1/chat/completions", CHAT | more)
-        for more in (
-            {}, {"tools": []}, {"tool_choice": "auto"}, {"prediction": {"type": "content", "content": "x"}}, {"n": 2},
-            {"logprobs": True}, {"store": False}, {"stream_options": None}, {"user": "me"},
-            {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]}]},
-        )
-    ),
-    ("/tokenize", {"prompt": "a"}),
-    ("/tokenize", {"messages": MESSAGES, "return_token_strs": True}),
-    ("/detokenize", {"tokens": [5]}),
-]  # fmt: skip
-REFUSED = [
-    *(
-        ("/v1/completions", TEXT | more)
-        for more in (
-            {"prompt": []}, {"prompt": 5}, {"prompt": {}}, {"stop": 5}, {"stop": list("abcde")}, {"stop": [""]}, {"n": 0},
-            {"stop": "a" * 1001},
-            {"n": 129}, {"best_of": 2}, {"suffix": "x"}, {"logprobs": 21}, {"wibble": 1}, {"temperature": 3}, {"seed": -1},
-            {"cache": "on"}, {"speculation": {"wibble": 1}}, {"logit_bias": {"5": 101}}, {"model": None},
-        )
-    ),
-    *(
-        ("/v1/chat/completions", CHAT | more)
-        for more in (
-            {"messages": []}, {"messages": [{"content": "hi"}]}, {"tool_choice": "any"}, {"tools": [{}]}, {"store": True},
-            {"prediction": "x"}, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, {"echo": True},
-        )
-    ),
-    ("/tokenize", {"prompt": 5}),
-    ("/detokenize", {"tokens": [-1]}),
-    ("/detokenize", {}),
-]  # fmt: skip
+Bodies = dict[str, list[dict[str, Any]]]
+BASES: dict[str, dict[str, Any]] = {"/v1/completions": TEXT, "/v1/chat/completions": CHAT, "/tokenize": {}, "/detokenize": {}}
+CALLS = [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]
+# Changes of a body: those that are taken, and those that are refused.
+TAKEN: Bodies = {
+    "/v1/completions": [
+        {}, {"prompt": ["<", "a"]}, {"prompt": [5, 6]}, {"prompt": [[5], [6]]}, {"prompt": ["a", [5]]}, {"stop": "d"},
+        {"stop": ["d", "e"]}, {"stop": []}, {"stop": None}, {"best_of": 1}, {"suffix": ""}, {"suffix": None}, {"n": 2},
+        {"logprobs": 2}, {"echo": True}, {"logit_bias": {"5": 3}}, {"speculation": {"max_draft_tokens": 0}}, {"cache": "off"},
+        {"top_k": -1},
+    ],
+    "/v1/chat/completions": [
+        {}, {"tools": []}, {"tool_choice": "auto"}, {"prediction": {"type": "content", "content": "x"}}, {"n": 2},
+        {"logprobs": True}, {"store": False}, {"stream_options": None}, {"user": "me"},
+        {"messages": [{"role": "assistant", "tool_calls": CALLS}]},
+    ],
+    "/tokenize": [{"prompt": "a"}, {"messages": MESSAGES, "return_token_strs": True}],
+    "/detokenize": [{"tokens": [5]}],
+}  # fmt: skip
+REFUSED: Bodies = {
+    "/v1/completions": [
+        {"prompt": []}, {"prompt": 5}, {"prompt": {}}, {"stop": 5}, {"stop": list("abcde")}, {"stop": [""]}, {"n": 0},
+        {"stop": "a" * 1001}, {"n": 129}, {"best_of": 2}, {"suffix": "x"}, {"logprobs": 21}, {"wibble": 1}, {"temperature": 3},
+        {"seed": -1}, {"cache": "on"}, {"speculation": {"wibble": 1}}, {"logit_bias": {"5": 101}}, {"model": None},
+    ],
+    "/v1/chat/completions": [
+        {"messages": []}, {"messages": [{"content": "hi"}]}, {"tool_choice": "any"}, {"tools": [{}]}, {"store": True},
+        {"prediction": "x"}, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, {"echo": True},
+    ],
+    "/tokenize": [{"prompt": 5}],
+    "/detokenize": [{"tokens": [-1]}, {}],
+}  # fmt: skip
 
 
 def test_the_document_is_true(document: dict[str, Any], http: httpx.Client) -> None:
     for cases, status, entry in ((TAKEN, 200, "200"), (REFUSED, 400, "4XX")):
-        for path, body in cases:
+        for path, body in ((path, BASES[path] | change) for path, changes in cases.items() for change in changes):
             response = http.post(path, json=body)
             assert response.status_code == status, (path, body, response.text)
             wanted = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]

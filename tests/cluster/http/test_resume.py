@@ -264,11 +264,7 @@ def test_what_cannot_be_gone_on_with(circles: Pair) -> None:
     begun = f"{created}.{digest}.{model}"
     unsigned = last.removesuffix(f".{signature}")
     wrong = ["", "7", "null", f"{last}.", f"{last}{last}", last.upper(), f"{name[:-1]}.{begun}.{usage}.{choice}"]
-    wrong += [
-        f"{name}.{begun}.{usage}",
-        f"{name}.{begun}.2.{choice}",
-        f"{name}.{begun}.0.-1-0-0-0-0",
-    ]
+    wrong += [f"{name}.{begun}.{usage}", f"{name}.{begun}.2.{choice}", f"{name}.{begun}.0.-1-0-0-0-0"]
     wrong += [last.replace("cmpl-", "chatcmpl-"), f"{name}.{begun}.{usage}.{choice}f-1"]
     changed = f"{name}.999999999999.{digest}.{model}.{usage}.{choice}.{signature}"
     for value in (unsigned, f"{unsigned}.{'0' * 32}", signed(unsigned, key=b"another"), changed):

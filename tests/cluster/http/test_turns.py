@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import threading
 from collections.abc import Awaitable, Callable
@@ -15,7 +16,7 @@ from outrider.cluster.http.api import Service
 from outrider.cluster.http.errors import ApiError
 from outrider.cluster.http.turns import LEAST_BYTES, PLACES, SENDER, Sender, Turns
 from outrider.configs.slices import TenancyOptions, TenantOptions
-from tests.cluster.circle import TOKENIZER, LocalEngine, bearer, client_of
+from tests.cluster.circle import MESSAGES, TOKENIZER, LocalEngine, bearer, client_of
 from tests.helpers.waiting import eventually
 
 
@@ -193,21 +194,17 @@ def test_a_turn_that_comes_while_its_client_leaves_goes_to_the_next(has_turn: bo
     run(story)
 
 
-MESSAGES = [{"role": "user", "content": "hi"}]
-ROUTES: list[tuple[str, dict[str, object]]] = [
-    ("/tokenize", {"prompt": "a"}),
-    ("/detokenize", {"tokens": [5]}),
-    ("/v1/documents/text", {"a plain text": 1}),
-    ("/v1/completions", {"model": "circle", "prompt": "<", "max_tokens": 1, "reference_documents": ["a"]}),
-    ("/v1/chat/completions", {"model": "circle", "messages": MESSAGES, "max_tokens": 1}),
-    ("/v1/responses", {"model": "circle", "input": "hi", "max_output_tokens": 1, "store": False}),
-]
+ROUTES: dict[str, dict[str, object]] = {
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [5]},
+    "/v1/documents/text": {"a plain text": 1},
+    "/v1/completions": {"model": "circle", "prompt": "<", "max_tokens": 1, "reference_documents": ["a"]},
+    "/v1/chat/completions": {"model": "circle", "messages": MESSAGES, "max_tokens": 1},
+    "/v1/responses": {"model": "circle", "input": "hi", "max_output_tokens": 1, "store": False},
+}
 
 
-@pytest.mark.parametrize(("path", "body"), ROUTES, ids=[path for path, _ in ROUTES])
-def test_every_route_takes_the_turns_of_its_key(
-    circle_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, object]
-) -> None:
+def test_every_route_takes_the_turns_of_its_key(circle_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[Sender]()
     turn = Turns._turn
 
@@ -217,9 +214,10 @@ def test_every_route_takes_the_turns_of_its_key(
 
     monkeypatch.setattr(Turns, "_turn", noted)
     tenancy = TenancyOptions(tenants={"acme": TenantOptions(keys=(hash_key("one"), hash_key("two")))})
+    senders = (("one", "acme", hash_key("one")), ("two", "acme", hash_key("two")), (None, None, ""))
     with client_of(Service(circle_engine, TOKENIZER, tenancy)) as http:
-        for key, tenant, shown in (("one", "acme", hash_key("one")), ("two", "acme", hash_key("two")), (None, None, "")):
+        for (path, body), (key, tenant, shown) in itertools.product(ROUTES.items(), senders):
             asked.clear()
             sent = http.post(path, json=body, headers=bearer(key))
             assert sent.status_code == 200, sent.text
-            assert set(asked) == {Sender(tenant, shown, len(sent.request.content))}
+            assert set(asked) == {Sender(tenant, shown, len(sent.request.content))}, path

@@ -87,23 +87,3 @@ def test_every_metric_of_ours_but_few_is_on_the_dashboard_or_has_an_alert() -> N
         "outrider:mirror_waiting_tokens", "outrider:mirror_lost_records_total", "outrider:mirror_corrupt_records_total",
         "outrider:mirror_failures_total",
     }  # fmt: skip
-
-
-def test_panels_lie_side_by_side_and_say_what_they_show() -> None:
-    panels = dashboard()["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    assert len({panel["title"] for panel in panels}) == len(panels)
-    taken: set[tuple[int, int]] = set()
-    for panel in panels:
-        place = panel["gridPos"]
-        cells = {(x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])}
-        assert not cells & taken and all(x < 24 for x, _ in cells), panel["title"]
-        taken |= cells
-
-
-def test_alerts_have_what_a_reader_needs() -> None:
-    names = [rule["alert"] for rule in rules()]
-    assert len(set(names)) == len(names)
-    for rule in rules():
-        assert rule["labels"]["severity"] in ("critical", "warning", "info")
-        assert rule["annotations"]["summary"] and rule["annotations"]["description"]

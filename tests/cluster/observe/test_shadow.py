@@ -164,22 +164,16 @@ def test_who_may_ask(compared: Callable[..., Compared]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("speeds", "said"),
+    ("speeds", "begins"),
     [
-        (
-            [2.0, 2.1, 2.2] * 5,
-            "The engine is ahead of the tensor baseline, with 2.10 times (2.00-2.20) its tokens per second over 15",
-        ),
-        ([0.5] * 6, "The tensor baseline is ahead of the engine, with 2.00 times (2.00-2.00) its tokens per second over 6"),
+        ([2.0, 2.1, 2.2] * 5, "The engine is ahead of the tensor baseline, with 2.10 times (2.00-2.20)"),
+        ([0.5] * 6, "The tensor baseline is ahead of the engine, with 2.00 times (2.00-2.00)"),
         ([0.5, 2.0, 0.6, 1.5], "Neither is ahead: the engine has 1.05 times"),
     ],
 )
-def test_the_sentence(circle_engine: LocalEngine, speeds: list[float], said: str) -> None:
+def test_who_is_ahead(circle_engine: LocalEngine, speeds: list[float], begins: str) -> None:
     shadow = Shadow(circle_engine, circle_engine, "tensor", 1.0, (1, 1), False)
     shadow._pairs.extend(({"tokens_per_s": speed, "ttft_s": 0.4}, {"tokens_per_s": 1.0, "ttft_s": 0.2}) for speed in speeds)
     standing = shadow.summary()
-    assert (
-        standing.sentence.startswith(said) and "its first token comes after 2.00 times (2.00-2.00) as long" in standing.sentence
-    )
+    assert standing.sentence.startswith(begins) and "joules_per_token" not in standing.figures
     assert standing.figures["ttft_s"] == Figure(len(speeds), 0.4, 0.2, 2.0, 2.0, 2.0)
-    assert "joules_per_token" not in standing.figures

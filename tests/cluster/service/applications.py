@@ -26,8 +26,8 @@ from outrider.cluster.app import application
 from outrider.cluster.serving.shared_answer import FRESH_S
 from outrider.configs.schema import Config
 from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.request import Request, SamplingParams
-from outrider.decoding.tree import Int32Array
 from outrider.engine.engine import Engine
 from outrider.experiments.faults.redis_process import RedisProcess
 from tests.cluster.circle import Server, bearer

@@ -18,7 +18,7 @@ from outrider.cluster.observe.device_failures import DeviceFailures
 from outrider.cluster.serving.generation import GenerationJob
 from outrider.cluster.serving.handle_engine import FIRST_WORD_S, SILENCE_S, HandleEngine, Item
 from outrider.decoding.request import FinishReason, SamplingParams, StepOutput
-from outrider.engine.errors import QueueFullError
+from outrider.engine.errors import ContextLengthError, QueueFullError
 
 TOKENS = tuple(range(100, 120))  # of the answer
 Script = Callable[[GenerationJob], Iterable[Item]]  # what a replica says of a job
@@ -80,13 +80,16 @@ def whole(job: GenerationJob) -> Sequence[Item]:
     return emits(job, len(TOKENS))
 
 
-def ask(monkeypatch: pytest.MonkeyPatch, *scripts: Script) -> tuple[list[int], list[GenerationJob], dict[str, int]]:
+def ask(
+    monkeypatch: pytest.MonkeyPatch, *scripts: Script, replicas: int = 1
+) -> tuple[list[int], list[GenerationJob], dict[str, int]]:
     """The tokens of an answer, the jobs that were sent, and what was counted."""
-    monkeypatch.setattr(module, "_LONGEST_PAUSE_S", 0.0)
+    for name in ("_PAUSE_S", "_LONGEST_PAUSE_S"):
+        monkeypatch.setattr(module, name, 0.0)
     monkeypatch.setattr(module, "for_threads", lambda handle: handle)
     monkeypatch.setattr(module, "for_this_loop", lambda handle: handle)
     handle, failures = Scripted(*scripts), DeviceFailures()
-    engine = HandleEngine(handle, resume_timeout_s=60.0, failures=failures)  # type: ignore[arg-type]
+    engine = HandleEngine(handle, resume_timeout_s=60.0, replicas=replicas, failures=failures)  # type: ignore[arg-type]
     tokens: list[int] = []
 
     async def run() -> None:
@@ -185,6 +188,29 @@ def test_who_is_not_computed_when_a_replica_ends_bears_no_blame(monkeypatch: pyt
     """Between the steps of a quarantined request are those of others, which may end the replica as well."""
     tokens, jobs, _ = ask(monkeypatch, ends, *[ends_beside] * 4, whole)
     assert tuple(tokens) == TOKENS and len(jobs) == 6
+
+
+def begins(job: GenerationJob) -> Sequence[Item]:
+    """A replica that is lost after some tokens."""
+    return emits(job, 7)
+
+
+def too_short(job: GenerationJob) -> Sequence[Item]:
+    """A replica with less memory, and so a shorter context, than the job needs."""
+    return [ContextLengthError("max_tokens", "the context is 4 tokens")]
+
+
+def test_who_lost_a_replica_goes_on_at_one_that_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, jobs, _ = ask(monkeypatch, begins, too_short, too_short, whole, replicas=3)
+    assert tuple(tokens) == TOKENS and [len(job.emitted) for job in jobs] == [0, 7, 7, 7]
+
+
+def test_a_new_request_is_sent_to_another_replica_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, jobs, _ = ask(monkeypatch, too_short, whole, replicas=2)
+    assert tuple(tokens) == TOKENS and len(jobs) == 2
+    for scripts, replicas in (((too_short, too_short), 2), ((too_short,), 1), ((begins, too_short), 1)):
+        with pytest.raises(ContextLengthError):
+            ask(monkeypatch, *scripts, replicas=replicas)
 
 
 class FakeTime(asyncio.SelectorEventLoop):

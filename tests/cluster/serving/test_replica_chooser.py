@@ -13,8 +13,8 @@ import pytest
 
 from outrider.cluster.serving.generation import GenerationJob
 from outrider.cluster.serving.replica_chooser import BLOCK, SLACK, ReplicaChooser, prefixes_of
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.request import SamplingParams
-from outrider.decoding.tree import Int32Array
 
 FOUR = ("a", "b", "c", "d")
 PARAMS = SamplingParams(8)

@@ -34,52 +34,30 @@ def observe(table: AcceptanceTable, parents: Sequence[int], features: Sequence[i
     table.observe(np.array(parents, np.int32), np.array(features, np.int32), accepted)
 
 
-def test_the_example_of_the_docstring() -> None:
-    table = AcceptanceTable()
-    assert table.chances()[HALF] == pytest.approx(0.5)
-    for accepted in ((1,), (1,), (), (1,), (1,), (1,)):
-        observe(table, [-1, 0], [0, HALF], accepted)
-    assert table.chances()[HALF] == pytest.approx((5 + 4 * 0.5) / (6 + 4)) == pytest.approx(0.7)
-    others = np.delete(np.arange(NUM_FEATURES), HALF)
-    assert (table.chances()[others] == prior()[others]).all()
-
-
-def test_only_children_of_reached_rows_count() -> None:
-    # Root with 1 and 2; 3 and 4 below 1, 5 below 2, 6 below 3. Accepted: 1 and 4. Tried: 1, 2, 3, 4.
-    table, parents = AcceptanceTable(), [-1, 0, 0, 1, 1, 2, 3]
-    observe(table, parents, range(7), (1, 4))
-    base = prior()
-    expected = {1: (1 + 4 * base[1]) / 5, 2: 4 * base[2] / 5, 3: 4 * base[3] / 5, 4: (1 + 4 * base[4]) / 5}
+@pytest.mark.parametrize(
+    ("parents", "accepted", "tried"),
+    [
+        ([-1, 0, 0, 1, 1, 2, 3], (1, 4), {1: 1, 2: 0, 3: 0, 4: 1}),  # root with 1 and 2; 3 and 4 below 1, 5 below 2, 6 below 3
+        ([-1, 0, 1], (), {1: 0}),
+        ([-1, 0, 1], (1,), {1: 1, 2: 0}),
+        ([-1], (), {}),
+    ],
+)
+def test_only_children_of_reached_rows_count(parents: list[int], accepted: tuple[int, ...], tried: dict[int, int]) -> None:
+    table, base = AcceptanceTable(), prior()
+    observe(table, parents, range(len(parents)), accepted)
     for entry in range(7):
-        assert table.chances()[entry] == pytest.approx(expected.get(entry, base[entry]))
-
-
-def test_a_rejected_tree_counts_below_the_root() -> None:
-    table = AcceptanceTable()
-    observe(table, [-1, 0, 1], [0, 10, 11], ())
-    assert table.chances()[10] < prior()[10] and table.chances()[11] == prior()[11]
-
-
-def test_the_last_accepted_rows_children_were_tried() -> None:
-    table = AcceptanceTable()
-    observe(table, [-1, 0, 1], [0, 10, 11], (1,))
-    assert table.chances()[10] > prior()[10] and table.chances()[11] < prior()[11]
-
-
-def test_a_root_alone_teaches_nothing() -> None:
-    table = AcceptanceTable()
-    observe(table, [-1], [0], ())
-    assert (table.chances() == prior()).all()
+        expected = (tried[entry] + 4 * base[entry]) / 5 if entry in tried else base[entry]
+        assert table.chances()[entry] == pytest.approx(expected)
 
 
 def test_old_observations_fade() -> None:
     table = AcceptanceTable()
-    for _ in range(5000):
-        observe(table, [-1, 0], [0, HALF], (1,))
+    tell(table, HALF, True, 5000)
     assert table.chances()[HALF] > 0.998
     later = [float(step % 10 == 0) for step in range(2500)]
     for hit in later:
-        observe(table, [-1, 0], [0, HALF], (1,) if hit else ())
+        tell(table, HALF, bool(hit))
     seen, accepted = 0.0, 0.0
     for hit in [1.0] * 5000 + later:
         seen, accepted = seen + 1, accepted + hit
@@ -117,7 +95,7 @@ def test_the_prior_orders_evidence() -> None:
 def tell(table: AcceptanceTable, entry: int, hit: bool, times: int = 1) -> None:
     """A drafted row of a feature, so often."""
     for _ in range(times):
-        table.observe(np.array([-1, 0], np.int32), np.array([0, entry], np.int32), (1,) if hit else ())
+        observe(table, [-1, 0], [0, entry], (1,) if hit else ())
 
 
 LONG = feature(HISTORY, 8, SHARE_BUCKETS - 1, 0)  # a history that agrees in more than twelve tokens

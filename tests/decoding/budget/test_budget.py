@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.budget.latency import LatencyCurve, StepLoad
-from outrider.decoding.budget.row_pricing import RowPricing, TokenTime, rows_to_draft
-from outrider.decoding.budget.step_price import largest_part
-from outrider.decoding.tree import DraftTree, Int32Array
+from outrider.decoding.budget.row_pricing import RowPricing, TokenTime, largest_part, rows_to_draft
+from outrider.decoding.tree import DraftTree
 from tests.helpers.targets import tree_of
 
 ONE, TWO = StepLoad(1, 1, 0), StepLoad(2, 2, 0)
@@ -25,33 +25,6 @@ def curve(rows: Sequence[int], seconds: Sequence[float]) -> LatencyCurve:
 
 
 EXAMPLE = curve([1, 2, 3], [1.0, 1.1, 1.8])
-
-
-def test_the_example_of_the_docstring() -> None:
-    assert rows_to_draft(EXAMPLE, ONE, [np.array([0.5, 0.4])], 0.8) == ([1], pytest.approx(1.1))
-
-
-def test_rows_that_cost_nothing_all_pay() -> None:
-    free = curve([1, 64], [1.0, 1.0])
-    assert rows_to_draft(free, ONE, [np.array([0.5, 0.001])], 1.0)[0] == [2]
-    assert rows_to_draft(free, TWO, [np.array([0.5]), np.array([0.3, 0.2])], 0.5)[0] == [1, 2]
-
-
-def test_no_row_pays_where_it_costs_more_than_it_gives() -> None:
-    dear = curve([1, 2], [1.0, 2.0])
-    assert rows_to_draft(dear, ONE, [np.array([0.9, 0.8])], 1.0)[0] == [0]
-    assert rows_to_draft(dear, TWO, [np.zeros(0), np.zeros(0)], 1.0)[0] == [0, 0]
-
-
-def test_rows_that_pay_together_but_not_alone() -> None:
-    # The second row costs as much as a step, those behind it nothing.
-    assert rows_to_draft(curve([1, 2, 64], [1.0, 2.0, 2.0]), ONE, [np.full(10, 0.9)], 1.0)[0] == [10]
-
-
-def test_the_less_time_a_token_takes_the_more_a_row_must_give() -> None:
-    device, chances = curve([1, 11], [1.0, 2.0]), [np.linspace(0.9, 0.0, 10)]
-    drafted = [rows_to_draft(device, ONE, chances, token_s)[0][0] for token_s in (2.0, 1.0, 0.5, 0.25, 0.125)]
-    assert drafted == sorted(drafted, reverse=True) and drafted[0] > drafted[2] > drafted[-1]
 
 
 def test_what_else_a_step_computes_moves_it_along_the_curve() -> None:
@@ -242,33 +215,26 @@ def test_rows_that_are_not_grown_would_not_have_paid(requests: int) -> None:
     assert ended > 300
 
 
-def test_what_rows_are_expected_to_save() -> None:
+def test_rows_save_what_is_expected_and_a_token_is_worth_as_many_steps_when_these_become_faster() -> None:
     """Plain decoding takes 1 s a token alone. Rows of 0.5 and 0.45 save 0.95 s and take 0.8 s more."""
     pricing = RowPricing(curve([1, 3, 4], [1.0, 1.8, 9.0]))
     pricing.plan(StepLoad(1, 1, 0))
+    least = pricing.least_chances()
     counts, saved = pricing.rows_to_draft([np.array([0.5, 0.45])], [np.ones(2, np.int32)], 0)
     assert counts == [2] and saved == pytest.approx([0.15])
+    faster = RowPricing(curve([1, 3, 4], [1.0, 1.8, 9.0]))
+    faster.plan(StepLoad(1, 1, 0))
+    faster.curve = curve([1, 3, 4], [0.5, 0.9, 4.5])
+    faster.plan(StepLoad(1, 1, 0))
+    assert faster.least_chances() == pytest.approx(least)
 
 
-def test_a_token_is_worth_as_many_steps_as_before_when_these_become_faster() -> None:
-    pricing = RowPricing(curve([1, 3, 4], [1.0, 1.8, 9.0]))
-    pricing.plan(StepLoad(1, 1, 0))
-    least = pricing.least_chances()
-    pricing.curve = curve([1, 3, 4], [0.5, 0.9, 4.5])
-    pricing.plan(StepLoad(1, 1, 0))
-    assert pricing.least_chances() == pytest.approx(least)
-
-
-def test_the_time_of_a_token_follows_the_steps() -> None:
-    time = TokenTime(1.0)
+def test_the_time_of_a_token_follows_the_steps_and_shares_of_a_step_are_the_step() -> None:
+    time, whole, parts = TokenTime(1.0), TokenTime(1.0), TokenTime(1.0)
     assert time.steps == 1.0
     for _ in range(5000):
         time.add(3.0, 1.5)
     assert time.steps == pytest.approx(0.5, rel=0.01)
-
-
-def test_shares_of_a_step_are_the_step() -> None:
-    whole, parts = TokenTime(1.0), TokenTime(1.0)
     whole.add(8.0, 2.0)
     for _ in range(4):
         parts.add(8.0, 2.0, 0.25)

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.decoding import jit
-from outrider.decoding.budget.partition import compile_partition, partition
-from outrider.decoding.drafters import build_drafter
+from outrider.decoding.drafters.registry import build_drafter
 from outrider.decoding.request import Request, SamplingParams
 from outrider.decoding.sources.jacobi_window import JacobiWindow, WindowRows
 from outrider.decoding.tree import DraftTree, TreePart
+from outrider.decoding.tree_rows import compile_partition, partition
 from tests.helpers.targets import tree_of
 
 
@@ -102,13 +102,6 @@ def test_the_largest_part_is_as_small_as_runs_allow() -> None:
 @given(trees(14), st.integers(2, 4))
 def test_the_largest_part_of_larger_trees_is_as_small_as_runs_allow(tree: DraftTree, ranks: int) -> None:
     assert max(len(part.rows) for part in tree.partition(ranks)) == largest_part(tree, ranks)
-
-
-def test_the_worked_example() -> None:
-    tree = tree_of([0, 1, 0, 3, 0])
-    first, second = tree.partition(2)
-    assert first.rows.tolist() == [0, 1, 2] and second.rows.tolist() == [0, 3, 4, 5]
-    assert second.tree.tokens.tolist() == [100, 103, 104, 105] and second.tree.parents.tolist() == [-1, 0, 1, 0]
 
 
 def test_what_cannot_be_cut_is_the_first_ranks() -> None:

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.decoding.budget.candidates import HASH_SLOTS, Float64Array, pop, push
+from outrider.decoding.arrays import Float64Array, Int32Array, Int64Array
+from outrider.decoding.budget.candidates import HASH_SLOTS, pop, push
 from outrider.decoding.budget.features import (
     ALONE,
     BIGRAM,
@@ -44,11 +45,9 @@ from outrider.decoding.budget.features import (
     share_bucket,
 )
 from outrider.decoding.budget.tree_builder import RankedTokens, TreeRows, Workspace, build_tree
-from outrider.decoding.sources.embeddings import Int64Array
 from outrider.decoding.sources.log.chains import MAX_MATCH
 from outrider.decoding.sources.log.token_log import TokenLog
 from outrider.decoding.sources.ranked.contexts import NO_CONTEXTS, WORDS, Contexts, keep_tree
-from outrider.decoding.tree import Int32Array
 
 Path = tuple[int, ...]
 VOCAB = 6
@@ -308,7 +307,7 @@ class Naive:
 
 
 @settings(max_examples=250)
-@given(KNOWN, st.integers(0, 30), st.integers(0, 6), st.sampled_from([0.0, 1e-4, 0.05, 0.3]))
+@given(KNOWN, st.integers(0, 30), st.integers(0, 6), st.sampled_from([0.0, 1e-4, 0.05, 0.3, 1.1]))
 def test_the_best_rows_are_grown(known: Known, budget: int, max_depth: int, least: float) -> None:
     assert_best(grown(known, budget, max_depth, least), Naive(known, 0.5, table()), budget, max_depth, least)
 
@@ -437,18 +436,6 @@ def test_ranked_tables_may_be_narrower_than_the_vocabulary() -> None:
     computed = [Computed(-1, 4, 1, 5, 5, (2, -1, -1))]
     got = grown(known([], [50_000], **narrow, frequent=[1], computed=computed, above=5), 4, max_depth=2)
     assert got.features[got.paths.index((1, 2))] == feature(RECYCLING, 0, distance_bucket(-1), 1)  # nothing is known of its root
-
-
-@pytest.mark.parametrize("budget", [0, 1])
-def test_the_smallest_budgets(budget: int) -> None:
-    assert grown(known([[1, 2, 3], [1, 2, 4], [1, 5]], [1]), budget).paths == [(2,)][:budget]
-
-
-def test_nothing_is_known() -> None:
-    assert grown(known([], [1]), 8).paths == []
-    assert grown(known([[1]], [1]), 8).paths == []
-    assert grown(known([[1, 2]], [1]), 8, max_depth=0).paths == []
-    assert grown(known([[1, 2]], [1]), 8, least=1.1).paths == []
 
 
 def test_a_cap_takes_the_latest_occurrences() -> None:

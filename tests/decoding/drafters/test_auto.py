@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +16,7 @@ from outrider.decoding.replay import known_rows
 from outrider.decoding.request import Acceptance, Request, SamplingParams
 from outrider.decoding.tree import SOURCES, DraftTree
 from outrider.decoding.verify.exact import verify_exact
-from tests.helpers.targets import Target, is_chain, paths
+from tests.helpers.targets import Target, is_chain, paths, says
 
 VOCAB = 60
 
@@ -61,14 +60,6 @@ def by_source(tree: DraftTree) -> dict[str, set[tuple[int, ...]]]:
     return found
 
 
-def says(*best: Sequence[int], vocab_size: int = VOCAB) -> TargetRows:
-    """Logits whose most likely tokens are, row by row, the given ones and then the lowest ids."""
-    logits = torch.zeros(len(best), vocab_size) - torch.arange(vocab_size)
-    for row, tokens in enumerate(best):
-        logits[row, list(tokens)] = 100.0 - torch.arange(len(tokens), dtype=torch.float32)
-    return TargetRows(logits.argmax(-1).numpy().astype(np.int32), logits)
-
-
 def step(drafter: AutoDrafter, running: Request, answer: Sequence[int], tree: DraftTree) -> int:
     """Verifies against what the target says, commits and tells the drafter, as the engine does; returns the accepted rows."""
     upcoming = iter(answer[running.num_output :])
@@ -93,13 +84,6 @@ def run(drafter: AutoDrafter, running: Request, answer: Sequence[int], budget: i
 
 def answered(name: str, prompt: Sequence[int], answer: Sequence[int], references: Sequence[Sequence[int]] = ()) -> Request:
     return request(name, prompt, references, max_tokens=len(answer))
-
-
-def test_the_example_of_the_docstring() -> None:
-    tree = propose(prepared(), request("r", [4, 5, 6], output=[4, 5]))
-    assert paths(tree)[:3] == [(6,), (6, 4), (6, 4, 5)]
-    assert by_source(tree)["copy"] >= {(6,), (6, 4), (6, 4, 5)}
-    assert by_source(tree)["unigram"] == {(4,), (5,)}
 
 
 def test_a_copied_answer_takes_few_steps() -> None:
@@ -228,17 +212,14 @@ def test_what_the_target_ranked_is_offered_again() -> None:
     assert len(propose(off, request("e", [7]))) == 1
 
 
-def test_a_replay_without_logits_teaches_no_ranks() -> None:
-    drafter = prepared(frequent_tokens=0)
-    drafter.observe(request("a", [7]), DraftTree.chain(7, ()), TargetRows(np.array([20], np.int32), None), Acceptance((), 20))
-    assert len(propose(drafter, request("b", [7]))) == 1
-
-
-def test_a_vocabulary_smaller_than_the_ranks() -> None:
-    drafter = prepared(small(vocab_size=5))
+def test_ranks_of_a_replay_and_of_a_small_vocabulary() -> None:
+    without_logits, small_vocabulary = prepared(frequent_tokens=0), prepared(small(vocab_size=5))
+    target = TargetRows(np.array([20], np.int32), None)
+    without_logits.observe(request("a", [7]), DraftTree.chain(7, ()), target, Acceptance((), 20))
+    assert len(propose(without_logits, request("b", [7]))) == 1
     asking = request("a", [1])
-    drafter.observe(asking, DraftTree.chain(1, ()), says([4, 2], vocab_size=5), Acceptance((), 4))
-    assert (4,) in by_source(propose(drafter, asking))["recycling"]
+    small_vocabulary.observe(asking, DraftTree.chain(1, ()), says([4, 2], vocab_size=5), Acceptance((), 4))
+    assert (4,) in by_source(propose(small_vocabulary, asking))["recycling"]
 
 
 def test_the_bigram_table_is_offered() -> None:
@@ -287,18 +268,6 @@ def test_what_is_right_comes_first() -> None:
     assert order() == [(10,), (20,)]  # then the copy
     always(20, 40)
     assert order() == [(20,), (10,)]
-
-
-def test_a_source_that_always_fails_is_drafted_no_more() -> None:
-    drafter = prepared(small(per_row=0.1), history_tokens=0, frequent_tokens=0)
-    assert len(propose(drafter, request("before", [1, 10, 1]))) > 1
-    for number in range(60):
-        asking = request(str(number), [1, 10, 1])
-        tree = propose(drafter, asking)
-        asking.commit([50])
-        drafter.observe(asking, tree, TargetRows(np.full(len(tree), 50, np.int32), None), Acceptance((), 50))
-        drafter.finish(asking)
-    assert len(propose(drafter, request("after", [1, 10, 1]))) == 1
 
 
 def test_a_poisoned_history_is_set_aside_for_its_tenant_and_tried_again() -> None:
@@ -351,12 +320,9 @@ def test_prompts_of_little_content(prompt: list[int]) -> None:
     assert run(drafter, answered("again", prompt, answer), answer) <= steps
 
 
-def test_all_equal_tokens_fill_a_chain() -> None:
+def test_depth_ends_at_the_limit_and_where_the_output_ends() -> None:
     tree = propose(prepared(max_depth=16, frequent_tokens=0), request("r", [5] * 100))
     assert is_chain(tree) and len(tree) == 17
-
-
-def test_depth_ends_where_the_output_ends() -> None:
     drafter = prepared()
     asking = request("r", [5] * 100, max_tokens=3)
     assert propose(drafter, asking).depths().max() == 2

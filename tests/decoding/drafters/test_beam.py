@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import permutations, product
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -56,17 +56,7 @@ def joint(model: TableModel, one: Request, tokens: Sequence[int]) -> list[float]
     return found
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_with_room_for_all_it_is_the_likeliest_of_all(seed: int) -> None:
-    model, one = TableModel(seed), request(1, 2)
-    (best,) = beam_search(model, [one], [3], VOCAB**3)
-    scores = {tokens: sum(joint(model, one, tokens)) for tokens in product(range(VOCAB), repeat=3)}
-    assert best.tokens == max(scores, key=scores.__getitem__)
-    assert best.logprobs == pytest.approx(joint(model, one, best.tokens), abs=1e-12)
-    assert best.score == pytest.approx(sum(best.logprobs), abs=1e-12)
-
-
-@pytest.mark.parametrize("beams", [1, 2, 3, 7])
+@pytest.mark.parametrize("beams", [1, 2, 7, VOCAB**4])
 def test_each_level_keeps_the_best_of_what_is_alive(beams: int) -> None:
     asked = [request(1, 2), request(3, 0), request(4, 4)]
     depths = [4, 1, 3]
@@ -78,22 +68,10 @@ def test_each_level_keeps_the_best_of_what_is_alive(beams: int) -> None:
             grown = [(*tokens, token) for tokens in alive for token in range(VOCAB)]
             alive = sorted(grown, key=lambda tokens, one=one: -sum(joint(model, one, tokens)))[:beams]  # type: ignore[misc]
         assert beam.tokens == alive[0], (one.tokens, beams)
+        assert beam.logprobs == pytest.approx(joint(model, one, beam.tokens), abs=1e-12)
+        assert beam.score == pytest.approx(sum(beam.logprobs), abs=1e-12)
     assert len(model.rows) == max(depths) and model.rows[0] == len(asked)  # a forward a level, the first one of roots
-    assert model.rows[3] <= 1 + 3 * beams
-
-
-def test_one_beam_is_greedy_and_more_find_better() -> None:
-    better = 0
-    for seed in range(20):
-        model, one = TableModel(seed), request(1, 2)
-        (greedy,), (wide,) = (beam_search(model, [one], [4], beams) for beams in (1, 8))
-        chain: list[int] = []
-        for _ in range(4):
-            chain.append(int(model.after([*one.tokens, *chain]).argmax()))
-        assert list(greedy.tokens) == chain
-        better += wide.score > greedy.score + 1e-9
-        assert wide.score >= greedy.score - 1e-9
-    assert better > 3
+    assert model.rows[3] <= 1 + 3 * beams  # each beam and the rows above it
 
 
 def test_excluded_tokens_are_in_no_beam() -> None:

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.budget.latency import LatencyCurve, StepLoad
-from outrider.decoding.drafters import build_drafter, build_drafters
 from outrider.decoding.drafters.base import Drafter, TargetRows
 from outrider.decoding.drafters.by_request import ByRequest
-from outrider.decoding.request import PLAIN, Acceptance, Request, SamplingParams, request_of
-from outrider.decoding.tree import DraftTree, Int32Array
+from outrider.decoding.drafters.registry import build_drafter, build_drafters
+from outrider.decoding.request import PLAIN, Acceptance, Request, SamplingParams
+from outrider.decoding.tree import DraftTree
 from outrider.decoding.verify.exact import verify_exact
 from tests.helpers.targets import Target
 
@@ -94,28 +95,6 @@ def run(drafter: Drafter, one: Request) -> list[DraftTree]:
     while one.remaining:
         trees += step(drafter, [one])
     return trees
-
-
-def test_outputs_of_one_strategy_are_drafted_from_by_another_of_the_same_tenant_alone() -> None:
-    drafter = prepared(ByRequest(built("llma", "trie", "auto")))
-    taught = Request("taught", [30, 31], SamplingParams(20), tenant="t", strategy="trie")
-    run(drafter, taught)
-
-    def first(name: str, tenant: str | None) -> DraftTree:
-        """What is drafted from others' outputs: nothing of its own holds the two tokens twice."""
-        one = Request(name, [32, 33], SamplingParams(20), tenant=tenant, strategy="auto")
-        (tree,) = drafter.propose([one], [12])
-        drafter.finish(one)
-        return tree
-
-    assert drafter.histories is not None
-    assert [token for token in (34, 35, 36) if token in first("same", "t").tokens] == [34, 35, 36]
-    for name, tenant in (("other", "u"), ("private", None)):
-        assert not {34, 35, 36} & set(first(name, tenant).tokens.tolist()), tenant
-    history = drafter.histories.of("t")
-    assert history is not None
-    history.remove_requests([request_of(taught.text)])
-    assert not {34, 35, 36} & set(first("deleted", "t").tokens.tolist())
 
 
 def test_a_strategy_that_keeps_nothing_leaves_nothing() -> None:

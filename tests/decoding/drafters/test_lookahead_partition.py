@@ -11,11 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.decoding.drafters import build_drafter
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.drafters.base import Drafter, TargetRows
 from outrider.decoding.drafters.jacobi import JacobiDrafter
+from outrider.decoding.drafters.registry import build_drafter
 from outrider.decoding.request import Acceptance, Request, SamplingParams
-from outrider.decoding.tree import DraftTree, Int32Array, TreePart
+from outrider.decoding.tree import DraftTree, TreePart
 from outrider.decoding.verify.exact import verify_exact
 
 VOCABULARY, NOBODY = 12, -1

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.budget.latency import LatencyCurve
 from outrider.decoding.drafters.ngrammys import NgrammysDrafter
 from outrider.decoding.request import Request, SamplingParams
 from outrider.decoding.sources.ngrams import ContextNgrams
-from outrider.decoding.tree import SOURCES, DraftTree, Int32Array
+from outrider.decoding.tree import SOURCES, DraftTree
 from outrider.decoding.verify.exact import verify_exact
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
@@ -80,14 +81,6 @@ def continuations(tokens: list[int], q: int, w: int, k: int, short: bool = False
     return ContextNgrams(q, w, cap).continuations(np.array(tokens, np.int32), k, short)
 
 
-def test_continuations_by_count_then_by_the_latest() -> None:
-    tokens = [5, 1, 2, 5, 1, 2, 5, 1, 3, 5]
-    assert continuations(tokens, 1, 2, 5) == [[1, 2], [1, 3]]
-    assert continuations(tokens, 1, 2, 1) == [[1, 2]]
-    assert continuations([5, 1, 2, 5, 3, 5, 1], 2, 1, 5) == [[2]] and continuations([9], 2, 1, 5) == []
-    assert continuations([5, 1, 5, 2, 5, 3, 5], 1, 1, 3) == [[3], [2], [1]]
-
-
 @given(TOKENS, st.lists(TOKENS, max_size=3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 6))
 def test_continuations_are_the_naive_rule_at_every_step(
     prompt: list[int], bursts: list[list[int]], q: int, w: int, k: int
@@ -113,35 +106,24 @@ def test_only_the_latest_occurrences_are_counted() -> None:
     assert continuations(tokens, 1, 1, 3, cap=2) == [[3], [2]]
 
 
-def test_worked_example_of_the_mixed_rows() -> None:
-    tokens = [0, 5, 1, 3, 3, 0, 5]
-    assert rows(propose(prepared(), tokens)) == [
-        ("context_ngram", [1, 3, 3]),
-        ("bigram", [4, 2, 4]),
-        ("bigram", [7, 5, 4]),
-    ]
+CONTEXT, BIGRAM, UNIGRAM = "context_ngram", "bigram", "unigram"
 
 
-def test_the_unigram_ranking_fills_what_a_narrow_table_leaves() -> None:
-    drafter = prepared(k=4, w=2)
-    assert rows(propose(drafter, [0, 5])) == [("bigram", [4, 2]), ("bigram", [7, 5]), ("unigram", [7, 5]), ("unigram", [1, 4])]
-    assert rows(propose(drafter, [5, 3, 3, 5])) == [
-        ("context_ngram", [3, 3]),
-        ("bigram", [4, 2]),
-        ("bigram", [7, 5]),
-        ("unigram", [7, 5]),
-    ]
-
-
-def test_allocations_of_one_kind() -> None:
-    tokens = [5, 1, 3, 5]
-    assert rows(propose(prepared(w=1, allocation="context"), tokens)) == [("context_ngram", [1])]
-    assert rows(propose(prepared(w=1, allocation="bigram"), tokens)) == [("bigram", [4]), ("bigram", [7])]
-    assert rows(propose(prepared(w=2, allocation="unigram"), tokens)) == [
-        ("unigram", [7, 5]),
-        ("unigram", [1, 4]),
-        ("unigram", [0, 6]),
-    ]
+@pytest.mark.parametrize(
+    ("options", "tokens", "expected"),
+    [
+        ({}, [0, 5, 1, 3, 3, 0, 5], [(CONTEXT, [1, 3, 3]), (BIGRAM, [4, 2, 4]), (BIGRAM, [7, 5, 4])]),
+        # The unigram ranking fills what a narrow table leaves.
+        ({"k": 4, "w": 2}, [0, 5], [(BIGRAM, [4, 2]), (BIGRAM, [7, 5]), (UNIGRAM, [7, 5]), (UNIGRAM, [1, 4])]),
+        ({"k": 4, "w": 2}, [5, 3, 3, 5], [(CONTEXT, [3, 3]), (BIGRAM, [4, 2]), (BIGRAM, [7, 5]), (UNIGRAM, [7, 5])]),
+        ({"w": 1, "allocation": "context"}, [5, 1, 3, 5], [(CONTEXT, [1])]),
+        ({"w": 1, "allocation": "bigram"}, [5, 1, 3, 5], [(BIGRAM, [4]), (BIGRAM, [7])]),
+        ({"w": 2, "allocation": "unigram"}, [5, 1, 3, 5], [(UNIGRAM, [7, 5]), (UNIGRAM, [1, 4]), (UNIGRAM, [0, 6])]),
+    ],
+)
+def test_mixed_rows(options: dict[str, object], tokens: list[int], expected: list[tuple[str, list[int]]]) -> None:
+    assert rows(propose(prepared(**options), tokens)) == expected
+    assert rows(propose(NgrammysDrafter(k=3, w=1), [5, 1, 5])) == [(CONTEXT, [1])]  # without a model the context is left
 
 
 @pytest.mark.parametrize(
@@ -160,10 +142,6 @@ def test_only_the_tables_in_use_are_asked_for(options: dict[str, object], asked:
     drafter.prepare(target)
     assert target.asked == asked
     assert drafter.needs_logits == bool(asked)
-
-
-def test_without_a_model_the_context_is_left() -> None:
-    assert rows(propose(NgrammysDrafter(k=3, w=1), [5, 1, 5])) == [("context_ngram", [1])]
 
 
 def test_a_small_budget_takes_the_first_rows() -> None:

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.decoding.arrays import Int32Array
 from outrider.decoding.budget.latency import LatencyCurve
-from outrider.decoding.drafters import STRATEGIES, build_drafter
 from outrider.decoding.drafters.base import Drafter, TargetRows
 from outrider.decoding.drafters.llma import agreements
+from outrider.decoding.drafters.registry import STRATEGIES, build_drafter
 from outrider.decoding.request import Acceptance, Request, SamplingParams
-from outrider.decoding.sources.branches import tree_of
-from outrider.decoding.tree import DraftTree, Int32Array
+from outrider.decoding.tree import DraftTree, tree_of
 from outrider.decoding.verify.exact import verify_exact
 from tests.helpers.targets import Target, is_chain, leaves, paths
 
@@ -111,49 +111,34 @@ def test_copies_by_agreement_for_each_rank() -> None:
     assert branches(3) == branches(9) == [[9, 9], [6, 7], [6, 8]]  # what follows 2 5 says nothing new
 
 
-def test_agreements_of_the_docstring() -> None:
+def test_agreements_and_branches_of_the_docstrings() -> None:
     levels = agreements(np.array([4, 5, 6, 5], np.int32), np.array([1, 3]), np.array([9, 4, 5], np.int32), 8)
     assert [level.tolist() for level in levels] == [[1, 3], [1]]
     assert agreements(np.array([4], np.int32), np.zeros(0, np.int64), np.array([9], np.int32), 8) == []
-
-
-def test_branches_of_the_docstring() -> None:
     rows = [([1, 2, 3], 3), ([1, 2], 4), ([1, 4], 5), ([6], 6)]
     tree = tree_of(9, iter(rows), 4, 2)
-    assert (tree.tokens.tolist(), tree.parents.tolist(), tree.sources.tolist()) == (
-        [9, 1, 2, 3, 4],
-        [-1, 0, 1, 2, 1],
-        [0, 3, 3, 3, 5],
-    )
-    assert tree_of(9, rows, 9).tokens.tolist() == [9, 1, 2, 3, 4, 6]
-    assert tree_of(9, rows, 2).tokens.tolist() == [9, 1, 2]
+    assert tree.tokens.tolist() == [9, 1, 2, 3, 4] and tree.parents.tolist() == [-1, 0, 1, 2, 1]
+    assert tree.sources.tolist() == [0, 3, 3, 3, 5] and tree_of(9, rows, 9).tokens.tolist() == [9, 1, 2, 3, 4, 6]
     assert tree_of(9, rows, 9, merged=False).parents.tolist() == [-1, 0, 1, 2, 0, 4, 0, 6, 0]
-    assert len(tree_of(9, [], 9)) == len(tree_of(9, rows, 0)) == 1
+    assert tree_of(9, rows, 2).tokens.tolist() == [9, 1, 2] and len(tree_of(9, [], 9)) == len(tree_of(9, rows, 0)) == 1
 
 
-def test_windows_that_begin_with_more_ranks_have_more_columns() -> None:
+def test_windows_have_more_columns_for_more_ranks_and_those_of_ranks_that_have_left_wait() -> None:
     drafter = build_drafter("jacobi", {"window": 3, "ngram": 3, "guesses": 2, "prompt_as_reference": False})
     drafter.prepare(TARGET)
     narrow, wide = request("narrow"), request("wide")
     assert len(propose(drafter, narrow, 100)) == 1 + 3  # the first level: width + ngram - 3
     drafter.ranks = 4
-    assert len(propose(drafter, narrow, 400)) == 1 + 3
-    assert len(propose(drafter, wide, 400)) == 1 + 12
-    drafter.ranks = 1
-    assert len(propose(drafter, request("later"), 100)) == 1 + 3
-
-
-def test_columns_of_ranks_that_have_left_wait() -> None:
-    drafter = build_drafter("jacobi", {"window": 3, "ngram": 3, "guesses": 2, "prompt_as_reference": False})
-    drafter.prepare(TARGET)
-    drafter.ranks = 4
-    asking = request()
-    tree = propose(drafter, asking, 400)
-    asking.commit([9])
-    drafter.observe(asking, tree, TargetRows(np.full(len(tree), 9, np.int32), None), Acceptance((), 9))
+    assert len(propose(drafter, narrow, 400)) == 1 + 3  # it began with fewer
+    tree = propose(drafter, wide, 400)
+    assert len(tree) == 1 + 12
+    wide.commit([9])
+    drafter.observe(wide, tree, TargetRows(np.full(len(tree), 9, np.int32), None), Acceptance((), 9))
     for ranks, columns in ((4, 12), (1, 3), (2, 6), (4, 12)):  # of a full window: two levels
         drafter.ranks = ranks
-        assert len(propose(drafter, asking, 400)) == 2 * columns
+        assert len(propose(drafter, wide, 400)) == 2 * columns
+    drafter.ranks = 1
+    assert len(propose(drafter, request("later"), 100)) == 1 + 3
 
 
 def test_guesses_follow_the_ranks_at_once() -> None:
@@ -228,22 +213,19 @@ def test_ranked_tokens_stand_for_logits() -> None:
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES))
 def test_who_ranks_nothing_asks_for_nothing(name: str) -> None:
-    unprepared = build_drafter(name, {})
-    assert unprepared.top_k == 0
-    unprepared.ranks = 3
-    assert unprepared.top_k == 0
-    assert built(name).top_k == (8 if name in ("adapld", "auto", "racer", "recycling", "sam") else 0)
-
-
-def test_a_small_vocabulary_has_fewer_ranks() -> None:
-    tiny = Target(5)
-    for name in ("adapld", "auto", "racer", "recycling", "sam"):
+    drafter, ranks = build_drafter(name, {}), name in ("adapld", "auto", "racer", "recycling", "sam")
+    for _ in range(2):
+        assert drafter.top_k == 0  # not prepared
+        drafter.ranks = 3
+    assert built(name).top_k == (8 if ranks else 0)
+    if ranks:
         drafter = build_drafter(name, {})
-        drafter.prepare(tiny)
+        drafter.prepare(Target(5))  # a small vocabulary
         assert drafter.top_k == 5
-    drafter = build_drafter("auto", {"recycling": False})
-    drafter.prepare(tiny)
-    assert drafter.top_k == 0
+    if name == "auto":
+        drafter = build_drafter(name, {"recycling": False})
+        drafter.prepare(Target(5))
+        assert drafter.top_k == 0
 
 
 @pytest.mark.parametrize("together", [1, 3])
@@ -308,9 +290,7 @@ def test_ranks_that_come_and_go_change_no_output(name: str, data: st.DataObject)
         drafter.ranks = ranks
         tree = propose(drafter, asking, 12 * ranks).clipped(12 * ranks + 1, asking.remaining - 1, VOCAB, 99)
         tokens = asking.tokens.tolist()
-        ids = np.array(
-            [says([*tokens, *tree.tokens[tree.path(row)].tolist()]) for row in range(len(tree))], np.int32
-        )  # fmt: skip
+        ids = np.array([says([*tokens, *tree.tokens[tree.path(row)].tolist()]) for row in range(len(tree))], np.int32)
         acceptance = verify_exact(tree, lambda row, ids=ids: int(ids[row]), asking.remaining, frozenset())  # type: ignore[misc]
         asking.commit([*tree.tokens[list(acceptance.rows)].tolist(), acceptance.next_token])
         if asking.remaining:

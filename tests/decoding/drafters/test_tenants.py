@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count
 
 import numpy as np
 import pytest
@@ -11,12 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.decoding.drafters import build_drafter, build_drafters
 from outrider.decoding.drafters.base import Drafter, TargetRows
+from outrider.decoding.drafters.registry import build_drafter, build_drafters
 from outrider.decoding.replay import KnownText, replay_workload
-from outrider.decoding.request import Acceptance, Request, SamplingParams, request_hash
+from outrider.decoding.request import Acceptance, Request, SamplingParams
 from outrider.decoding.sources.history import Histories, History
 from outrider.decoding.sources.ranked.successors import MAX_TENANTS, SuccessorTables
+from outrider.decoding.sources.text_keys import request_hash
 from outrider.decoding.tree import SOURCES, DraftTree
 from tests.helpers.targets import Target, paths
 
@@ -25,7 +26,7 @@ END = 2
 TEXT = list(range(10, 30))  # what is said, by whomever
 ASKING = TEXT[:4]  # a prompt after which it could go on
 HIT = (TEXT[4], TEXT[5])  # drafted below it where the text is known
-_names: Iterator[int] = count()
+_names: Iterator[int] = itertools.count()
 
 
 def auto(**options: object) -> Drafter:
@@ -34,6 +35,10 @@ def auto(**options: object) -> Drafter:
 
 def trie(**options: object) -> Drafter:
     return prepared("trie", {"capacity": 1 << 11} | options)
+
+
+def recycling() -> Drafter:
+    return prepared("recycling", {})
 
 
 def prepared(strategy: str, options: dict[str, object]) -> Drafter:
@@ -195,7 +200,7 @@ def test_drafts_that_fail_for_one_are_left_out_for_no_other() -> None:
     assert HIT not in drafted(drafter, "a")  # a tenant's requests go by what they taught each other
 
 
-@pytest.mark.parametrize("make", [auto, lambda: prepared("recycling", {})], ids=["auto", "recycling"])
+@pytest.mark.parametrize("make", [auto, recycling])
 def test_successors_do_not_cross_tenants(make: Make) -> None:
     drafter = make()
     rank(drafter, request("a"), 7, 31)
@@ -302,53 +307,52 @@ def number_of_blocks(drafter: Drafter, said: Request) -> int:
 
 
 @DELETIONS
-def test_what_was_derived_from_deleted_texts_goes_too(delete: Delete) -> None:
+def test_frequent_tokens_of_deleted_texts_go_too(delete: Delete) -> None:
     drafter = auto(frequent_tokens=2)
-    saying = say(drafter, "a", [50, 50, 51], end=False)
-    beside = request("a", [5])
+    saying, beside = say(drafter, "a", [50, 50, 51], end=False), request("a", [5])
+    drafter.propose([beside], [4])
+    assert (50,) in drafted(drafter, "a", [5])
+    delete(drafter, saying)
+    assert drafted(drafter, "a", [5]) == {(5,)} and paths(drafter.propose([beside], [4])[0]) == [(5,)]
+
+
+@DELETIONS
+@pytest.mark.parametrize("make", [auto, recycling])
+def test_successors_that_were_ranked_for_deleted_texts_go_too(make: Make, delete: Delete) -> None:
+    drafter = make()
+    saying, beside = say(drafter, "a", [50, 51], end=False), request("a", [5])
     drafter.propose([beside], [4])
     rank(drafter, saying, 7, 31)
     rank(drafter, request("b"), 7, 32)
-    assert (31,) in drafted(drafter, "a", [7]) and (50,) in drafted(drafter, "a", [5])
+    assert (31,) in drafted(drafter, "a", [7])
     delete(drafter, saying)
-    assert drafted(drafter, "a", [7]) == {(7,)} and drafted(drafter, "a", [5]) == {(5,)}
-    assert paths(drafter.propose([beside], [4])[0]) == [(5,)]
+    assert drafted(drafter, "a", [7]) == set() and (32,) in drafted(drafter, "b", [7])
     saying.commit([52])
     drafter.propose([saying], [4])
     rank(drafter, saying, 7, 33)  # it teaches itself, and no other any more
-    assert drafted(drafter, "a", [7]) == {(7,)} and (32,) in drafted(drafter, "b", [7])
+    assert drafted(drafter, "a", [7]) == set() and (32,) in drafted(drafter, "b", [7])
     saying.commit([7])
     assert (33,) in paths(drafter.propose([saying], [40])[0])
     drafter.finish(saying)
-    assert drafted(drafter, "a", [7]) == {(7,)}
-    rank(drafter, beside, 7, 34)
+    assert drafted(drafter, "a", [7]) == set()
+    rank(drafter, beside if make is auto else request("a"), 7, 34)
     assert (34,) in drafted(drafter, "a", [7])
+    assert drafter.keeps_output(saying) == (make is auto)
+    assert make is auto or history(drafter, "a").num_tokens == 0
 
 
 @DELETIONS
-def test_counts_of_deleted_texts_go_with_the_automaton(delete: Delete) -> None:
-    drafter = prepared("suffix_decoding", {})
+@pytest.mark.parametrize(("strategy", "options"), [("suffix_decoding", {}), ("racer", {"window": 4})])
+def test_automata_and_windows_of_deleted_texts_go_too(strategy: str, options: dict[str, object], delete: Delete) -> None:
+    drafter = prepared(strategy, options)
     said = say(drafter, "a")
+    assert HIT in drafted(drafter, "a") and drafted(drafter, "b") == drafted(drafter, None) == set()
     say(drafter, "b")
-    assert HIT in drafted(drafter, "a") and HIT in drafted(drafter, "b") and drafted(drafter, None) == set()
+    assert HIT in drafted(drafter, "b")
     delete(drafter, said)
     assert drafted(drafter, "a") == set() and HIT in drafted(drafter, "b")
     running = say(drafter, "a", end=False)
-    delete(drafter, running)
-    drafter.finish(running)
-    assert drafted(drafter, "a") == set()
-
-
-@DELETIONS
-def test_windows_of_deleted_texts_go_with_the_trie(delete: Delete) -> None:
-    drafter = prepared("racer", {"window": 4})
-    said = say(drafter, "a")
-    say(drafter, "b")
-    assert HIT in drafted(drafter, "a") and HIT in drafted(drafter, "b")
-    delete(drafter, said)
-    assert drafted(drafter, "a") == set() and HIT in drafted(drafter, "b")
-    running = say(drafter, "a", end=False)
-    assert HIT in drafted(drafter, "a")
+    assert strategy == "suffix_decoding" or HIT in drafted(drafter, "a")
     delete(drafter, running)
     assert drafted(drafter, "a") == set()
     drafter.propose([running], [40])  # its windows are its own from now on
@@ -356,33 +360,13 @@ def test_windows_of_deleted_texts_go_with_the_trie(delete: Delete) -> None:
     assert drafted(drafter, "a") == set()
 
 
-@DELETIONS
-def test_what_was_ranked_for_deleted_texts_goes_with_recycling_alone(delete: Delete) -> None:
-    drafter = prepared("recycling", {})
-    saying = say(drafter, "a", [50, 51], end=False)
-    rank(drafter, saying, 7, 31)
-    rank(drafter, request("b"), 7, 32)
-    assert (31,) in drafted(drafter, "a", [7])
-    delete(drafter, saying)
-    assert drafted(drafter, "a", [7]) == set() and (32,) in drafted(drafter, "b", [7])
-    rank(drafter, saying, 7, 33)  # it teaches itself, and no other any more
-    assert drafted(drafter, "a", [7]) == set()
-    saying.commit([7])
-    assert (33,) in paths(drafter.propose([saying], [40])[0])
-    drafter.finish(saying)
-    assert drafted(drafter, "a", [7]) == set()
-    rank(drafter, request("a"), 7, 34)
-    assert (34,) in drafted(drafter, "a", [7])
-    assert not drafter.keeps_output(saying) and history(drafter, "a").num_tokens == 0
-
-
 @pytest.mark.parametrize("most_rows", [None, 16], ids=["all rows", "rows that pay"])
 def test_a_deletion_reaches_every_strategy_of_an_engine(most_rows: int | None) -> None:
     drafter = build_drafters("recycling", {}, ["auto:all_rows=true,frequent_tokens=0,recycling=false", "trie"], most_rows)
     drafter.prepare(Target(VOCAB, (END,)))
 
-    def offered(strategy: str, root: int) -> set[tuple[int, ...]]:
-        asking = Request(f"r{next(_names)}", [8, root], SamplingParams(max_tokens=900), tenant="a", strategy=strategy)
+    def offered(strategy: str, root: int, tenant: str | None = "a") -> set[tuple[int, ...]]:
+        asking = Request(f"r{next(_names)}", [8, root], SamplingParams(max_tokens=900), tenant=tenant, strategy=strategy)
         (tree,) = drafter.propose([asking], [40])
         drafter.finish(asking)
         return set(paths(tree))
@@ -396,6 +380,8 @@ def test_a_deletion_reaches_every_strategy_of_an_engine(most_rows: int | None) -
     ranked = Request("ranked", [9], SamplingParams(max_tokens=900), tenant="a", strategy="recycling")
     rank(drafter, ranked, 40, 31)
     assert (31,) in offered("recycling", 40) and (41,) in offered("trie", 40) and (41,) in offered("auto", 40)
+    for strategy, tenant in itertools.product(("recycling", "trie", "auto"), ("b", None)):
+        assert offered(strategy, 40, tenant) == set()
     history(drafter, "a").remove(said.text)
     assert offered("recycling", 40) == offered("trie", 40) == offered("auto", 40) == set()
 

@@ -179,7 +179,7 @@ def quotas(mode: Mode, min_input: int, min_output: int) -> list[tuple[Mode, int]
     return [*(reserved if mode == "mix" else []), (mode, 10**9)]
 
 
-@settings(max_examples=250)
+@settings(max_examples=150)
 @given(SCRIPTS, st.sampled_from(MODES), st.booleans(), st.integers(1, 40))
 def test_the_tree_is_the_explicit_tries(script: Script, mode: Mode, ended_early: bool, budget: int) -> None:
     options = script.options
@@ -242,7 +242,7 @@ def profile_fits(new: Weights, rows: list[Path], room: int, wanted: Sequence[tup
     return False
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(SCRIPTS, st.sampled_from(MODES))
 def test_parallel_is_the_leaves_of_the_tree(script: Script, mode: Mode) -> None:
     both = [prepared(layout=layout, frequencies=mode, **script.options) for layout in ("hierarchical", "parallel")]
@@ -250,7 +250,7 @@ def test_parallel_is_the_leaves_of_the_tree(script: Script, mode: Mode) -> None:
     assert draft(side_by_side) == chains(draft(tree))
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(SCRIPTS, st.sampled_from(MODES))
 def test_single_follows_the_best_child(script: Script, mode: Mode) -> None:
     options = script.options
@@ -284,17 +284,6 @@ def siblings(trie: FrequencyTrie, mode: Mode) -> list[list[int]]:
         for branch in trie.branches(first, "asking"):
             families.setdefault((first, *branch.path[:-1]), []).append(weight((int(branch.prompt), int(branch.output)), mode))
     return list(families.values())
-
-
-def test_the_example_of_the_docstring() -> None:
-    drafter = prepared()
-    for number, output in enumerate([[1, 3, 4, 5], [1, 3, 4, 6]]):
-        past = request(str(number), [9])
-        propose(drafter, past)
-        past.commit(output)
-        drafter.finish(past)
-    tree = propose(drafter, request("r", [1, 3]))
-    assert (tree.tokens[:2].tolist(), sorted(tree.tokens[2:].tolist()), tree.parents.tolist()) == ([3, 4], [5, 6], [-1, 0, 1, 1])
 
 
 def test_half_of_a_tree_of_any_size_is_for_outputs() -> None:
@@ -341,32 +330,14 @@ def test_a_prompt_is_drafted_from_by_its_own_request_only_and_not_after_its_end(
 def test_no_branch_crosses_an_end_token_or_the_beginning_of_the_output() -> None:
     drafter = prepared(branch_length=12)
     asking = request("r", [3, 4, END, 5, 6], [[3, 7, END, 8]])
-    asking.commit([9, 3, END, 4])
-    assert paths(propose(drafter, asking)) == []
-    asking.commit([3])
-    assert set(paths(propose(drafter, asking))) == {(4,), (7,)}
-    asking.commit([1, 5])
-    assert paths(propose(drafter, asking)) == [(6,)]
-    asking.commit([6])
-    assert paths(propose(drafter, asking)) == []  # 9 is the output's, 6 the prompt's last
-    asking.commit([9])
-    assert paths(propose(drafter, asking)) == [(3,)]
+    for output, branches in (([9, 3, END, 4], set()), ([3], {(4,), (7,)}), ([1, 5], {(6,)}), ([6], set()), ([9], {(3,)})):
+        asking.commit(output)  # 9 is the output's first, 6 the prompt's last
+        assert set(paths(propose(drafter, asking))) == branches
     drafter.finish(asking)
     assert paths(propose(drafter, request("later", [END]))) == []
     assert paths(propose(drafter, request("later still", [4])))[-1] == (3, 1, 5, 6, 9)
-
-
-def test_a_prompt_of_end_tokens_takes_no_memory() -> None:
-    drafter = prepared()
-    asking = request("r", [END] * 50_000)
-    assert paths(propose(drafter, asking)) == []
-    assert drafter._states["r"].log.nbytes < 100_000
-
-
-def test_token_zero_is_a_token() -> None:
-    drafter = prepared()
-    assert draft(propose(drafter, request("a", [5, 0, 7, 5, 0]))) == ([0, 7, 5, 0], [-1, 0, 1, 2])
-    assert draft(propose(drafter, request("b", [0] * 6))).tokens == [0] * 6
+    ends = request("ends", [END] * 50_000)
+    assert paths(propose(drafter, ends)) == [] and drafter._states["ends"].log.nbytes < 100_000
 
 
 def test_the_latest_occurrences_count() -> None:

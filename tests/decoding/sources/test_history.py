@@ -11,11 +11,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.decoding.request import PUBLIC, request_hash, text_key
-from outrider.decoding.sources.history import Histories, History
+from outrider.decoding.request import PUBLIC
+from outrider.decoding.sources.history import HELD_TEXTS, HELD_TOKENS, Histories, History
 from outrider.decoding.sources.log.chains import BLOCK
-from outrider.decoding.sources.log.held_pieces import HELD_TEXTS, HELD_TOKENS
 from outrider.decoding.sources.log.token_log import TokenLog
+from outrider.decoding.sources.text_keys import request_hash, text_key
 from tests.helpers.targets import Occurrence, naive_occurrences, occurrences
 
 KEYS = [text_key("a/0"), text_key("a/1"), text_key("b")]
@@ -176,15 +176,6 @@ def test_pieces_in_any_order_and_twice_make_the_whole_texts(rng: random.Random, 
         model.extend(text, 0, tokens, True)
     check(mixed, model)
     assert not len(mixed._held) and not mixed._held.num_tokens and not mixed.log._open
-
-
-def test_the_example_of_the_docstring() -> None:
-    history = History(1000)
-    read = []
-    for offset, tokens in ((0, [1, 2]), (3, [4]), (1, [2, 3])):
-        history.extend(7, offset, tokens)
-        read.append(history.log.tokens_of(history.number(7)).tolist())
-    assert read == [[1, 2], [1, 2], [1, 2, 3, 4]]
 
 
 def test_a_removed_text_stays_removed_until_it_starts_again() -> None:

@@ -9,12 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.decoding.request import Request, SamplingParams, request_hash
+from outrider.decoding.arrays import Int32Array
+from outrider.decoding.request import Request, SamplingParams
 from outrider.decoding.sources.history import History
 from outrider.decoding.sources.log.chains import BLOCK
 from outrider.decoding.sources.passages import LEAST_RECURRING, Passages, marks_of
-from outrider.decoding.sources.text_keys import MAX_RECURRING, document_hash, is_passage, is_recurring, recurring_key
-from outrider.decoding.tree import Int32Array
+from outrider.decoding.sources.text_keys import (
+    MAX_RECURRING,
+    document_hash,
+    is_passage,
+    is_recurring,
+    recurring_key,
+    request_hash,
+)
 
 SHARED = 39  # tokens that two texts share at least where some of their marks are the same
 EDGE = 31  # tokens of a passage that may be missing at each end

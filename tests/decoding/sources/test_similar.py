@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.decoding.request import Request, SamplingParams, request_hash
+from outrider.decoding.arrays import Int32Array
+from outrider.decoding.request import Request, SamplingParams
 from outrider.decoding.sources.embeddings import EMBEDDING, MAX_EMBEDDING, nearness, signs_of
 from outrider.decoding.sources.history import History, Recalled
 from outrider.decoding.sources.log.chains import BLOCK
 from outrider.decoding.sources.similar import LEAST_SIMILARITY, SKETCH_TOKENS, SimilarRequests, as_tokens, of_tokens, sketch_of
-from outrider.decoding.sources.text_keys import document_hash, passage_key, sketch_key
-from outrider.decoding.tree import Int32Array
+from outrider.decoding.sources.text_keys import document_hash, passage_key, request_hash, sketch_key
 
 VOCAB = 5000
 OUTPUT = [7, 8, 9, 10]
@@ -58,6 +58,7 @@ def said(recalled: list[Recalled]) -> list[list[int]]:
 
 def test_a_prompt_is_found_among_many_by_what_it_shares() -> None:
     known = SimilarRequests(4096)
+    assert known.nbytes == 0  # before the first
     for seed in range(3000):
         known.add(seed, sketch_of(prompt(seed)))
     for seed in range(0, 3000, 100):
@@ -105,17 +106,6 @@ def test_the_latest_are_known_and_nothing_else(steps: list[tuple[bool, int]], ca
     for name in range(13):
         assert [found.request for found in known.find(sketch_of(prompt(name)), 1)] == ([name] if name in live else [])
         assert known.knows(name) == (name in live)
-
-
-def test_more_than_a_few_are_moved_into_larger_arrays() -> None:
-    known = SimilarRequests(1 << 12)
-    assert known.nbytes == 0  # before the first
-    known.add(0, sketch_of(prompt(0, 40)))
-    small = known.nbytes
-    for seed in range(1, 400):
-        known.add(seed, sketch_of(prompt(seed, 40)))
-    assert known.nbytes > 8 * small and len(known) == 400
-    assert all(known.find(sketch_of(prompt(seed, 40)), 1)[0].request == seed for seed in range(400))
 
 
 @given(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=200), st.none() | st.integers(1, MAX_EMBEDDING))

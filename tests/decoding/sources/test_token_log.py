@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.decoding.sources.log.arrays import LARGE
 from outrider.decoding.sources.log.chains import BLOCK, bucket, place, unigram_bucket
-from outrider.decoding.sources.log.token_log import TokenLog
+from outrider.decoding.sources.log.token_log import LARGE, TokenLog
 from tests.helpers.targets import naive_occurrences, occurrences
 
 TEXTS = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=90), min_size=1, max_size=6)

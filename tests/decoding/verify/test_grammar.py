@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.decoding.arrays import BoolArray, Int32Array
 from outrider.decoding.request import Request, SamplingParams
 from outrider.decoding.sampling.penalties import FORBIDDEN, LogitRules
 from outrider.decoding.sampling.sampler import choose
-from outrider.decoding.tree import BoolArray, DraftTree, Int32Array
+from outrider.decoding.tree import DraftTree, permitted
 from outrider.decoding.verify.exact import verify_exact
-from outrider.decoding.verify.grammar import permitted
 from outrider.decoding.verify.target_probabilities import TargetDistributions
 
 VOCAB, END = 7, 0

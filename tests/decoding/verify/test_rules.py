@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.decoding.arrays import Float64Array
 from outrider.decoding.request import Acceptance, Request, SamplingParams
 from outrider.decoding.sampling.penalties import LogitRules
-from outrider.decoding.sampling.probabilities import Float64Array
 from outrider.decoding.sampling.sampler import warp
-from outrider.decoding.tree import DraftTree
-from outrider.decoding.verify.rules import KSeqRule, RejectionRule, Rule
+from outrider.decoding.tree import DraftTree, Rule
+from outrider.decoding.verify.rules import KSeqRule, RejectionRule
 from outrider.decoding.verify.target_probabilities import TargetDistributions, request_distribution
 
 VOCAB, GAMMA, PROMPT = 3, 2, (1, 2)
@@ -159,21 +159,33 @@ KINDS = {
     "min tokens": (replace(SAMPLED, min_tokens=2), frozenset({1})),
     "short": (replace(SAMPLED, max_tokens=GAMMA), frozenset({0})),
     "shorter": (replace(SAMPLED, max_tokens=1), NO_END),
+    "two tokens": (replace(SAMPLED, max_tokens=2), NO_END),
     "longer": (replace(SAMPLED, max_tokens=GAMMA + 2), frozenset({0})),
     "greedy": (replace(SAMPLED, temperature=0.0, frequency_penalty=1.0), frozenset({0})),
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_speculative_sampling_has_the_law_of_plain_decoding(kind: str) -> None:
-    params, end = KINDS[kind]
+def check_law(drafts: Iterable[tuple[float, DraftTree, Rule]], params: SamplingParams, end: frozenset[int]) -> None:
+    """Whatever is drafted with these chances, the text has the law of plain decoding."""
     begun: dict[Text, float] = defaultdict(float)
-    for chain, weight in draft_texts(params, GAMMA).items():
-        tree = DraftTree.chain(PROMPT[-1], chain)
-        rule = RejectionRule([draft_law(chain[:depth], params) for depth in range(GAMMA)])
+    for weight, tree, rule in drafts:
         for text, chance in outcomes(tree, rule, params, end):
             begun[text] += weight * chance
     assert_same(complete(begun, params, end), texts(params, end))
+
+
+@pytest.mark.parametrize(("kind", "rows"), [*((kind, GAMMA + 1) for kind in KINDS), ("plain", 2)])
+def test_speculative_sampling_has_the_law_of_plain_decoding(kind: str, rows: int) -> None:
+    """Also where a chain is cut to its first rows."""
+    params, end = KINDS[kind]
+
+    def drafts() -> Iterator[tuple[float, DraftTree, Rule]]:
+        for chain, weight in draft_texts(params, GAMMA).items():
+            tree = DraftTree.chain(PROMPT[-1], chain).clipped(rows, 9, VOCAB)
+            assert len(tree) == rows
+            yield weight, tree, RejectionRule([draft_law(chain[:depth], params) for depth in range(GAMMA)])
+
+    check_law(drafts(), params, end)
 
 
 def sequences_tree(sequences: Sequence[Text], merged: bool) -> tuple[DraftTree, list[list[int]], dict[int, Text]]:
@@ -196,39 +208,26 @@ def sequences_tree(sequences: Sequence[Text], merged: bool) -> tuple[DraftTree, 
     return DraftTree(np.array(tokens, np.int32), np.array(parents, np.int32), np.zeros(n, np.int8), n), rows, above
 
 
-@pytest.mark.parametrize(("kind", "merged"), [*((kind, True) for kind in KINDS), ("penalties", False), ("end", False)])
-def test_spectr_has_the_law_of_plain_decoding(kind: str, merged: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "merged", "count", "depth"),
+    [
+        *((kind, True, 2, GAMMA) for kind in KINDS if kind != "two tokens"),
+        ("penalties", False, 2, GAMMA),
+        ("end", False, 2, GAMMA),
+        ("two tokens", True, 3, 1),
+    ],
+)
+def test_spectr_has_the_law_of_plain_decoding(kind: str, merged: bool, count: int, depth: int) -> None:
     params, end = KINDS[kind]
-    begun: dict[Text, float] = defaultdict(float)
-    for chosen in itertools.product(draft_texts(params, GAMMA).items(), repeat=2):
-        tree, rows, above = sequences_tree([chain for chain, _ in chosen], merged)
-        rule = KSeqRule([chain for chain, _ in chosen], rows, {row: draft_law(path, params) for row, path in above.items()})
-        weight = math.prod(weight for _, weight in chosen)
-        for text, chance in outcomes(tree, rule, params, end):
-            begun[text] += weight * chance
-    assert_same(complete(begun, params, end), texts(params, end))
 
+    def drafts() -> Iterator[tuple[float, DraftTree, Rule]]:
+        for chosen in itertools.product(draft_texts(params, depth).items(), repeat=count):
+            chains = [chain for chain, _ in chosen]
+            tree, rows, above = sequences_tree(chains, merged)
+            rule = KSeqRule(chains, rows, {row: draft_law(path, params) for row, path in above.items()})
+            yield math.prod(weight for _, weight in chosen), tree, rule
 
-def test_spectr_of_three_sequences() -> None:
-    params = replace(SAMPLED, max_tokens=2)
-    begun: dict[Text, float] = defaultdict(float)
-    for chosen in itertools.product(draft_texts(params, 1).items(), repeat=3):
-        tree, rows, above = sequences_tree([chain for chain, _ in chosen], True)
-        rule = KSeqRule([chain for chain, _ in chosen], rows, {row: draft_law(path, params) for row, path in above.items()})
-        for text, chance in outcomes(tree, rule, params, NO_END):
-            begun[text] += math.prod(weight for _, weight in chosen) * chance
-    assert_same(complete(begun, params, NO_END), texts(params, NO_END))
-
-
-def test_the_beginning_of_a_chain_is_verified_like_the_whole() -> None:
-    begun: dict[Text, float] = defaultdict(float)
-    for chain, weight in draft_texts(SAMPLED, GAMMA).items():
-        tree = DraftTree.chain(PROMPT[-1], chain).clipped(2, 9, VOCAB)
-        assert len(tree) == 2
-        rule = RejectionRule([draft_law(chain[:depth], SAMPLED) for depth in range(GAMMA)])
-        for text, chance in outcomes(tree, rule, SAMPLED, NO_END):
-            begun[text] += weight * chance
-    assert_same(complete(begun, SAMPLED, NO_END), texts(SAMPLED, NO_END))
+    check_law(drafts(), params, end)
 
 
 def test_a_draft_of_the_targets_own_law_is_accepted() -> None:

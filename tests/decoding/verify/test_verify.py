@@ -74,11 +74,6 @@ def test_branches_that_begin_alike_are_followed_side_by_side() -> None:
     assert acceptance.rows == (3, 4) and acceptance.next_token == 9
 
 
-def test_bonus_token_after_a_full_match_is_kept() -> None:
-    acceptance = verify_exact(DraftTree.chain(7, [1, 2]), lambda row: [1, 2, 9][row], 10, frozenset())
-    assert acceptance.rows == (1, 2) and acceptance.next_token == 9
-
-
 def test_end_token_held_by_a_child_is_emitted_once() -> None:
     acceptance = verify_exact(DraftTree.chain(7, [1, 0, 5]), lambda row: [1, 0, 5, 6][row], 10, frozenset({0}))
     assert acceptance.rows == (1,) and acceptance.next_token == 0

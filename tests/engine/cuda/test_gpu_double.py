@@ -15,12 +15,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from outrider.decoding.drafters import build_drafter
+from outrider.decoding.drafters.registry import build_drafter
 from outrider.decoding.request import Request, SamplingParams
 from outrider.decoding.tree import DraftTree
 from outrider.engine.accelerator import accelerator, use
-from outrider.engine.cuda.probe import graph_fault
-from outrider.engine.cuda.slot_attention import SPLIT
+from outrider.engine.cuda.slot_attention import SPLIT, graph_fault
 from outrider.engine.cuda.static_runner import StaticRunner
 from outrider.engine.engine import Engine
 from outrider.engine.errors import DeviceError, ModelLoadError
@@ -97,7 +96,7 @@ def test_a_model_of_several_layers_starts_with_graphs(exact: str, gpu: DoubleGpu
     """A check that shortens the model must not replay a graph of all layers."""
     runner = runner_on(gpu, exact=exact, layers=4)
     assert runner.exact == (exact == "strict")
-    assert runner.form()["graphs"] == ([64] if exact == "strict" else list(runner.sizes))
+    assert runner.calibration_key()["graphs"] == ([64] if exact == "strict" else list(runner.sizes))
     made = len(gpu.graphs)
     run(engine_of(runner), Request("a", list(range(1, 200)), SamplingParams(max_tokens=30)))
     assert len(gpu.graphs) == made and gpu.counts["replays"] > 0  # nothing is captured while requests run
@@ -159,25 +158,23 @@ def test_a_model_that_waits_for_the_device_runs_without_graphs_and_says_so(
     with gpu.current(GPU):
         runner = StaticRunner(model, 2, 100, sizes=(2, 8))
         runner.prepare()
-    assert set(runner.capture_failures) == {2, 8} and runner.form()["graphs"] == []
+    assert set(runner.capture_failures) == {2, 8} and runner.calibration_key()["graphs"] == []
     assert numbers(runner.forward(pack([chain(0, 0, [1, 2, 3])]))).isfinite().all()
     assert [record.levelname for record in caplog.records if "could not be captured" in record.getMessage()] == ["WARNING"]
 
 
-def test_a_mixture_of_experts_is_refused_unless_it_may_round(gpu: DoubleGpu) -> None:
+def test_inexact_models_are_refused_unless_they_may_round(
+    gpu: DoubleGpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = EngineOptions(max_running=2, kv_slots=2)
     with pytest.raises(ModelLoadError, match=r"MixtralForCausalLM .* routing.*engine\.exact=rounding"):
-        make_runner(model_on(gpu, family="mixtral"), CONTEXT, EngineOptions(max_running=2, kv_slots=2))
-
-
-def test_a_model_that_is_exact_one_row_at_a_time_only_is_refused(gpu: DoubleGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exactness, "check", lambda runner: None if runner.fixed_rows == 1 else "3 of 4 rows differ")
-    with pytest.raises(ModelLoadError, match=r"engine\.exact=rounding"):
-        runner_on(gpu)
-
-
-def test_a_model_without_graphs_is_refused_by_name_unless_it_may_round(gpu: DoubleGpu, caplog: pytest.LogCaptureFixture) -> None:
+        make_runner(model_on(gpu, family="mixtral"), CONTEXT, options)
+    with monkeypatch.context() as patch:
+        patch.setattr(exactness, "check", lambda runner: None if runner.fixed_rows == 1 else "3 of 4 rows differ")
+        with pytest.raises(ModelLoadError, match=r"engine\.exact=rounding"):
+            runner_on(gpu)
     gpu.has_kernels = lambda dtype: False  # type: ignore[method-assign]
-    model, options = model_on(gpu), EngineOptions(max_running=2, kv_slots=2)
+    model = model_on(gpu)
     with pytest.raises(ModelLoadError, match=r"LlamaForCausalLM .* Triton.*engine\.exact=rounding"):
         make_runner(model, CONTEXT, options)
     runner = make_runner(model, CONTEXT, EngineOptions(max_running=2, kv_slots=2, exact="rounding"))
@@ -245,41 +242,27 @@ def test_a_flash_attn_without_code_for_the_gpu_is_left_out(gpu: DoubleGpu, caplo
 # ---- mistakes that the double has to find -----------------------------------------------------------------------------------
 
 
-def test_a_number_that_is_read_at_the_capture_stays(gpu: DoubleGpu) -> None:
-    source, told = torch.ones(4), [1]
+def test_a_capture_keeps_numbers_shapes_and_addresses(gpu: DoubleGpu) -> None:
+    factor, rows = [1], [2]
     with gpu.current(GPU):
-        there = source.to(GPU)
-        graph, output = gpu.capture(GPU, None, lambda: there * told[0])
-        told[0] = 5
+        there = torch.ones(4).to(GPU)
+        graph, output = gpu.capture(GPU, None, lambda: there * factor[0])
+        factor[0] = 5
         graph.replay()
         assert output.tolist() == [1.0] * 4
-
-
-def test_a_shape_that_is_read_at_the_capture_stays(gpu: DoubleGpu) -> None:
-    rows = [2]
-    with gpu.current(GPU):
-        there = torch.arange(4, device=GPU)
-        graph, output = gpu.capture(GPU, None, lambda: there[: rows[0]].sum())
+        places = torch.arange(4, device=GPU)
+        graph, output = gpu.capture(GPU, None, lambda: places[: rows[0]].sum())
         rows[0] = 4
         graph.replay()
         assert output.item() == 1
-
-
-def test_an_output_that_is_allocated_anew_is_not_what_a_replay_writes_to(gpu: DoubleGpu) -> None:
-    with gpu.current(GPU):
-        there = torch.zeros(3, device=GPU)
         graph, output = gpu.capture(GPU, None, lambda: there + 1)
         anew = there + 1
         there.fill_(7)
-        graph.replay()
-        assert output.tolist() == [8.0] * 3 and anew.tolist() == [1.0] * 3
-
-
-def test_an_output_is_no_number_before_the_first_replay(gpu: DoubleGpu) -> None:
-    with gpu.current(GPU):
+        graph.replay()  # writes to its own output
+        assert output.tolist() == [8.0] * 4 and anew.tolist() == [2.0] * 4
         there = torch.zeros(3, device=GPU)
         graph, output = gpu.capture(GPU, None, lambda: there.add_(1) * 2)
-        assert output.isnan().all().item() and there.tolist() == [0.0] * 3  # and nothing was computed
+        assert output.isnan().all().item() and there.tolist() == [0.0] * 3  # nothing was computed
         graph.replay()
         assert output.tolist() == [2.0] * 3
 
@@ -315,7 +298,7 @@ class Forgetful(list[Any]):
     def __setitem__(self, at: Any, event: Any) -> None: ...
 
 
-def test_work_on_a_stream_that_nobody_waits_for_shows(gpu: DoubleGpu) -> None:
+def test_other_streams_hosts_and_devices_in_a_step_show(gpu: DoubleGpu) -> None:
     stream = gpu.new_stream(GPU)
     with gpu.current(GPU):
         there = torch.zeros(3, device=GPU)
@@ -326,26 +309,21 @@ def test_work_on_a_stream_that_nobody_waits_for_shows(gpu: DoubleGpu) -> None:
             there * 2
         gpu.current_stream(GPU).wait_stream(stream)
         assert (there * 2).tolist() == [2.0] * 3
-
-
-def test_a_tensor_of_the_host_in_a_step_shows(gpu: DoubleGpu) -> None:
-    with gpu.current(GPU):
-        there = torch.zeros(3, device=GPU)
         with pytest.raises(DoubleError, match="one of the CPU"):
             there + torch.ones(3)
-        assert (there + torch.tensor(1.0)).tolist() == [1.0] * 3  # a number travels with the launch
-
-
-def test_tensors_of_two_devices_in_a_step_show(gpu: DoubleGpu) -> None:
-    with gpu.current(GPU), pytest.raises(DoubleError, match="several devices"):
-        torch.zeros(3, device=GPU) + torch.zeros(3, device=OTHER)
-
-
-def test_a_capture_on_another_device_is_empty(gpu: DoubleGpu) -> None:
+        assert (there + torch.tensor(1.0)).tolist() == [2.0] * 3  # a number travels with the launch
+        with pytest.raises(DoubleError, match="several devices"):
+            there + torch.zeros(3, device=OTHER)
+        assert gpu.counted(lambda: torch.zeros(3, device=GPU) + 1) == Counter({"launches": 2, "calls": 2})
     with gpu.current(OTHER):
-        there = torch.zeros(3, device=OTHER)
-        with pytest.raises(DoubleError, match="empty"):
-            gpu.capture(GPU, None, lambda: there + 1)
+        elsewhere = torch.zeros(3, device=OTHER)
+        with pytest.raises(DoubleError, match="empty"):  # a capture on another device
+            gpu.capture(GPU, None, lambda: elsewhere + 1)
+    with pytest.raises(RuntimeError):  # a call that the double does not see
+        there.numpy()
+    assert there.data_ptr() == 0
+    with pytest.raises(NotImplementedError):
+        torch.zeros(3, device=GPU)  # no device is current in this thread
 
 
 @pytest.mark.parametrize(
@@ -371,16 +349,6 @@ def test_every_wait_is_counted_and_breaks_a_capture(wait: Any, gpu: DoubleGpu) -
             gpu.capture(GPU, None, forward)
 
 
-def test_a_call_that_the_double_does_not_see_is_an_error(gpu: DoubleGpu) -> None:
-    with gpu.current(GPU):
-        there = torch.zeros(3, device=GPU)
-    with pytest.raises(RuntimeError):
-        there.numpy()
-    assert there.data_ptr() == 0
-    with pytest.raises(NotImplementedError):
-        torch.zeros(3, device=GPU)  # no device is current in this thread
-
-
 # ---- faults -----------------------------------------------------------------------------------------------------------------
 
 
@@ -400,48 +368,41 @@ def asked(answers: list[list[int]] | None = None) -> list[Request]:
     ]  # fmt: skip
 
 
-def test_a_device_that_fails_at_any_operation_of_a_step_ends_the_engine_and_no_request(gpu: DoubleGpu) -> None:
-    """Wherever the error comes up, it is the device's: no request ends with it, and each goes on elsewhere from its tokens."""
-    plain = run(engine_of(runner_on(gpu)), *asked())
-    runner = runner_on(gpu)
+def begun(runner: ModelRunner, plain: list[list[int]], steps: int) -> tuple[Any, list[Request]]:
+    """An engine after some steps of the requests, with right drafts."""
     engine, wanted = engine_of(runner, "llma"), asked(plain)
     for request in wanted:
         engine.add(request)
-    engine.step()
-    engine.step()
+    for _ in range(steps):
+        engine.step()
+    return engine, wanted
+
+
+def test_a_device_that_fails_at_any_operation_of_a_step_ends_the_engine_and_no_request(gpu: DoubleGpu) -> None:
+    """Wherever the error comes up, it is the device's: no request ends with it, and each goes on elsewhere from its tokens."""
+    plain = run(engine_of(runner_on(gpu)), *asked())
+    runner, spare = runner_on(gpu), runner_on(gpu, OTHER)
+    engine, wanted = begun(runner, plain, 2)
     before = [request.output_ids.tolist() for request in wanted]
     calls = gpu.counted(engine.step)["calls"]
     assert calls > 6
-    spare = runner_on(gpu, OTHER)
     for call in range(1, calls + 1):
-        gpu.broken = None
-        engine, wanted = engine_of(runner, "llma"), asked(plain)
-        for request in wanted:
-            engine.add(request)
-        engine.step()
-        engine.step()
+        engine, wanted = begun(runner, plain, 2)
         assert [request.output_ids.tolist() for request in wanted] == before
         gpu.fail_at(call, torch.AcceleratorError("CUDA error: an illegal memory access was encountered"))
         with pytest.raises(DeviceError, match="illegal memory access"):
             engine.step()
         assert all(request.finish_reason is None for request in wanted), call
         gpu.broken = None  # the other GPU is another process's
-        emitted = [request.output_ids.tolist() for request in wanted]
-        again = [
-            Request(each.request_id, each.prompt_ids, each.params, emitted=tuple(tokens))
-            for each, tokens in zip(wanted, emitted, strict=True)
-        ]
         if call in (1, calls):
+            again = [Request(one.request_id, one.prompt_ids, one.params, emitted=one.output_ids.tolist()) for one in wanted]
             assert run(engine_of(spare), *again) == plain
 
 
 def test_a_step_that_runs_out_of_memory_is_tried_again(gpu: DoubleGpu) -> None:
     runner = runner_on(gpu)
     plain = run(engine_of(runner), *asked())
-    engine, wanted = engine_of(runner, "llma"), asked(plain)
-    for request in wanted:
-        engine.add(request)
-    engine.step()
+    engine, wanted = begun(runner, plain, 1)
     for _ in range(3):
         gpu.fail_at(2, torch.OutOfMemoryError("CUDA out of memory"))
         engine.step()
@@ -481,8 +442,3 @@ def test_waits_copies_and_launches_of_a_step(gpu: DoubleGpu) -> None:
     """The table is to fall: a change that makes a step wait more often, or launch more, has to say so here."""
     found = {f"{requests} {kind}": counts_of(gpu, requests, kind) for requests in (1, 8, 64) for kind in KINDS}
     assert found == json.loads(COUNTS.read_text(encoding="utf-8")), json.dumps(found)
-
-
-def test_counts_start_anew(gpu: DoubleGpu) -> None:
-    with gpu.current(GPU):
-        assert gpu.counted(lambda: torch.zeros(3, device=GPU) + 1) == Counter({"launches": 2, "calls": 2})

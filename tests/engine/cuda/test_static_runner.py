@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AttentionInterface
 
-from outrider.decoding.drafters import STRATEGIES, build_drafter
+from outrider.decoding.drafters.registry import STRATEGIES, build_drafter
 from outrider.decoding.request import Request, SamplingParams
 from outrider.decoding.tree import DraftTree
 from outrider.engine.cuda.static_runner import StaticRunner, StaticStep

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.decoding.tree import Int32Array
+from outrider.decoding.arrays import Int32Array
 from outrider.engine.kv.kv_cache import KVShape, SlotCache
 from outrider.engine.kv.prefix_cache import WORTH_COPYING, Placement, PrefixCache, common_prefix
 

@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.configs.schema import load_config
 from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from outrider.decoding.drafters import build_drafters, check_drafters
+from outrider.decoding.arrays import Int32Array
+from outrider.decoding.drafters.registry import build_drafters, check_drafters
 from outrider.decoding.request import Request, SamplingParams
-from outrider.decoding.tree import Int32Array
 from outrider.engine.engine import Engine
 from outrider.engine.errors import ModelLoadError
 from outrider.engine.forward.batch import Batch

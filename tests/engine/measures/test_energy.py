@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.decoding.drafters import build_drafter
+from outrider.decoding.drafters.registry import build_drafter
 from outrider.decoding.request import Request, SamplingParams
 from outrider.decoding.tree import DraftTree
 from outrider.engine.forward.batch import ScheduledRequest

@@ -1,4 +1,4 @@
-"""What an engine counts for dashboards: that it is what its requests were given, whoever drafted, preempted or aborted."""
+"""Counts of an engine for dashboards, and reports of its steps: they agree with the requests' outputs and counters."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.decoding.drafters import build_drafter
+from outrider.decoding.drafters.registry import STRATEGIES, build_drafter
 from outrider.decoding.request import FinishReason, Request, SamplingParams, StepOutput
 from outrider.decoding.tree import DraftTree
 from outrider.engine.engine import Engine
 from outrider.engine.measures.metrics import REQUEST_S, EngineMetrics, Histogram, MetricsCounts, one_two_five
-from tests.helpers.models import engine_over, prepared, tiny_model
+from tests.helpers.models import SENTENCES, engine_over, prepared, tiny_model
 
 PROMPT = [10, 20, 30, 10, 20, 40, 10, 20]
 
 
-def engine(strategy: str = "llma", batch: int = 4, step_tokens: int = 256) -> Engine:
+def new_engine(strategy: str = "llma", batch: int = 4, step_tokens: int = 256) -> Engine:
     model = tiny_model("llama", "float32")
     return engine_over(model.runner, prepared(build_drafter(strategy, {}), model), batch, step_tokens, strategy=strategy)
 
@@ -79,7 +79,7 @@ def test_acceptance_by_depth(trees: list[tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize("strategy", ["autoregressive", "recycling", "jacobi", "auto"])
 def test_totals_are_those_of_the_requests(strategy: str) -> None:
-    running = engine(strategy, batch=2)
+    running = new_engine(strategy, batch=2)
     asked = [request("a" * length, 5 * length) for length in range(1, 6)]
     for one in asked:
         running.add(one)
@@ -122,7 +122,7 @@ def _sources(asked: Sequence[Request]) -> dict[str, int]:
 
 
 def test_times_add_up() -> None:
-    running = engine(batch=1)
+    running = new_engine(batch=1)
     for name in ("a", "bb", "ccc"):
         running.add(request(name))
     steps(running)
@@ -138,7 +138,7 @@ def test_times_add_up() -> None:
 
 
 def test_tokens_of_a_step_with_chunks_of_a_prompt() -> None:
-    running = engine("autoregressive", step_tokens=16)
+    running = new_engine("autoregressive", step_tokens=16)
     running.add(Request("a", np.arange(1, 41), SamplingParams(max_tokens=3, ignore_eos=True)))
     done = steps(running)
     assert [sum(len(output.token_ids) for output in outputs) for outputs in done] == [0, 0, 1, 1, 1]
@@ -147,7 +147,7 @@ def test_tokens_of_a_step_with_chunks_of_a_prompt() -> None:
 
 
 def test_preemption_abort_and_resumption() -> None:
-    running = engine(batch=1)
+    running = new_engine(batch=1)
     running.add(request("slow", 30, priority=1))
     steps(running, 3)
     running.add(request("urgent", 10))
@@ -161,15 +161,15 @@ def test_preemption_abort_and_resumption() -> None:
     steps(running)
     counts = running.metrics()
     assert counts.finished == {"stop": 0, "length": 3, "abort": 1, "error": 1}
-    assert counts.generation_tokens == 30 + 10 + 7  # what was emitted elsewhere is no token of this engine
+    assert counts.generation_tokens == 30 + 10 + 7  # without the tokens that were emitted elsewhere
     assert counts.prompt_tokens == 2 * len([*PROMPT, 0])
     assert total(counts, "request_generation_tokens") == (3, 50)
     assert total(counts, "time_to_first_token_seconds")[0] == total(counts, "e2e_request_latency_seconds")[0] == 2
-    assert counts.history_bytes and engine("suffix").metrics().history_bytes is None  # which remembers nothing
+    assert counts.history_bytes and new_engine("suffix").metrics().history_bytes is None  # which remembers nothing
 
 
 def test_any_thread_may_read_and_nothing_falls() -> None:
-    running, other = engine("auto"), engine("auto")
+    running, other = new_engine("auto"), new_engine("auto")
     assert running.metrics().engine != other.metrics().engine
     for name in ("a", "bb", "ccc", "dddd", "eeeee"):
         running.add(request(name, 60))
@@ -196,3 +196,49 @@ def test_any_thread_may_read_and_nothing_falls() -> None:
         for name, histogram in before.histograms.items():
             assert all(a <= b for a, b in zip(histogram.counts, after.histograms[name].counts, strict=True)), name
     assert seen[-1] == running.metrics()
+
+
+NAMES = {"model", "prompt", "document", "output", "trie", "public", "jacobi", "recycling", "bigram", "unigram"}
+
+
+def outputs(engine: Engine, name: str, params: SamplingParams, **fields: object) -> list[StepOutput]:
+    assert engine.tokenizer is not None
+    prompt = engine.tokenizer.encode(SENTENCES[2])
+    engine.add(Request(name, prompt, params, [engine.tokenizer.encode(SENTENCES[0])], **fields))  # type: ignore[arg-type]
+    found = []
+    while engine.has_work:
+        found += engine.step()
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_reports_agree_with_all_else_that_is_told(engine: Engine, strategy: str, temperature: float) -> None:
+    params = SamplingParams(60, temperature=temperature, seed=3, ignore_eos=True)
+    plain = outputs(engine, "plain", params, strategy="autoregressive")
+    assert all(output.report is None for output in plain)
+    told = outputs(engine, f"{strategy}/{temperature}", params, strategy=strategy, tenant="t", report=True)
+    reports = [output.report for output in told if output.report is not None]
+    assert len(reports) == len(told) == (stats := told[-1].stats).steps  # type: ignore[union-attr]
+    assert [token for output in told for token in output.token_ids] == [token for one in plain for token in one.token_ids]
+    for output, report in zip(told, reports, strict=True):
+        assert len(report.pieces) == len(report.sources) == len(output.token_ids)
+        assert "".join(report.pieces) == output.text
+        assert "model" not in report.sources[:-1] and set(report.sources) <= NAMES
+    assert "".join(output.text for output in told) == "".join(output.text for output in plain)
+    assert sum(report.accepted for report in reports) == stats.accepted
+    assert sum(report.drafted for report in reports) == stats.drafted
+    if strategy == "autoregressive":
+        assert {source for report in reports for source in report.sources} == {"model"}
+
+
+def test_what_another_engine_emitted_is_not_told_again(engine: Engine) -> None:
+    params = SamplingParams(40, ignore_eos=True)
+    whole = outputs(engine, "whole", params, report=True)
+    ids = [token for output in whole for token in output.token_ids]
+    rest = outputs(engine, "rest", params, report=True, emitted=ids[:25])
+    assert [token for output in rest for token in output.token_ids] == ids[25:]
+    told = [source for output in rest if output.report is not None for source in output.report.sources]
+    assert len(told) == 15
+    pieces = "".join(piece for output in rest if output.report is not None for piece in output.report.pieces)
+    assert "".join(output.text for output in whole).endswith(pieces) and pieces

@@ -6,7 +6,6 @@ import collections
 import contextlib
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 
@@ -75,13 +74,22 @@ def end_the_finished(of: Scheduler) -> None:
 
 
 def test_requests_wait_when_slots_are_full_and_follow_in_order() -> None:
-    a, b, c = request("a"), request("b"), request("c")
-    s = scheduler(a, b, c)
-    assert list(plan(s)) == ["a", "b"] and s.num_waiting == 1 and s.num_free_slots == 0
+    a, b, c, d = map(request, "abcd")
+    s = scheduler(a, b, c, d)
+    assert list(plan(s)) == ["a", "b"] and s.num_waiting == 2 and s.num_free_slots == 0
+    s.remove(c)  # while it waits
     s.remove(a)
     assert a.state is RequestState.FINISHED and a.slot is None
-    assert list(plan(s)) == ["b", "c"] and s.num_waiting == 0
-    assert b.slot != c.slot
+    assert list(plan(s)) == ["b", "d"] and s.num_waiting == 0 and b.slot != d.slot
+    s = scheduler(request("a"), running=1, waiting=2)
+    compute(s)
+    s.add(request("b"))
+    s.preempt(s.running[0])
+    assert list(plan(s)) == ["a"]  # before the later arrival
+    s.add(request("c"))
+    with pytest.raises(QueueFullError, match="max_waiting"):
+        s.add(request("d"))
+    assert s.num_waiting == 2
 
 
 def test_long_prefills_are_cut_into_chunks_that_fit() -> None:
@@ -131,9 +139,8 @@ def test_topped_up_steps_keep_to_the_budget_and_take_nothing_away(seed: int) -> 
 def test_drafts_never_take_the_rows_of_a_prefill_and_ranks_that_share_a_step_draft_as_many_times_more() -> None:
     """12 rows are for the two requests; 4 are kept for the prefill."""
     s = two_that_decode_and_a_long_prompt()
-    assert {share.request.request_id: (share.end, share.draft_rows) for share in s.schedule(2)} == {
-        "a": (5, 10), "b": (5, 10), "c": (4, 0),
-    }  # fmt: skip
+    shares = {share.request.request_id: (share.end, share.draft_rows) for share in s.schedule(2)}
+    assert shares == {"a": (5, 10), "b": (5, 10), "c": (4, 0)}
     assert plan(s) == {"a": (5, 5), "b": (5, 5), "c": (4, 0)}  # and one rank again what it did before
     few = scheduler(request("a"))
     compute(few)
@@ -156,12 +163,6 @@ def test_rows_of_a_rank_never_exceed_the_budget(width: int, running: int, drafts
     assert not s.running
 
 
-def test_no_draft_beyond_the_end_of_a_request() -> None:
-    s = scheduler(request("a", max_tokens=2))
-    compute(s)
-    assert plan(s)["a"] == (5, 0)  # one token may still come, and that is the bonus token
-
-
 def test_an_urgent_request_preempts_the_least_urgent_and_latest() -> None:
     a, b = request("a", priority=1), request("b", priority=1)
     s = scheduler(a, b)
@@ -174,49 +175,10 @@ def test_an_urgent_request_preempts_the_least_urgent_and_latest() -> None:
     assert plan(s)["b"] == (5, 0)  # prompt and output are computed again
 
 
-def test_a_preempted_request_goes_before_later_arrivals() -> None:
-    a = request("a")
-    s = scheduler(a, running=1)
-    compute(s)
-    s.add(request("b"))
-    s.preempt(a)
-    assert list(plan(s)) == ["a"]
-
-
-def test_a_full_queue_refuses() -> None:
-    s = scheduler(request("a"), running=1, waiting=1)
-    s.schedule()
-    s.add(request("b"))
-    with pytest.raises(QueueFullError, match="max_waiting"):
-        s.add(request("c"))
-    assert s.num_waiting == 1
-
-
-def test_a_waiting_request_can_be_removed() -> None:
-    a, b, c = request("a"), request("b"), request("c")
-    s = scheduler(a, b, c, running=1)
-    s.schedule()
-    s.remove(b)
-    s.remove(a)
-    assert list(plan(s)) == ["c"]
-
-
-@pytest.mark.parametrize(
-    ("field", "options"),
-    [
-        ("max_running", {"max_running": 0}),
-        ("kv_slots", {"kv_slots": 7}),
-        ("max_waiting", {"max_waiting": -1}),
-        ("max_step_tokens", {"max_step_tokens": 9}),
-        ("max_wait_s", {"max_wait_s": -1}),
-    ],
-)
-def test_options_out_of_range_name_the_field(field: str, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=field):
-        Scheduler(EngineOptions(**options), 4, oldest_slot)
-
-
-def test_first_come_first_served_knows_no_priorities() -> None:
+def test_options_out_of_range_name_the_field_and_fcfs_has_no_priorities() -> None:
+    for options in ({"max_running": 0}, {"kv_slots": 7}, {"max_waiting": -1}, {"max_step_tokens": 9}, {"max_wait_s": -1}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            Scheduler(EngineOptions(**options), 4, oldest_slot)
     s = Scheduler(EngineOptions(max_running=1), 3, oldest_slot)
     s.add(request("a"))
     with pytest.raises(RequestError, match="scheduling_policy") as refused:
@@ -289,6 +251,9 @@ def test_a_more_urgent_prefill_passes_and_the_first_goes_on() -> None:
 
 
 def test_a_request_bounds_its_own_drafts() -> None:
+    s = scheduler(request("a", max_tokens=2))
+    compute(s)
+    assert plan(s)["a"] == (5, 0)  # one token may still come, and that is the bonus token
     bounds = {"a": None, "b": 2, "c": 0}
     requests = (Request(name, [1] * 4, SamplingParams(max_tokens=50), max_draft_tokens=most) for name, most in bounds.items())
     s = scheduler(*requests, running=3, step_tokens=64, drafts=5)
@@ -314,7 +279,15 @@ def test_slots_are_given_by_whom_knows_what_they_hold() -> None:
     assert asked[-1] == ("d", [1, 2])  # the one that was released longest ago first
 
 
-def test_who_needs_what_another_computes_waits_and_is_asked_for_again() -> None:
+def of_scopes(prompt: int, *scopes: str | None) -> list[Request]:
+    """Requests a, b, ... with their scopes."""
+    made = [request(name, prompt=prompt) for name in "abc"]
+    for one, scope in zip(made, scopes, strict=True):
+        one.scope = scope
+    return made
+
+
+def test_who_needs_what_another_computes_waits_and_does_not_keep_its_rows() -> None:
     asked: list[tuple[str, int | None]] = []
 
     def place(one: Request, free: Sequence[int]) -> tuple[int, int]:
@@ -323,22 +296,13 @@ def test_who_needs_what_another_computes_waits_and_is_asked_for_again() -> None:
         return free[0], max([one.num_computed, *(min(count, 69) for count in others)])
 
     s = scheduler(running=4, step_tokens=32, place=place)
-    for name, scope in (("a", "s"), ("b", "s"), ("c", "t")):
-        one = request(name, prompt=70)
-        one.scope = scope
+    for one in of_scopes(70, "s", "s", "t"):
         s.add(one)
     assert compute(s) == {"a": (32, 0)}
     assert compute(s) == {"a": (64, 0)}
     assert compute(s) == {"a": (70, 0), "b": (70, 0), "c": (20, 0)}  # 6 tokens are not worth waiting for
     assert asked == [("a", None), ("b", None), ("c", None), ("b", 1), ("c", 2), ("b", 1), ("c", 2)]
-
-
-def test_who_waits_for_another_does_not_keep_its_rows() -> None:
-    s = scheduler(running=3, step_tokens=64)
-    for name, scope in (("a", "s"), ("b", "s"), ("c", None)):
-        one = request(name, prompt=40)
-        one.scope = scope
-        s.add(one)
+    s = scheduler(*of_scopes(40, "s", "s", None), running=3, step_tokens=64)
     assert compute(s) == {"a": (40, 0), "c": (24, 0)}
     assert compute(s) == {"a": (41, 3), "b": (40, 0), "c": (40, 0)}
 
@@ -352,14 +316,14 @@ HARMS: dict[str, Callable[[Scheduler], object]] = {
 }
 
 
-@pytest.mark.parametrize("harm", HARMS)
-def test_check_integrity_finds_what_is_lost(harm: str) -> None:
-    s = scheduler(*map(request, "abcd"), running=3)
-    compute(s)
-    s.check_integrity()
-    HARMS[harm](s)
-    with pytest.raises(AssertionError):
+def test_check_integrity_finds_what_is_lost() -> None:
+    for harm in HARMS.values():
+        s = scheduler(*map(request, "abcd"), running=3)
+        compute(s)
         s.check_integrity()
+        harm(s)
+        with pytest.raises(AssertionError):
+            s.check_integrity()
 
 
 def flood(of: Scheduler, account: str, count: int, weight: float = 1.0, prompt: int = 4) -> list[Request]:
@@ -407,9 +371,7 @@ def test_steps_are_short_where_several_accounts_come() -> None:
     assert compute(s) == {"a0": (92, 0)}  # another one of b may come
     clock.now_s = OF_LATE_S + 1
     assert compute(s) == {"a0": (156, 0)}
-
-
-def test_steps_are_shorter_still_where_one_account_has_several_slots() -> None:
+    # Shorter still where one account has several slots.
     s = scheduler(running=4, step_tokens=64)
     flood(s, "b", 1)
     compute(s)
@@ -437,14 +399,13 @@ def test_a_quarantined_request_is_computed_alone_in_every_second_step_until_it_i
     assert set(compute(s)) == {"a", "long", "x"}
 
 
-def test_a_quarantined_request_has_every_step_where_nobody_else_runs() -> None:
+def test_a_quarantined_request_has_every_step_where_no_other_runs() -> None:
     s = scheduler(quarantined("x"))
     assert [set(compute(s)) for _ in range(5)] == [{"x"}] * 5
     s.add(request("a"))
-    assert [set(compute(s)) for _ in range(4)] == [{"a"}, {"x"}, {"a"}, {"x"}]  # what it had counts for and against nobody
-
-
-def test_an_account_has_one_quarantined_request_at_a_time() -> None:
+    assert [set(compute(s)) for _ in range(4)] == [{"a"}, {"x"}, {"a"}, {"x"}]  # the earlier steps do not count
+    with pytest.raises(QueueFullError):  # an account has one at a time
+        s.add(quarantined("y"))
     s = scheduler(request("a"), running=1)
     compute(s)
     s.add(quarantined("x"))
@@ -491,44 +452,35 @@ def test_quarantined_requests_keep_to_the_share_of_their_account(
         assert steps[account] >= 200 and steps[account] >= 400 * weights[account] / sum(weights.values()) - 8, steps
 
 
-def test_one_accounts_requests_are_not_preempted_for_its_own() -> None:
+def in_turns(of: Scheduler, count: int) -> list[str]:
+    """Who has the one slot, one after another."""
+    order = []
+    for _ in range(count):
+        compute(of)
+        order.append(of.running[0].request_id)
+        of.remove(of.running[0])
+    return order
+
+
+def test_with_one_slot_accounts_take_turns_which_are_not_saved_up() -> None:
+    s = scheduler(running=1)
+    flood(s, "a", 10)  # in order of arrival these would be first
+    compute(s)
+    flood(s, "b", 3)
+    assert in_turns(s, 8) == ["a0", "b0", "a1", "b1", "a2", "b2", "a3", "a4"]
+    s = scheduler(running=1)
+    flood(s, "a", 6)
+    in_turns(s, 4)
+    flood(s, "b", 6)
+    assert sorted(name[0] for name in in_turns(s, 4)) == ["a", "a", "b", "b"]
+
+
+def test_an_account_preempts_neither_its_own_nor_more_urgent_requests() -> None:
     s = scheduler()
     flood(s, "a", 20)
     for _ in range(10):
         compute(s)
     assert s.num_preemptions == 0 and [one.request_id for one in s.running] == ["a0", "a1"]
-
-
-def test_with_one_slot_accounts_take_turns() -> None:
-    """In order of arrival the flood's ten would be first."""
-    s = scheduler(running=1)
-    flood(s, "a", 10)
-    compute(s)
-    flood(s, "b", 3)
-    order = []
-    for _ in range(8):
-        compute(s)
-        order.append(s.running[0].request_id)
-        s.remove(s.running[0])
-    assert order == ["a0", "b0", "a1", "b1", "a2", "b2", "a3", "a4"]
-
-
-def test_turns_are_not_saved_up() -> None:
-    s = scheduler(running=1)
-    flood(s, "a", 6)
-    for _ in range(4):
-        compute(s)
-        s.remove(s.running[0])
-    flood(s, "b", 6)
-    order = []
-    for _ in range(4):
-        compute(s)
-        order.append(s.running[0].account)
-        s.remove(s.running[0])
-    assert sorted(order) == ["a", "a", "b", "b"]
-
-
-def test_urgent_requests_go_before_fair_ones() -> None:
     s = scheduler(*(request(f"urgent{number}", priority=-1, account="a") for number in range(4)))
     compute(s)
     flood(s, "b", 2)
@@ -546,19 +498,7 @@ def test_rows_of_prefills_are_shared_among_accounts() -> None:
     assert ends["b"] == 20 and ends["a"] == ends["c"] == 22
 
 
-def test_a_short_prompt_does_not_wait_for_the_rows_of_who_floods() -> None:
-    s = scheduler(running=4, step_tokens=64)
-    flood(s, "a", 20)
-    compute(s)
-    flood(s, "b", 1, prompt=10)
-    flood(s, "c", 1, prompt=100)
-    assert set(compute(s)) == {"b0", "c0"} and slots(s) == {"a": 2, "b": 1, "c": 1}
-    flood(s, "d", 1)  # takes a slot of a's, which has no more than the others then
-    for _ in range(3):
-        assert set(compute(s)) == {"a0", "b0", "c0", "d0"}
-
-
-def test_who_floods_waits_for_one_step_at_most() -> None:
+def test_a_short_prompt_passes_a_flood_which_waits_for_one_step_at_most() -> None:
     s = scheduler(running=4, step_tokens=64)
     flood(s, "a", 20)
     compute(s)
@@ -568,6 +508,15 @@ def test_who_floods_waits_for_one_step_at_most() -> None:
         ahead.append(set(compute(s)) == {one.request_id})
         s.remove(one)
     assert ahead == [True, False] * 3
+    s = scheduler(running=4, step_tokens=64)
+    flood(s, "a", 20)
+    compute(s)
+    flood(s, "b", 1, prompt=10)
+    flood(s, "c", 1, prompt=100)
+    assert set(compute(s)) == {"b0", "c0"} and slots(s) == {"a": 2, "b": 1, "c": 1}
+    flood(s, "d", 1)  # takes a slot of a's, which has no more than the others then
+    for _ in range(3):
+        assert set(compute(s)) == {"a0", "b0", "c0", "d0"}
 
 
 @pytest.mark.parametrize(("seed", "odds", "most_late"), [(0, 0.0, 1), (1, 0.0, 1), (2, 0.0, 1), (3, 0.3, 3), (4, 0.3, 3)])

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from outrider.decoding.request import MAX_STOP_CHARS, SamplingParams
-from outrider.decoding.sampling_params import MAX_STOP_STRINGS
-from outrider.engine.text.detokenizer import Detokenizer
+from outrider.decoding.request import MAX_STOP_CHARS, MAX_STOP_STRINGS, SamplingParams
+from outrider.engine.text.outputs import Detokenizer
 from outrider.engine.text.tokenizer import load_tokenizer
 from tests.helpers.models import END, SENTENCES
 
@@ -33,15 +32,19 @@ def byte_fallback() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
 
 
-def stream(tokenizer: PreTrainedTokenizerFast, text: str, stop: tuple[str, ...] = ()) -> tuple[list[str], bool]:
-    detokenizer = Detokenizer(tokenizer, stop)
+def push_all(detokenizer: Detokenizer, tokens: Sequence[int]) -> tuple[list[str], bool]:
+    """The pieces of some tokens, up to a stop string or with the rest of the text, and whether there was a stop string."""
     pieces = []
-    for token in tokenizer(text)["input_ids"]:
+    for token in tokens:
         piece, stopped = detokenizer.push(token)
         pieces.append(piece)
         if stopped:
             return pieces, True
     return [*pieces, detokenizer.flush()], False
+
+
+def stream(tokenizer: PreTrainedTokenizerFast, text: str, stop: tuple[str, ...] = ()) -> tuple[list[str], bool]:
+    return push_all(Detokenizer(tokenizer, stop), tokenizer(text)["input_ids"])
 
 
 @pytest.mark.parametrize("text", [*SENTENCES, "", "  leading and trailing  ", "日本語のテキスト", "a\n\nb\tc", "🙂🙃👩‍👩‍👧"])
@@ -51,22 +54,14 @@ def test_pieces_join_to_the_text_without_broken_characters(tokenizer: PreTrained
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
 
 
-def test_text_comes_as_soon_as_it_is_certain(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_text_comes_at_once_unfinished_characters_at_the_end_and_no_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     pieces, _ = stream(tokenizer, "plain words")
     assert all(pieces[:-1]) and pieces[-1] == ""
-
-
-def test_an_unfinished_character_at_the_end_is_shown_as_the_tokenizer_decodes_it(tokenizer: PreTrainedTokenizerFast) -> None:
     ids = tokenizer("ab🙂")["input_ids"][:-1]
-    detokenizer = Detokenizer(tokenizer, ())
-    text = "".join(detokenizer.push(token)[0] for token in ids) + detokenizer.flush()
+    text = "".join(push_all(Detokenizer(tokenizer, ()), ids)[0])
     assert text == tokenizer.decode(ids) and text.startswith("ab")
-
-
-def test_special_tokens_are_not_text(tokenizer: PreTrainedTokenizerFast) -> None:
-    detokenizer = Detokenizer(tokenizer, ())
     ids = [*tokenizer("a")["input_ids"], tokenizer.convert_tokens_to_ids(END), *tokenizer("b")["input_ids"]]
-    assert "".join(detokenizer.push(token)[0] for token in ids) + detokenizer.flush() == "ab"
+    assert "".join(push_all(Detokenizer(tokenizer, ()), ids)[0]) == "ab"
 
 
 @pytest.mark.parametrize(
@@ -116,16 +111,8 @@ def expected(pieces: Sequence[str], stop: Sequence[str], include: bool) -> tuple
 @example([3, 3, 0, 3, 1], ["ababb", "bb"], False)
 @example([5], ["baba", "ab", "abab"], True)
 def test_any_stop_strings_hold_back_and_end_what_they_should(ids: list[int], stop: list[str], include: bool) -> None:
-    detokenizer = Detokenizer(LETTERS, stop, include)
-    told, stopped = [], False
-    for token in ids:
-        piece, stopped = detokenizer.push(token)
-        told.append(piece)
-        if stopped:
-            break
-    if not stopped:
-        told.append(detokenizer.flush())
-    assert (told, stopped) == expected([LETTERS.decode([token]) for token in ids], stop, include)
+    found = push_all(Detokenizer(LETTERS, stop, include), ids)
+    assert found == expected([LETTERS.decode([token]) for token in ids], stop, include)
 
 
 def test_stop_strings_are_bounded_and_take_memory_of_their_length() -> None:
@@ -145,32 +132,30 @@ def test_stop_strings_are_bounded_and_take_memory_of_their_length() -> None:
 
 
 def test_text_that_a_byte_makes_invalid_stays_and_what_follows_is_decoded(byte_fallback: PreTrainedTokenizerFast) -> None:
-    def ids(*tokens: str) -> list[int]:
-        return [byte_fallback.convert_tokens_to_ids(token) for token in tokens]
+    def pieces(*tokens: str, stop: tuple[str, ...] = ()) -> list[str]:
+        return push_all(Detokenizer(byte_fallback, stop), byte_fallback.convert_tokens_to_ids(tokens))[0]
 
-    def told(*tokens: str, stop: tuple[str, ...] = ()) -> list[str]:
-        detokenizer = Detokenizer(byte_fallback, stop)
-        pieces = []
-        for token in ids(*tokens):
-            piece, stopped = detokenizer.push(token)
-            pieces.append(piece)
-            if stopped:
-                return pieces
-        return [*pieces, detokenizer.flush()]
-
-    assert told("<0x41>", "<0xFF>", "b") == ["A", "", "\ufffdb", ""]
-    assert told("<0x41>", "<0xFF>", "\u2581b") == ["A", "", "\ufffd b", ""]  # the space before it stays
-    assert told("<0x41>", "<0xFF>", "b", "\u2581b", "<0xC3>", "<0xA9>", "a") == ["A", "", "\ufffdb", " b", "", "\u00e9", "a", ""]
-    assert told("<0x41>", "<0xFF>", "<0x41>", "<0xFF>") == ["A", "", "", "", "\ufffd" * 3]  # the end of a text, too
-    assert told("b", "<0xC3>") == ["b", "", "\ufffd"]
-    assert told("<0x41>", "<0xFF>", "b", "a", "b", stop=("ba",)) == ["A", "", "\ufffd", ""]
+    assert pieces("<0x41>", "<0xFF>", "b") == ["A", "", "\ufffdb", ""]
+    assert pieces("<0x41>", "<0xFF>", "\u2581b") == ["A", "", "\ufffd b", ""]  # the space before it stays
+    assert pieces("<0x41>", "<0xFF>", "b", "\u2581b", "<0xC3>", "<0xA9>", "a") == [
+        "A",
+        "",
+        "\ufffdb",
+        " b",
+        "",
+        "\u00e9",
+        "a",
+        "",
+    ]
+    assert pieces("<0x41>", "<0xFF>", "<0x41>", "<0xFF>") == ["A", "", "", "", "\ufffd" * 3]  # the end of a text, too
+    assert pieces("b", "<0xC3>") == ["b", "", "\ufffd"]
+    assert pieces("<0x41>", "<0xFF>", "b", "a", "b", stop=("ba",)) == ["A", "", "\ufffd", ""]
 
 
 @given(st.data())
 def test_any_tokens_have_a_text_in_which_every_piece_stands(byte_fallback: PreTrainedTokenizerFast, data: st.DataObject) -> None:
     tokens = data.draw(st.lists(st.sampled_from(range(2, len(byte_fallback))), max_size=20))
-    detokenizer = Detokenizer(byte_fallback, ())
-    shown = "".join(detokenizer.push(token)[0] for token in tokens) + detokenizer.flush()
+    shown = "".join(push_all(Detokenizer(byte_fallback, ()), tokens)[0])
     letters = [character for character in byte_fallback.decode(tokens) if character not in "\ufffd "]
     rest = iter(shown)
     assert all(letter in rest for letter in letters), (shown, letters)  # nothing that is a character at last is left out

@@ -11,10 +11,9 @@ import pytest
 
 from outrider.experiments.bench import load, strategies
 from outrider.experiments.bench.__main__ import main
-from outrider.experiments.bench.engines.contestants import Prompt, Run
+from outrider.experiments.bench.engines.contestants import Prompt
 from outrider.experiments.bench.engines.models import Workload, fitting
 from outrider.experiments.bench.engines.phases import PHASES
-from outrider.experiments.bench.engines.stock_generate import StockAssisted
 from outrider.experiments.bench.options import SIZES
 
 SENTENCE = "The quick brown fox jumps over the lazy dog. "
@@ -64,19 +63,6 @@ def test_all_contestants_give_the_same_outputs(tiny_model: Path, workloads: Path
     rows = results["workloads"]["a"]["contestants"]
     assert rows["autoregressive"]["tokens_per_step"] == 1.0 and rows["autoregressive"]["drafted_per_step"] == 0.0
     assert rows["generate + lookup"]["ms"]["propose"] is None and rows[OURS[1]]["ms"]["propose"] > 0
-
-
-def test_a_fault_of_transformers_leaves_the_others_running(
-    tiny_model: Path, files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(self: StockAssisted, prompts: list[Prompt]) -> Run:
-        raise ValueError("no early exit here")
-
-    monkeypatch.setattr(StockAssisted, "run", broken)
-    small = ("--records", 1, "--max-tokens", 3, "--repeats", 1)
-    results = run(tmp_path, "strategies", "--model", tiny_model, "--prompts", files[0], *small, *CHOSEN)
-    assert results["skipped"] == {"generate + early exit 1": "transformers could not run it: no early exit here"}
-    assert list(results["overall"]) == ["generate", "generate + lookup", *OURS]
 
 
 def test_random_models_of_several_families_follow_known_outputs_in_turns(

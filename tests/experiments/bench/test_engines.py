@@ -14,31 +14,30 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from outrider.cluster.cli.generate.known_texts import TextTokenizer
 from outrider.configs.slices import EngineOptions, ModelOptions
 from outrider.decoding.budget.latency import StepLoad
-from outrider.decoding.drafters import STRATEGIES
 from outrider.decoding.drafters.base import Drafter, TargetRows
+from outrider.decoding.drafters.registry import STRATEGIES, parse_strategy
 from outrider.decoding.replay import replay_workload
 from outrider.decoding.request import Acceptance, Request
-from outrider.decoding.strategy_choice import parse_strategy
 from outrider.decoding.tree import DraftTree
 from outrider.engine.loading.hybrids import is_hybrid
 from outrider.engine.loading.model import LoadedModel, load_model
 from outrider.engine.text.tokenizer import load_tokenizer
 from outrider.experiments.bench.engines.competition import Tally, decode_ratios, where_time_goes
-from outrider.experiments.bench.engines.contestants import Prompt, Run, make_request
+from outrider.experiments.bench.engines.contestants import Prompt, Run, SharedModel, make_request
 from outrider.experiments.bench.engines.guided import random_model, stock_twin
-from outrider.experiments.bench.engines.measures import full_load_s, measured, rows_of_a_cell
-from outrider.experiments.bench.engines.shared_model import SharedModel
 from outrider.experiments.bench.engines.stock_batching import StockBatching
 from outrider.experiments.bench.engines.stock_generate import StockAssisted, StockGenerate, StockPromptLookup
 from outrider.experiments.bench.engines.traffic import (
     ClosedLoop,
     EngineServer,
     Journey,
-    OpenLoop,
     Server,
     ServerCounts,
     drive,
+    full_load_s,
+    measured,
     poisson,
+    rows_of_a_cell,
 )
 from outrider.experiments.bench.options import SIZES
 from tests.helpers.models import llama_config, save_model
@@ -174,26 +173,6 @@ def test_every_server_answers_a_closed_loop_as_generate_does(
             assert max(sum(j.sent_s <= own.sent_s < j.last_s for j in journeys) for own in journeys) == 3
             run = measured(journeys, counts, closed=True)
             assert run["output_tokens"] == sum(map(len, expected.values())) and run["tokens_per_step"] >= 1.0
-
-
-def test_an_open_loop_sends_when_requests_are_due(shared: SharedModel, expected: dict[str, list[int]]) -> None:
-    times = (0.0, 0.0, 0.0, 0.0, 0.05, 0.06, 0.3)
-    journeys, _ = drive(our_server(shared), FREE, OpenLoop(times))
-    assert tuple(journey.arrival_s for journey in journeys) == times and journeys[-1].first_s > 0.3
-    assert all(journey.sent_s >= journey.arrival_s for journey in journeys)
-    assert {journey.key: journey.output for journey in journeys} == expected
-
-
-def test_a_new_engine_reuses_nothing_of_the_former_one(shared: SharedModel) -> None:
-    long = [Prompt(name, [9, 8, 7, 6] * 12, []) for name in ("first", "again")]
-    for prompts, cached in ((long[:1], 0), (long[:1], 0), (long, 47)):  # all of the second prompt but its root
-        _, counts = drive(our_server(shared, "autoregressive"), prompts, ClosedLoop(1))
-        assert counts.cached_tokens == cached
-
-
-def test_batching_that_fails_says_so(stock: PreTrainedModel) -> None:
-    with pytest.raises(RuntimeError, match="continuous batching"):
-        drive(StockBatching(stock, 4, (), 1, 64), [Prompt("long", [5] * 4000, [])], ClosedLoop(1))
 
 
 def test_arrivals_are_a_poisson_process_of_the_seed() -> None:

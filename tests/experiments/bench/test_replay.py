@@ -11,7 +11,7 @@ import pytest
 
 from outrider.configs.schema import REPOSITORY
 from outrider.experiments.bench.__main__ import main
-from outrider.experiments.bench.memory.trie_speed import CHANGED_SHARE, KINDS, MAX_TOKENS, corpus_texts, summary
+from outrider.experiments.bench.memory.trie_speed import KINDS, summary
 
 TEXT = "A request travels from the door to the engine and back again."
 
@@ -35,13 +35,6 @@ def test_strategies_without_logits_are_replayed(tiny_model: Path, tmp_path: Path
     plain, copied = (results[name]["workloads"]["asked"] for name in ("autoregressive", "llma"))
     assert list(results) == ["llma", "autoregressive"] and plain["tokens"] == copied["tokens"]
     assert plain["tokens_per_step"] == 1.0 and copied["tokens_per_step"] > 2.0
-
-
-def test_ranks_draft_that_much_wider(tiny_model: Path, tmp_path: Path) -> None:
-    path, wide = workload(tmp_path, {"prompt": TEXT * 3, "output": TEXT}), ("--budget", 8, "--world-size", 1, 3)
-    results = replayed(tmp_path, "strategies", path, "--tokenizer", tiny_model, "--strategy", "auto:all_rows=true", *wide)
-    one, three = (figures["workloads"]["asked"]["drafted_per_step"] for figures in results.values())
-    assert three > 2 * one
 
 
 def test_strategies_that_remember_draft_from_a_corpus(tiny_model: Path, tmp_path: Path) -> None:
@@ -92,16 +85,6 @@ def test_the_trie_is_measured(tiny_model: Path, corpus: Path, tmp_path: Path) ->
         assert 0 < row["p50_us"]["median"] <= row["p99_us"]["median"] <= row["p99_9_us"]["median"]
     assert all(rates["min"] > 0 for rates in results["insertion_tokens_per_s"].values())
     assert main(["replay", "trie", "--corpus", str(tmp_path / "out"), "--tokenizer", str(tiny_model)]) == 2
-
-
-def test_a_corpus_is_repeated_with_changes(tiny_model: Path, corpus: Path) -> None:
-    texts = corpus_texts([corpus], tiny_model, 60_000, 0)
-    assert sum(map(len, texts.fill)) == 60_000 and max(map(len, texts.fill)) <= MAX_TOKENS
-    assert texts.about["files"] == 2 and texts.about["shown"] > 1.5
-    once = {text.tobytes() for text in texts.fill[: round(len(texts.fill) / texts.about["shown"])]}
-    changed = [text.tobytes() not in once for text in texts.fill[len(once) + 1 :]]
-    assert sum(changed) > 0.5 * len(changed) and CHANGED_SHARE < 0.5
-    assert texts.held_out and not any(text.tobytes() in {each.tobytes() for each in texts.fill} for text in texts.held_out)
 
 
 def test_times_are_of_full_proposals_only() -> None:

@@ -7,7 +7,6 @@ import getpass
 import json
 import platform
 import subprocess
-import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from xml.etree import ElementTree
@@ -15,9 +14,8 @@ from xml.etree import ElementTree
 import pytest
 
 from outrider.engine.measures.energy import NoMeter, open_meter
-from outrider.experiments.bench.figure import draw, panel
+from outrider.experiments.bench.figure import panel
 from outrider.experiments.bench.options import numbers
-from outrider.experiments.bench.progress import Progress
 from outrider.experiments.bench.record import ROOT, Kept, command_line, describe_energy, git_state, write_record
 from outrider.experiments.bench.run import Bench, Results, Run, run
 
@@ -69,30 +67,6 @@ def test_invalid_input_is_one_line_and_leaves_nothing(tmp_path: Path, capsys: py
         assert words in capsys.readouterr().err
 
 
-def test_a_bench_without_records_writes_only_to_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    quiet = Bench("quiet", "", lambda args, given: {"a": 1}, recorded=False)
-    assert run(quiet, []) == 0 and list(tmp_path.iterdir()) == []
-    assert run(quiet, ["--out", "here"]) == 0 and len(list((tmp_path / "here").iterdir())) == 1
-
-
-@pytest.mark.parametrize("kind", ["lines", "curves", "bars", "stack", "heat"])
-def test_panels_are_drawn_with_the_same_bytes_each_time(kind: str, tmp_path: Path) -> None:
-    series = SERIES if kind != "heat" else {"r": {"1": 1.0, "2": 2.0}, "s": {"1": 3.0, "2": 4.0}}
-    panels = {"first": panel(kind, "title", "x", "y", series), "empty": panel(kind, "", "x", "y", {})}
-    assert draw(panels, tmp_path / "a.svg").read_bytes() == draw(panels, tmp_path / "b.svg").read_bytes()
-
-
-def test_progress_repeats_its_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.experiments.bench.progress._TOLD_S", 0.1)
-    with Progress() as progress:
-        progress.say("begins")
-        progress.note("too soon for a line")
-        time.sleep(0.8)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "[  0.0 min] begins" and lines[1].startswith("[  0.0 min] too soon for a line: ")
-
-
 def test_numbers_with_commas() -> None:
     assert numbers(int, 1)("1,2,4") == (1, 2, 4)
     for text in ("1,x", "0,1", "nan"):
@@ -122,12 +96,6 @@ def test_a_record_names_no_host_no_user_and_no_absolute_path(tmp_path: Path) -> 
         assert private not in text, private
     typed = ["/usr/bin/python3", "-m", "experiments.x", "--model=/srv/m", "--out", str(ROOT / "build" / "o"), "../shared/w"]
     assert command_line(typed) == "python -m experiments.x --model=m --out build/o ../shared/w"
-
-
-def test_a_value_that_is_no_json_leaves_no_file(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="got object"):
-        write_record("odd", {}, {"value": object()}, None, datetime.now(UTC), folder=tmp_path)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_git_state_sees_changes_but_not_earlier_records(tmp_path: Path) -> None:

@@ -11,10 +11,9 @@ import pytest
 from outrider.cluster.cli.generate.strategy_option import chosen_strategies
 from outrider.decoding.budget.latency import LatencyCurve
 from outrider.decoding.request import PLAIN
-from outrider.experiments.bench.run import arguments, run
+from outrider.experiments.bench.run import run
 from outrider.experiments.bench.scaling.command import BENCH, parted, results_of
-from outrider.experiments.bench.scaling.entries import COUNTERS, Entry, Form, Round, forms_of
-from outrider.experiments.bench.scaling.results import Prediction, beside, communication
+from outrider.experiments.bench.scaling.results import COUNTERS, Entry, Form, Prediction, Round, beside, communication, forms_of
 from outrider.experiments.papers.beside import NOT_TESTABLE
 from outrider.experiments.report.page import read_record, render
 from outrider.experiments.simulation.hardware import ModelShape
@@ -57,17 +56,6 @@ def test_a_paper_s_statements_are_judged_by_speeds_after_the_first_token() -> No
     assert parted(results, Namespace(dtype="bfloat16")) == []
 
 
-def test_which_form_wins_is_told_from_how_many_requests_on() -> None:
-    seconds = {1: {"one": 1.0, "lookahead": 0.5, "replicas": 1.0}, 4: {"one": 1.0, "lookahead": 1.0, "replicas": 0.25}}
-    entries = [entry(kind, PLAIN, took, clients) for clients, own in seconds.items() for kind, took in own.items()]
-    told = results_of(entries, {}, "float32", None, SHAPE, {})["crossover"]
-    assert told["sentences"] == [
-        "2 workers: from 1 at once LP 2 x 1 with plain (1.50 times 1 x 1), "
-        "from 4 at once replicas 2 x 1 with plain (2.00 times 1 x 1)"
-    ]
-    assert told["wins"]["2"]["4"]["speed_up"] == 2.0
-
-
 def test_what_ranks_exchange_is_measured_or_computed() -> None:
     step = {"steps": 4.0, "rows": 8.0, "exchange_bytes": 400.0, "exchange_s": 0.002}
     assert communication(entry("lookahead", PLAIN, 1.0, **step), SHAPE) == {"how": "measured", "bytes": 100.0, "seconds": 0.0005}
@@ -96,21 +84,6 @@ def test_a_prediction_follows_the_calibration(tiny_model: Path) -> None:
     assert told["rows"]["1 x 1, plain"] == {"measured": 1.0, "predicted": 1.0, "error": 0.0}
     assert "LP 2 x 1, plain" in told["rows"] and "needs a model that runs" in told["left_out"]["LP 2 x 1, jacobi"]
     assert "one worker's threads" in told["left_out"]["1 x 2, plain"]
-
-
-def test_options_that_cannot_be() -> None:
-    for options in (["--workers", "0"], ["--workers", "2,2"], ["--clients", "4,4"], ["--max-tokens", "1"], ["--form", "other"]):
-        with pytest.raises(SystemExit, match="2"):
-            arguments(BENCH, ["--prompts", "p.jsonl", *options])
-
-
-def test_more_requests_at_once_than_prompts_are_refused(
-    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prompts = tmp_path / "words.jsonl"
-    prompts.write_text(json.dumps({"prompt": "the quick brown fox"}) + "\n")
-    assert run(BENCH, ["--model", str(tiny_model), "--prompts", str(prompts), "--clients", "2"]) == 2
-    assert "2 requests at once need as many prompts, and there are 1: raise --records" in capsys.readouterr().err
 
 
 @pytest.mark.slow

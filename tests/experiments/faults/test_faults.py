@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
 import pytest
 
 from outrider.configs.slices import SpeculationOptions
-from outrider.experiments.bench.run import Bench, run
-from outrider.experiments.faults import cache, ranks
+from outrider.experiments.bench.run import run
+from outrider.experiments.faults import cache
 from outrider.experiments.faults.cache import FAULTS, Answer, Pass, compared, halves
-from outrider.experiments.faults.ranks import Run, ask_all, streaming, summary
-from outrider.experiments.service.asks import Answer as Heard
-from outrider.experiments.service.served import free_port, served
+from outrider.experiments.faults.ranks import Run, summary
+from outrider.experiments.service.served import served
 from tests.helpers.models import SENTENCES
 
 
@@ -67,26 +65,6 @@ def test_outputs_equal_plain_decoding_and_sharing_returns(
     assert {"connection", "full"} <= results["mirrors"][0]["failures"].keys()  # a pause is shorter than a timeout here
 
 
-@pytest.mark.parametrize(("bench", "wrong"), [(cache.BENCH, ["--concurrency", "0"]), (ranks.BENCH, ["--world-size", "1"])])
-def test_unusable_prompts_and_options_are_refused(
-    bench: Bench, wrong: list[str], tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prompts, missing = tmp_path / "prompts.jsonl", str(tmp_path / "none.jsonl")
-    prompts.write_text(json.dumps({"prompt": "why"}) + "\n")
-    options = ["--model", str(tiny_model), "--max-tokens", "8"]
-    assert run(bench, ["--prompts", str(prompts), *options]) == run(bench, ["--prompts", missing, *options]) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 2 and "has 1 prompts that fit" in errors[0] and "none.jsonl" in errors[1]
-    for more in (wrong, ["--max-tokens", "0"]):
-        with pytest.raises(SystemExit, match="2"):
-            run(bench, ["--prompts", str(prompts), *options, *more])
-
-
-def test_pause_ends_after_the_signal() -> None:
-    heard = Heard(times=[0.0, 5.0, 5.5, 7.5, 7.6])
-    assert [heard.pause_s(since=since) for since in (0.0, 5.2, 7.55, 8.0)] == pytest.approx([5.0, 2.0, 0.1, 0.0])
-
-
 def test_times_are_summarized_by_victim() -> None:
     runs = [
         Run("KILL", "follower", 0.1, 4, (), 0.2, 0.1, 3.0),
@@ -101,11 +79,6 @@ def test_times_are_summarized_by_victim() -> None:
     assert made["all"]["pause_s"] == {"median": 0.4, "min": 0.2, "max": 9.0}
     assert made["leader"]["noticed_s"] == {}
     assert summary(runs[:1]).keys() == {"all", "follower"}
-
-
-def test_failed_request_is_reported() -> None:
-    (heard,) = asyncio.run(ask_all(f"http://127.0.0.1:{free_port()}", "tiny", [streaming("why", 0.0, 1, 8)]))
-    assert heard.texts == {} and heard.error is not None and heard.error.startswith("ConnectError")
 
 
 def test_server_that_does_not_start_reports_why(tmp_path: Path) -> None:

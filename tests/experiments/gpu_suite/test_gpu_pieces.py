@@ -10,19 +10,27 @@ import pytest
 import torch
 
 from outrider.configs.slices import SpeculationOptions
-from outrider.decoding.drafters import build_drafter
+from outrider.decoding.drafters.registry import build_drafter
 from outrider.decoding.replay import replay_workload
 from outrider.engine.forward.runner import ModelRunner
 from outrider.engine.loading.model import LoadedModel
 from outrider.experiments.bench.engines.contestants import Prompt
 from outrider.experiments.bench.engines.guided import stock_twin
-from outrider.experiments.gpu_suite import clock
-from outrider.experiments.gpu_suite.models import SIZES, device_model, fill_slot, random_tree, step_bytes, tree_batch
-from outrider.experiments.gpu_suite.parts import any_rows, prefill, smoke
+from outrider.experiments.gpu_suite import device
+from outrider.experiments.gpu_suite.models import (
+    SIZES,
+    STRATEGIES,
+    contestants,
+    device_model,
+    engines,
+    random_tree,
+    step_bytes,
+    tree_batch,
+)
+from outrider.experiments.gpu_suite.parts import any_rows, prefill
 from outrider.experiments.gpu_suite.parts.end_to_end import Trace, summary
-from outrider.experiments.gpu_suite.report import Job, Report, Setting
-from outrider.experiments.gpu_suite.texts import ByteTokenizer, made_up, read_texts, renumbered
-from outrider.experiments.gpu_suite.traces import STRATEGIES, contestants, engines
+from outrider.experiments.gpu_suite.report import Job, Report
+from outrider.experiments.gpu_suite.texts import made_up, renumbered
 
 CONTEXT = 384
 
@@ -87,22 +95,6 @@ def test_the_twin_has_the_same_weights_in_the_same_memory_and_says_the_same(load
     assert 0.015 < float(twin.model.layers[0].mlp.up_proj.weight.detach().std()) < 0.025
 
 
-def test_trees_are_valid_deep_and_wide() -> None:
-    for rows in (1, 4, 64, 256):
-        tree = random_tree(rows, 100, rows)
-        tree.check()
-        assert len(tree) == tree.num_candidates == rows
-    assert tree.depths().max() > 20 and len(set(tree.parents.tolist())) < 200
-    (segment,) = tree_batch(random_tree(64, 100, 1), 32).segments
-    assert (segment.start, segment.rows) == (32, 64) and segment.mask is not None
-
-
-def test_a_filled_slot_holds_numbers_in_every_layer(runner: ModelRunner) -> None:
-    fill_slot(runner, 50, 0)
-    keys, values = runner.cache.entries(0, 50)
-    assert float(keys.std()) == pytest.approx(1.0, abs=0.05) and not torch.equal(keys[0], values[0])
-
-
 def test_renumbered_texts_are_equal_where_they_were_and_fit_the_vocabulary() -> None:
     prompts = [Prompt("a", [900, 5, 900], [[5, 7]], [7, 900]), Prompt("b", [5, 1, 2, 3, 4], [], [6])]
     (small,) = renumbered(prompts, 4)  # the second text needs more
@@ -110,18 +102,6 @@ def test_renumbered_texts_are_equal_where_they_were_and_fit_the_vocabulary() -> 
     for (one, other), (new, another) in zip(itertools.combinations(before, 2), itertools.combinations(after, 2), strict=True):
         assert (one == other) == (new == another)
     assert set(after) <= set(range(4)) and len(renumbered(prompts, 50)) == 2
-
-
-def test_texts_of_files_take_turns_and_bytes_stand_in_for_a_tokenizer(workloads: Path, tmp_path: Path) -> None:
-    line = '{{"id": "{0}/{1}", "prompt": "{2}", "output": "ab"}}\n'
-    for name in ("x", "y"):
-        (tmp_path / f"{name}.jsonl").write_text("".join(line.format(name, number, "p" * 9) for number in range(2)))
-    told = report()
-    prompts = read_texts(Setting(workloads=(tmp_path,), records=3), 4096, 64, told)
-    assert [prompt.id for prompt in prompts] == ["x/0", "y/0", "x/1"]
-    assert [len(prompt.ids) for prompt in prompts] == [9, 9, 9] and [len(one.known or ()) for one in prompts] == [3, 3, 3]
-    assert told.found["texts"]["tokens"] == "bytes: no --tokenizer"
-    assert ByteTokenizer().encode(["é"]) == [[0xC3, 0xA9]]
 
 
 def test_ratios_are_of_the_same_record_and_round() -> None:
@@ -136,11 +116,11 @@ def test_ratios_are_of_the_same_record_and_round() -> None:
 
 def test_cases_take_turns_and_one_round_at_least_is_made() -> None:
     called: list[str] = []
-    cases = {name: clock.Case(lambda name=name: called.append(name)) for name in "ab"}  # type: ignore[misc]
-    times = clock.in_turns("cpu", cases, 5, 2, over=lambda: True, warm=1)
+    cases = {name: device.Case(lambda name=name: called.append(name)) for name in "ab"}  # type: ignore[misc]
+    times = device.in_turns("cpu", cases, 5, 2, over=lambda: True, warm=1)
     assert called == ["a", "b", "a", "a", "b", "b"]
     assert all(len(taken.wall_s) == 1 and not taken.gpu_s for taken in times.values())
-    assert clock.shown({}) == ("n/a", "") and clock.shown({"median": 2.0, "min": 1.0, "max": 3.0}, " ms") == (
+    assert device.shown({}) == ("n/a", "") and device.shown({"median": 2.0, "min": 1.0, "max": 3.0}, " ms") == (
         "2.00 ms",
         "1.00-3.00",
     )
@@ -155,16 +135,19 @@ def test_a_prefill_computes_all_tokens_and_the_logits_of_the_last(loaded: Loaded
     assert torch.allclose(logits, expected, atol=1e-5)
 
 
-def test_a_difference_is_told_with_its_place_and_its_gap() -> None:
-    logits = torch.tensor([[0.0, 1.0, 2.0], [5.0, 4.0, 0.0]])
-    assert "gap" not in smoke._difference([2, 0], [2, 0], logits)
-    found = smoke._difference([2, 1], [2, 0], logits)
-    assert found["differs_at"] == 1 and found["gap"] == pytest.approx(1 / float(logits[1].std()))
-
-
 def test_a_module_that_follows_the_number_of_rows_is_named(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(any_rows, "_ROWS", (1, 2, 3, 8))
     product = loaded.model.lm_head
     monkeypatch.setattr(product, "forward", lambda rows: rows * len(rows))
     found = any_rows.differing(loaded.model, 0)
     assert found[f"Linear {'x'.join(map(str, product.weight.shape))}"] == 3
+
+
+def test_trees_are_valid_deep_and_wide() -> None:
+    for rows in (1, 4, 64, 256):
+        tree = random_tree(rows, 100, rows)
+        tree.check()
+        assert len(tree) == tree.num_candidates == rows
+    assert tree.depths().max() > 20 and len(set(tree.parents.tolist())) < 200
+    (segment,) = tree_batch(random_tree(64, 100, 1), 32).segments
+    assert (segment.start, segment.rows) == (32, 64) and segment.mask is not None

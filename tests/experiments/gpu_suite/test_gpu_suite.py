@@ -15,19 +15,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from outrider.experiments.device_double.guard import unavailable
 from outrider.experiments.gpu_suite.jobs import Worker
 from outrider.experiments.gpu_suite.parts import tests
-from outrider.experiments.gpu_suite.plan import PARTS, plan
-from outrider.experiments.gpu_suite.record import RunningRecord, print_table
 from outrider.experiments.gpu_suite.report import Job, Report, Setting, is_fatal
-from outrider.experiments.gpu_suite.suite import HELPS, NEEDS, Suite, arguments, main
+from outrider.experiments.gpu_suite.suite import NEEDS, PARTS, RunningRecord, Suite, arguments, plan, print_table
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = "tests.experiments.gpu_suite.test_gpu_suite"
@@ -280,12 +276,6 @@ def test_what_does_not_fit_into_the_budget_is_skipped_and_what_does_runs(
     assert "tests SKIPPED: needs about 75 s, 20 s are left" in capsys.readouterr().out
 
 
-def test_the_order_of_the_jobs_is_that_of_their_worth() -> None:
-    names = [job.name for job in plan(list(PARTS), ("8b", "7b"))]
-    assert names[:5] == ["smoke", "tests", "ceilings", "steps 8b", "prefill 8b"]
-    assert names.index("batches 7b") < names.index("end_to_end 8b") and len(names) == len(set(names)) == len(PARTS) + 3
-
-
 def test_a_call_of_eight_minutes_has_room_for_every_size() -> None:
     jobs = plan(list(PARTS), ("8b", "7b", "1b", "13b"))
     last = max(number for number, job in enumerate(jobs) if job.size == "13b")
@@ -308,29 +298,6 @@ def test_a_resumed_run_keeps_results_and_runs_what_has_none(tmp_path: Path) -> N
     assert run._setting.read_gb_s == 3.0 and len(run.jobs) == 4
 
 
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [(None, "holds no record"), ({"device": "cuda"}, "its device is 'cuda'"), ([], "no record of the suite")],
-)
-def test_a_record_of_other_options_is_not_resumed(
-    config: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if config is not None:
-        (tmp_path / "1-gpu-suite.json").write_text(json.dumps({"config": config} if config else []))
-    with pytest.raises(SystemExit):
-        arguments(["--device", "cpu", "--out", str(tmp_path), "--resume"])
-    assert said in capsys.readouterr().err
-
-
-def test_what_the_suite_needs_is_told_in_its_document_and_its_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        arguments(["--help"])
-    measuring = (ROOT / "docs/gpu.md").read_text(encoding="utf-8").partition("## Measuring")[2].partition("\n## ")[0].lower()
-    told = capsys.readouterr().out
-    for name in (*NEEDS, *HELPS):
-        assert name in told and {"torch": "pytorch"}.get(name, name) in measuring, name
-
-
 def test_what_is_imported_is_what_the_suite_needs(tmp_path: Path) -> None:
     """All modules load with what NEEDS brings, and each of it is used."""
     names = [
@@ -345,32 +312,6 @@ def test_what_is_imported_is_what_the_suite_needs(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     through_others = {"accelerate", "pytest"}  # transformers imports it when a model is loaded; a program of its own
     assert set(NEEDS) - through_others <= set(ran.stdout.split())
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--parts", "stepz"], "'stepz' is not known (did you mean 'steps'?)"),
-        (["--sizes", "9b"], "'9b' is not known"),
-        (["--kinds", ","], "--kinds names nothing"),
-        (["--budget-s", "0"], "--budget-s must be at least 1"),
-        (["--device", "cuda"], "--device cuda: this is a CPU build of torch"),
-        (["--real-model", "nowhere"], "nowhere is no folder with a config.json"),
-        (["--workloads", "nowhere"], "nowhere does not exist"),
-        (["--tokenizer", "nowhere"], "nowhere/tokenizer.json does not exist"),
-    ],
-)
-def test_bad_arguments_are_named(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if "cuda" in options and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(SystemExit) as ended:
-        main(options)
-    assert ended.value.code == 2 and said in capsys.readouterr().err
-
-
-def test_the_defaults_are_those_of_the_help() -> None:
-    args = arguments(["--device", "cpu"])
-    assert args.parts == list(PARTS) and args.sizes == ("8b", "7b", "1b", "13b") and args.kinds == ("strict", "rounding")
 
 
 def test_files_with_tests_are_found_by_their_text_and_their_outcome_is_told(
@@ -405,24 +346,21 @@ def test_tests_for_which_no_time_is_left_do_not_begin_and_are_no_failure(tmp_pat
     assert tests.CUT_OFF in report.lines[0]["value"] and report.lines[0]["verdict"] == "met"
 
 
-def test_the_record_is_one_file_that_is_replaced_whole(tmp_path: Path) -> None:
-    record = RunningRecord({}, 0, datetime.now(UTC), "cpu", tmp_path, {"python": "3"})
-    for number in range(3):
-        record.write({"jobs": [number]})
-    assert [path.name for path in tmp_path.iterdir()] == [record.path.name] if record.path else False
-    results = json.loads((tmp_path / str(record.path)).read_text())["results"]
-    assert results == {"environment": {"python": "3"}, "jobs": [2]}
-
-
 def test_only_errors_that_cost_the_device_are_fatal() -> None:
     assert is_fatal(RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"))
     assert not is_fatal(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"))
     assert not is_fatal(RuntimeError("out of resource: shared memory, Required: 300000, Hardware limit: 232448"))
 
 
-def test_draws_are_of_the_seed() -> None:
-    from outrider.experiments.gpu_suite.texts import made_up
-
-    one, same, other = (made_up(2, 500, 40, 30, seed) for seed in (1, 1, 2))
-    assert one == same != other and all(len(prompt.known or ()) == 30 for prompt in one)
-    assert np.isin(one[0].known, range(500)).all()
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [(None, "holds no record"), ({"device": "cuda"}, "its device is 'cuda'"), ([], "no record of the suite")],
+)
+def test_a_record_of_other_options_is_not_resumed(
+    config: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if config is not None:
+        (tmp_path / "1-gpu-suite.json").write_text(json.dumps({"config": config} if config else []))
+    with pytest.raises(SystemExit):
+        arguments(["--device", "cpu", "--out", str(tmp_path), "--resume"])
+    assert said in capsys.readouterr().err

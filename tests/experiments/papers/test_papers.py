@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from outrider.cluster.cli.generate.prompt_file import read_prompts
+from outrider.decoding.drafters.registry import StrategyChoice
 from outrider.decoding.request import Acceptance
-from outrider.decoding.strategy_choice import StrategyChoice
 from outrider.decoding.tree import DraftTree
 from outrider.engine.measures.energy import EnergyMeter
 from outrider.experiments.bench.__main__ import main
@@ -311,47 +311,12 @@ def test_references_of_a_cached_session_are_the_answers_to_the_most_similar_othe
     assert prompt.references == [[*tokenizer.encode(other.output, add_special_tokens=False), stage.loaded.eos_token_ids[0]]]
 
 
-@pytest.mark.slow
-def test_an_interrupted_run_goes_on_and_its_hours_end_it(
-    tiny_model: Path, files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command, kept = small("trie", tiny_model, files, tmp_path), tmp_path / "kept.jsonl"
-    assert main([*command, "--hours", "0"]) == 0  # no run begins
-    results = record_of(tmp_path / "out", "trie")
-    assert results["notes"][-1] == "not all of it: 0 hours are over after 0 runs"
-    assert {claim["verdict"] for claim in results["claims"] if claim["dataset"] == "antrag"} <= {NOT_MEASURED, NOT_TESTABLE}
-    assert len(kept.read_text().splitlines()) == 1  # the setting
-    put = KeptRuns.put
-    made: list[str] = []  # the races of the runs that are made
-
-    def some(runs: KeptRuns, key: tuple[str, ...], entry: Entry) -> None:
-        if len(made) == 30:
-            raise KeyboardInterrupt
-        made.append(key[0])
-        put(runs, key, entry)
-
-    monkeypatch.setattr(KeptRuns, "put", some)
-    with pytest.raises(KeyboardInterrupt):
-        main(command)
-    before = kept.read_text()
-    assert len(before.splitlines()) == 1 + 30
-    assert main([*command, "--repeats", "2"]) == 2 and "is of another setting or revision" in capsys.readouterr().err
-    kept.write_text(before + '{"key": ["ant')  # cut off as it was written
-    made.clear()
-    monkeypatch.setattr(KeptRuns, "put", lambda runs, key, entry: (made.append(key[0]), put(runs, key, entry)))
-    monkeypatch.setattr(KeptRuns, "end", lambda runs: None)
-    assert main(command) == 0
-    assert kept.read_text().startswith(before)
-    keys = [tuple(json.loads(line)["key"]) for line in kept.read_text().splitlines()[1:]]
-    assert len(set(keys)) == len(keys) == 30 + len(made) and "written" not in made
-
-
 def test_what_a_drafter_remembers_is_taught_again_to_one_that_goes_on() -> None:
     class Remembering:
         """A contestant that says how many it has seen since it was renewed."""
 
         name = "remembering"
-        engine = SimpleNamespace(memory=object())
+        engine = SimpleNamespace(histories=object())
 
         def __init__(self) -> None:
             self.seen = 0
@@ -389,7 +354,7 @@ def test_energy_and_texts_of_a_sampled_race() -> None:
     class Sampled:
         def __init__(self, name: str) -> None:
             self.name, self.repeat = name, 0
-            self.engine = SimpleNamespace(memory=None)
+            self.engine = SimpleNamespace(histories=None)
 
         def renew(self) -> None:
             self.repeat += 1
@@ -414,36 +379,36 @@ def test_energy_and_texts_of_a_sampled_race() -> None:
     assert all(row["J/token"].mean == 3.0 / 3 and row["J/token"].samples == ((6.0, 6.0),) * 4 for row in rows.values())
 
 
-def test_workloads_are_taken_from_a_folder_and_a_preset_fills_what_is_not_given(tmp_path: Path) -> None:
-    args = arguments(bench_of("llma"), ["--workloads", str(tmp_path), "--preset", "short", "--records", "2"])
-    assert args.prompts == {"retrieval": [tmp_path / "llma_rag.jsonl"], "cache": [tmp_path / "text2sql_human.jsonl"]}
-    assert (args.records, args.repeats, args.max_tokens) == (2, 1, 48)
-    full = arguments(bench_of("mjsd"), ["--prompts", "cnn=a.jsonl"])
-    assert (full.records, full.repeats, full.max_tokens) == (10, 3, None)
+@pytest.mark.slow
+def test_an_interrupted_run_goes_on_and_its_hours_end_it(
+    tiny_model: Path, files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, kept = small("trie", tiny_model, files, tmp_path), tmp_path / "kept.jsonl"
+    assert main([*command, "--hours", "0"]) == 0  # no run begins
+    results = record_of(tmp_path / "out", "trie")
+    assert results["notes"][-1] == "not all of it: 0 hours are over after 0 runs"
+    assert {claim["verdict"] for claim in results["claims"] if claim["dataset"] == "antrag"} <= {NOT_MEASURED, NOT_TESTABLE}
+    assert len(kept.read_text().splitlines()) == 1  # the setting
+    put = KeptRuns.put
+    made: list[str] = []  # the races of the runs that are made
 
+    def some(runs: KeptRuns, key: tuple[str, ...], entry: Entry) -> None:
+        if len(made) == 30:
+            raise KeyboardInterrupt
+        made.append(key[0])
+        put(runs, key, entry)
 
-def test_the_columns_of_mjsd_make_statements() -> None:
-    claims = {(claim.where, claim.dataset, claim.metric, claim.better, claim.worse): claim for claim in PAPERS["mjsd"].claims}
-    best = claims["table 2", "prompts", "perplexity", "mjsd", "plain"]
-    assert best.lower and best.size == pytest.approx((3.74 / 2.06, 5.49 / 3.0)) and not best.beyond
-    same = claims["table 2", "prompts", "perplexity", "speculative", "plain"]
-    assert same.equal and same.size is None and same.tolerance == pytest.approx((0.14 + 0.11) / 3.64)
-    # BiLD beats speculative decoding on one pair of models and loses on the other: nothing is said.
-    assert not any({"bild", "speculative"} == {better, worse} for _, _, _, better, worse in claims)
-    assert claims["table 3", "prompts", "perplexity", "4 beams", "2 beams"].lower
-    assert all(claim.beyond for claim in claims.values() if claim.metric in ("tokens/s", "J/token"))
-
-
-@pytest.mark.parametrize(
-    ("prompts", "message"),
-    [
-        (["elsewhere=a.jsonl"], "must be NAME=FILE with a NAME of retrieval, cache"),
-        (["a.jsonl"], "must be NAME=FILE"),
-        ([], "give either --prompts NAME=FILE or --workloads FOLDER"),
-        (["retrieval=x/a.jsonl", "cache=y/a.jsonl"], "two files of --prompts have one name"),
-    ],
-)
-def test_prompts_must_say_what_they_stand_for(prompts: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["paper", "llma", *(["--prompts", *prompts] if prompts else [])])
-    assert message in capsys.readouterr().err
+    monkeypatch.setattr(KeptRuns, "put", some)
+    with pytest.raises(KeyboardInterrupt):
+        main(command)
+    before = kept.read_text()
+    assert len(before.splitlines()) == 1 + 30
+    assert main([*command, "--repeats", "2"]) == 2 and "is of another setting or revision" in capsys.readouterr().err
+    kept.write_text(before + '{"key": ["ant')  # cut off as it was written
+    made.clear()
+    monkeypatch.setattr(KeptRuns, "put", lambda runs, key, entry: (made.append(key[0]), put(runs, key, entry)))
+    monkeypatch.setattr(KeptRuns, "end", lambda runs: None)
+    assert main(command) == 0
+    assert kept.read_text().startswith(before)
+    keys = [tuple(json.loads(line)["key"]) for line in kept.read_text().splitlines()[1:]]
+    assert len(set(keys)) == len(keys) == 30 + len(made) and "written" not in made

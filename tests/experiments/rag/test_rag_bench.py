@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -15,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
@@ -27,15 +25,12 @@ from outrider.engine.text.chat import render_chat
 from outrider.experiments.bench.record import ROOT
 from outrider.experiments.bench.run import arguments, run
 from outrider.experiments.rag import bench, users
-from outrider.experiments.rag.bench import BENCH, Setting, results_of, settings, wrong
-from outrider.experiments.rag.traffic import PAIRED, TENANTS, Asked, make_day, make_pairs, read_items
-from outrider.experiments.rag.users import WARM_UP, Told, Users, api_key, pair_tenants
+from outrider.experiments.rag.bench import BENCH, Setting, results_of, wrong
+from outrider.experiments.rag.traffic import PAIRED, TENANTS, make_day, make_pairs, read_items
+from outrider.experiments.rag.users import Told, pair_tenants
 from outrider.experiments.report.speeds import rag, rag_pairs
 from outrider.experiments.report.tables import headlines
 
-FIRST = Asked("1", 0.0, "new", "bank", 0, ("It is open.",), ("Is it open?",))
-NEXT = Asked("2", 0.1, "conversation", "bank", 0, ("It is open.",), ("Is it open?", "Really?"), ("1",))
-OTHER = Asked("3", 0.2, "other_tenant", "school", 0, ("It is open.",), ("Is it open?",))
 DAY = ["--requests", "8", "--seconds", "0", "--rounds", "1", "--pairs", "1", "--replicas", "1", "--max-tokens", "12"]
 
 
@@ -45,67 +40,6 @@ def events(text: str, cached: int) -> str:
     parts = [{"role": "assistant", "content": ""}, {"content": text[:3]}, {"content": text[3:]}]
     sent = [{"choices": [{"index": 0, "delta": part}]} for part in parts] + [{"choices": [], "usage": usage}]
     return "".join(f"data: {json.dumps(event)}\n\n" for event in sent) + "data: [DONE]\n\n"
-
-
-class Server:
-    """Answers each request with its number, and keeps the requests."""
-
-    def __init__(self, status: int = 200) -> None:
-        self.asked: list[tuple[str, dict[str, Any]]] = []
-        self._status = status
-
-    async def __call__(self, request: httpx.Request) -> httpx.Response:
-        self.asked.append((request.headers["authorization"].removeprefix(f"Bearer {api_key('')}"), json.loads(request.content)))
-        if self._status != 200:
-            return httpx.Response(self._status, json={"error": {"code": "no", "message": "not today"}})
-        return httpx.Response(200, text=events(f"answer {len(self.asked)}", 5))
-
-    def play(self, day: Sequence[Asked], seconds: float = 0.0) -> dict[str, Told]:
-        return asyncio.run(self._play(day, seconds))
-
-    async def _play(self, day: Sequence[Asked], seconds: float) -> dict[str, Told]:
-        async with self._client() as client:
-            told, played_s = await Users(client, "tiny", 12, True).play(day, 3, seconds, lambda note: None)
-        assert played_s >= day[-1].at * seconds
-        return told
-
-    def play_pairs(self, pairs: Sequence[tuple[Asked, Asked]]) -> dict[str, Told]:
-        return asyncio.run(self._play_pairs(pairs))
-
-    async def _play_pairs(self, pairs: Sequence[tuple[Asked, Asked]]) -> dict[str, Told]:
-        async with self._client() as client:
-            return await Users(client, "tiny", 12, False).play_pairs(pairs, lambda note: None)
-
-    def _client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(transport=httpx.MockTransport(self), base_url="http://there")
-
-
-def test_day_is_played_with_the_servers_own_answers_and_each_tenants_key() -> None:
-    server = Server()
-    told = server.play([FIRST, NEXT, OTHER], 0.2)
-    assert all(told[key].text.startswith("answer ") and told[key].error is None for key in "123")
-    assert (told["1"].tokens, told["1"].prompt_tokens, told["1"].cached_tokens) == (4, 900, 5)
-    assert 0 < told["1"].first_s <= told["1"].seconds
-    bodies = {len(body["messages"]): body for key, body in server.asked if key == "bank"}
-    assert bodies[4]["messages"][2] == {"role": "assistant", "content": told["1"].text}
-    assert bodies[2]["reference_documents"] == ["It is open."] and bodies[2]["temperature"] == 0 and bodies[2]["max_tokens"] == 12
-    assert Counter(key for key, _ in server.asked) == {"bank": 2, "school": 1}
-
-
-def test_pairs_are_sent_by_tenants_with_and_without_the_first_request() -> None:
-    server = Server()
-    told = server.play_pairs([(FIRST, NEXT), (FIRST, OTHER)])
-    assert [key for key, _ in server.asked] == ["warm-0", "cold-0", "warm-0", "stranger", "cold-1", "warm-1"]
-    assert {tenant: one.text[-1] for tenant, one in told.items()} == {"cold-0": "2", "warm-0": "3", "cold-1": "5", "warm-1": "6"}
-    assert {key for key, _ in server.asked} <= set(pair_tenants(2)) and WARM_UP not in pair_tenants(2)
-    assert server.asked[1][1]["messages"][2]["content"] == "answer 1" and "reference_documents" not in server.asked[1][1]
-
-
-def test_failed_request_is_reported() -> None:
-    told = Server(503).play([FIRST, NEXT])
-    assert told["1"].error is not None and "not today" in told["1"].error and told["2"].tokens == 0
-    with pytest.raises(RuntimeError, match=r"pair 1 failed: .*not today"):
-        Server(503).play_pairs([(FIRST, NEXT)])
 
 
 def told(kind: str, text: str, seconds: float) -> dict[str, Any]:
@@ -138,18 +72,6 @@ def test_statistics_by_kind_and_their_tables() -> None:
     assert rag_pairs(found).rows[0] == ("identical", "10", "20", "2.00", "250, 125")
     assert len(headlines({"name": "bench-rag", "results": found})) == 2
     assert len(headlines({"name": "bench-rag", "results": found | {"pairs": {}}})) == 1
-
-
-def test_settings_change_one_thing_at_a_time() -> None:
-    found = {setting.name: setting for setting in settings([1, 2])}
-    assert list(found)[:3] == ["plain", "remembers nothing", "1 replica"]
-    assert found["plain"].options == (f"speculation.strategy={PLAIN}",)
-    shared, apart = found["2 replicas, shared, by load"], found["2 replicas, apart, by load"]
-    assert shared.replicas == 2 and shared.options[0] == "cache.enabled=true" and apart.options[0] == "cache.enabled=false"
-    nothing = ["--pairs", "0", "--rounds", "0"]
-    for options in (["--replicas", "0"], ["--requests", "0"], ["--seconds", "-1"], nothing, ["--peers", "other"]):
-        with pytest.raises(SystemExit, match="2"):
-            arguments(BENCH, ["--workloads", "w", *options])
 
 
 def shared(one: str, other: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections import Counter
 from pathlib import Path
 
@@ -15,12 +14,9 @@ from outrider.experiments.rag.traffic import (
     SHARES,
     TENANTS,
     Asked,
-    akin,
-    edited,
     make_day,
     make_pairs,
     read_items,
-    reworded,
 )
 
 SEPARATOR = chr(0x2028)  # a line separator to some, a part of the text to JSON
@@ -67,12 +63,6 @@ def test_items_are_what_is_asked_about_documents(workloads: Path) -> None:
     assert all(sum(map(len, item.documents)) <= 5000 for item in items)
 
 
-def test_a_folder_without_documents_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"id": "a", "prompt": "hello"}\n')
-    with pytest.raises(PromptFileError, match="no questions about documents"):
-        read_items(tmp_path)
-
-
 def test_a_day_is_a_function_of_its_seed(workloads: Path) -> None:
     items = read_items(workloads)
     day = make_day(items, 60, 3)
@@ -115,33 +105,6 @@ def test_requests_are_akin_as_they_say(workloads: Path) -> None:
             elif one.kind == "other_tenant":
                 assert one.item not in {each.item for each in own} and one.item in {each.item for each in before}
             before.append(one)
-
-
-def test_near_duplicates_differ_and_share_most_words() -> None:
-    rng, question = random.Random(0), "When was the old harbour of Meridian opened to the ships of other countries?"
-    for _ in range(200):
-        other = reworded(question, rng)
-        words, others = (set(text.lower().rstrip("?").split()) for text in (question, other))
-        assert other != question and len(words & others) >= 0.7 * len(words), other
-        assert reworded("why", rng) != "why"
-
-
-def test_an_edited_document_differs_in_a_sentence_and_in_spelling() -> None:
-    for seed in range(50):
-        text = document(7)
-        other = edited(text, random.Random(seed))
-        assert other != text and len(set(text.split()) & set(other.split())) >= 5
-    assert edited("Hello there", random.Random(0)) != "Hello there"
-
-
-def test_a_conversation_has_the_servers_own_answers_and_documents_first(workloads: Path) -> None:
-    item = read_items(workloads)[2]
-    first = Asked("1", 0, "new", "bank", 2, item.documents, item.questions[:1])
-    second = akin("conversation", first, item, (), random.Random(0))
-    system, context, answer, question = second.messages({"1": "They did."})
-    assert "bank" in system["content"] and context["content"].startswith(f"Context:\n{item.documents[0]}")
-    assert context["content"].endswith("\n\nQuestion: Who opened it?") and answer == {"role": "assistant", "content": "They did."}
-    assert question == {"role": "user", "content": "And when?"} and len(first.messages({})) == 2
 
 
 def test_pairs_are_of_all_kinds_in_turns_and_each_of_its_own_documents(workloads: Path) -> None:

@@ -51,12 +51,6 @@ def test_wrong_markers_are_named(text: str, name: str) -> None:
         filled(RAG, text)
 
 
-def test_the_text_around_a_table_stays() -> None:
-    made = filled(RAG, "before\n\n<!-- table: rag-pairs -->\nearlier\n<!-- end -->\n\nafter\n")
-    assert made.startswith("before\n\n<!-- table: rag-pairs -->\n| tokens per") and made.endswith("|\n<!-- end -->\n\nafter\n")
-    assert "earlier" not in made and filled(RAG, made) == made
-
-
 @pytest.mark.parametrize(
     ("value", "digits", "text"), [(0.835, 2, "0.84"), (0.985, 2, "0.99"), (2.325, 2, "2.33"), (9.475, 1, "9.5"), (196, 0, "196")]
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import io
 import json
 import re
 import threading
@@ -12,7 +11,6 @@ from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import pypdf
 import pytest
 
 from outrider.experiments.bench.run import arguments
@@ -21,11 +19,9 @@ from outrider.experiments.service.attacks import rows, run
 from outrider.experiments.service.attacks.calm import CalmClient
 from outrider.experiments.service.attacks.forms import all_forms, chosen
 from outrider.experiments.service.attacks.shots import Reply, Target, fire, get, is_fault
-from outrider.experiments.service.attacks.texts import pdf
-from outrider.experiments.service.attacks.verdicts import NOTHING_MS, Goals, interval, memory_fails, p95_ms, verdict
+from outrider.experiments.service.attacks.turns import NOTHING_MS, Goals, interval, memory_fails, p95_ms, verdict
 from outrider.experiments.service.fuzz import fault_of, run_cases
-from outrider.experiments.service.fuzzing.case import Case, Server, reduced
-from outrider.experiments.service.fuzzing.requests import make_case
+from outrider.experiments.service.fuzzing.requests import Case, Server, make_case, reduced
 
 SERVER = Server("circle", "key", "operator", None)
 
@@ -136,13 +132,6 @@ def test_forms_have_their_own_titles_and_make_shots() -> None:
     assert [form.title for form in chosen(["admin port"])] == [form.title for form in forms if "admin port" in form.title]
     with pytest.raises(ValueError, match="nothing of the kind"):
         chosen(["nothing of the kind"])
-
-
-def test_hostile_files_are_valid() -> None:
-    read = pypdf.PdfReader(io.BytesIO(pdf(3, 5)))
-    assert len(read.pages) == 3 and read.pages[0].extract_text().count("word") == 20
-    nested = pypdf.PdfReader(io.BytesIO(pdf(1, 1, nested=3)))
-    assert nested.pages[0].extract_text().count("word") == 4 * 2**3
 
 
 def test_the_calm_request_keeps_half_of_its_rows() -> None:

@@ -15,7 +15,7 @@ from outrider.cluster.http.types.responses import ResponsesRequest
 from outrider.configs.slices import EngineOptions, SpeculationOptions
 from outrider.experiments.bench.run import run
 from outrider.experiments.service import parity
-from outrider.experiments.service.parity_cases import Said, cases
+from outrider.experiments.service.parity import Said, cases
 from tests.cluster.circle import TOKENIZER, local_engine, served
 
 NOT_COMPARED = {"model", "messages", "stream", "stream_options", "previous_response_id"}  # in all cases, or in all streamed ones

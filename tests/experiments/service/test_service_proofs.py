@@ -10,8 +10,6 @@ from typing import Any
 import httpx
 import pytest
 
-from outrider.experiments.bench.run import Bench, arguments
-from outrider.experiments.service import clients, disconnects, fuzz, overload
 from outrider.experiments.service.__main__ import TRIALS, main
 from outrider.experiments.service.asks import KINDS, Answer, Ask, Choice, ask, make_asks
 from outrider.experiments.service.overload import Phase
@@ -117,32 +115,8 @@ def test_a_load_is_summed_up_by_the_results_of_its_requests() -> None:
     assert (made["failed"], dict(made["failures"])) == (2, {"cut": 1, "ReadError": 1})
 
 
-def test_records_keep_no_folders_and_colours_of_other_tools() -> None:
-    printed = "\x1b[32mfine\x1b[0m\n\nwrote /home/someone/there/results.json\nasked http://127.0.0.1:8000/v1/models\nold\rnew\n"
-    assert clients.tail(printed) == ["fine", "wrote /results.json", "asked http://127.0.0.1:8000/v1/models", "old", "new"]
-    command = ["locust", "-f", "/home/someone/there/file.py", "--host", "http://h:1"]
-    assert clients.shown(command) == "locust -f /file.py --host http://h:1"
-
-
-@pytest.mark.parametrize(
-    ("bench", "options"),
-    [
-        (disconnects.BENCH, ["--waves", "0"]), (overload.BENCH, ["--factor", "0"]), (clients.BENCH, ["--cases", "0"]),
-        (fuzz.BENCH, ["--cases", "0"]), (disconnects.BENCH, ["--clients", "1"]),
-    ],
-    ids=lambda given: given.name if isinstance(given, Bench) else " ".join(given),
-)  # fmt: skip
-def test_impossible_options_are_refused(bench: Any, options: list[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        arguments(bench, options)
-
-
 @pytest.mark.parametrize("name", TRIALS)
 def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main([name, "--help"])
     assert f"usage: outrider bench service {name} " in capsys.readouterr().out
-
-
-def test_an_unknown_command_is_refused() -> None:
-    assert main(["nothing"]) == 2

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from outrider.decoding.request import PLAIN
-from outrider.experiments.report.simulation import form_map
 from outrider.experiments.simulation.__main__ import main
-from outrider.experiments.simulation.forms import Brought, Machine, best_of, read_drafts
+from outrider.experiments.simulation.forms import Brought, Machine, best_of
 from outrider.experiments.simulation.hardware import GPUS, MODELS
 from outrider.experiments.simulation.steps import Software
 
@@ -72,26 +71,3 @@ def test_the_map_is_a_record_with_a_sentence_for_each_place(tmp_path: Path) -> N
     cell = results["cells"]["llama-2-7b on A100-80, no launches"]["2"]["1"]
     assert cell["tensor"]["tokens_per_step"] == 2.2 and {"one", "replicas", "lookahead", "tensor", "pipeline"} == cell.keys()
     assert made.with_suffix(".svg").is_file()
-
-
-def test_a_record_without_ranks_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = record(tmp_path / "record.json", told("one", 1, "auto", 2.0, 20.0))
-    with pytest.raises(ValueError, match="it needs one worker and lookahead parallelism"):
-        read_drafts(path)
-    path.write_text("{}")
-    assert main(["forms", str(path)]) == 2
-    assert "no record of outrider bench scaling with tokens per step" in capsys.readouterr().err
-
-
-def test_the_map_is_a_table_that_shows_losses_too() -> None:
-    def kind(strategy: str, speed: float) -> dict[str, Any]:
-        return {"strategy": strategy, "tokens_per_s": speed, "tokens_per_step": 1.0}
-
-    alone = {"tensor": kind("auto", 200.0), "lookahead": kind("jacobi", 100.0), "one": kind(PLAIN, 50.0)}
-    cells = {"7b": {"2": {"1": alone, "64": {}}}, "70b": {"2": {"1": {"tensor": kind(PLAIN, 9.0)}, "64": {}}}}
-    table = form_map({"cells": cells})
-    assert table.header == ("", "GPUs", "1 at once", "64 at once")
-    assert table.rows == (
-        ("7b", "2", "tensor, auto (LP 0.50)", "nothing fits"),
-        ("70b", "2", "tensor, plain", "nothing fits"),
-    )

@@ -14,7 +14,6 @@ from outrider.decoding.budget.latency import LatencyCurve
 from outrider.experiments.bench.engines.traffic import poisson
 from outrider.experiments.simulation.__main__ import main
 from outrider.experiments.simulation.command import arrivals, cheapest, nearest, read_goal, usd_per_million
-from outrider.experiments.simulation.papers import row
 
 TEXT = "the quick brown fox jumps over the lazy dog and a request travels from the door to the engine and back again"
 
@@ -105,25 +104,6 @@ def goal_row(gpus: int, p99: float, busy: float) -> dict[str, Any]:
     return {"gpus": gpus, "e2e_s": {"p99": p99}, "busy": busy, "usd_per_million": float(gpus), "tokens_per_s": 10.0}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--rate", "1"), "give --gpu and --model, or --curve"),
-        (("--curve", "c", "--mode", "tensor", "--rate", "1"), "a curve is of one device"),
-        (("--gpu", "H100", "--model", "llama-2-7b"), "--rate or --clients"),
-        (("--curve", "c", "--rate", "0"), "--rate must be above 0"),
-        (("--curve", "c", "--rate", "1", "--width", "0"), "--width must be at least 1"),
-        (("--curve", "c", "--rate", "1", "--host-ms", "-1", "0", "0"), "times and --budget must not be negative"),
-    ],
-)
-def test_options_that_do_not_go_together_end_at_once(
-    options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["w.jsonl", "--tokenizer", "t", *options])
-    assert ended.value.code == 2 and message in capsys.readouterr().err
-
-
 def test_what_cannot_be_used_is_one_line(tiny_model: Path, workload: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = (workload, "--tokenizer", tiny_model, "--model", "llama-2-7b", "--rate", 1, "--replicas", 1)
     assert "--gpu 'A1' is not known" in run(capsys, *common, "--gpu", "A1", code=2).err
@@ -149,12 +129,6 @@ def test_papers_are_compared(tiny_model: Path, workload: Path, tmp_path: Path, c
     assert any(each["predicted"] > 2 for each in results["without_launches"] if each["what"].startswith("tensor, 8"))
     assert results["told"] == sum("agree" in each for each in results["comparisons"])
     assert "plain, llama-2-13b, 1 GPU, tokens/s" in capsys.readouterr().out
-
-
-def test_a_range_is_met_anywhere_within() -> None:
-    assert row("s", "w", (0.75, 0.82), 0.80)["error"] == 0.0
-    outside = row("s", "w", (0.75, 0.82), 1.0, why="unknown")
-    assert not outside["agree"] and outside["error"] == pytest.approx(1 / 0.82 - 1, abs=1e-3) and outside["why"] == "unknown"
 
 
 def test_the_engine_is_predicted(tiny_model: Path, workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from outrider.configs.slices import EngineOptions
 from outrider.decoding.budget.latency import LatencyCurve
+from outrider.decoding.drafters.registry import parse_strategy
 from outrider.decoding.replay import KnownText
-from outrider.decoding.strategy_choice import parse_strategy
 from outrider.experiments.bench.engines.traffic import poisson
 from outrider.experiments.simulation.cluster import SimulatedCluster, keyed
 from outrider.experiments.simulation.replica import KnownTarget, SimulatedReplica

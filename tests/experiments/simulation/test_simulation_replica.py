@@ -13,13 +13,12 @@ import torch
 from outrider.cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
 from outrider.configs.slices import EngineOptions
 from outrider.decoding.budget.latency import LatencyCurve
+from outrider.decoding.drafters.registry import parse_strategy
 from outrider.decoding.replay import KnownText, replay_workload
-from outrider.decoding.strategy_choice import parse_strategy
 from outrider.engine.loading.model import LoadedModel
 from outrider.engine.text.tokenizer import load_tokenizer
-from outrider.experiments.bench.engines.contestants import Prompt, make_request
+from outrider.experiments.bench.engines.contestants import Prompt, SharedModel, make_request
 from outrider.experiments.bench.engines.guided import random_model
-from outrider.experiments.bench.engines.shared_model import SharedModel
 from outrider.experiments.simulation.replica import TENANT, KnownTarget, Piece, SimulatedReplica
 from outrider.experiments.simulation.steps import Host, StepTimes
 
@@ -139,12 +138,6 @@ def test_what_another_replica_said_is_drafted_once_it_has_arrived(texts: list[Kn
             count += 1
         steps[arrives] = count
     assert steps[0.0] < steps[9.0] == len(said)
-
-
-def test_strategies_that_need_a_model_are_refused() -> None:
-    for strategy in ("jacobi", "recycling", "speculative"):
-        with pytest.raises(ValueError, match=f"{strategy} cannot be simulated"):
-            replica(strategy, 20)
 
 
 def known(prompt: Sequence[int], output: Sequence[int]) -> KnownText:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
 
 from outrider.decoding.budget.latency import LatencyCurve
-from outrider.experiments.simulation.hardware import GPUS, MODELS, find_gpu, find_shape, shape_of
+from outrider.experiments.simulation.hardware import GPUS, MODELS, shape_of
 from outrider.experiments.simulation.steps import (
     Host,
     RankLoad,
     Software,
     StepTimes,
     fits,
-    read_curve,
     roofline_curve,
     roofline_s,
     step_times,
@@ -87,27 +84,8 @@ def test_shapes_count_the_parameters_of_real_models() -> None:
     assert MODELS["llama-3.1-8b"].entry_bytes == MODEL.entry_bytes / 4  # eight heads of keys instead of 32
 
 
-def test_what_is_not_known_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="A100-80, A100-40, H100"):
-        find_gpu("A101")
-    with pytest.raises(ValueError, match=r"config\.json, or one of llama-2-7b"):
-        find_shape("nobody")
-    (tmp_path / "config.json").write_text('{"hidden_size": 8}')
-    with pytest.raises(ValueError, match="num_hidden_layers"):
-        find_shape(str(tmp_path))
-
-
 def test_memory_holds_weights_and_slots() -> None:
     slots = {"slots": 8, "capacity": 4096}  # 17 GB
     assert fits("lookahead", 1, GPU, MODEL, **slots)
     assert not fits("lookahead", 8, GPUS["A100-40"], MODELS["codellama-34b"], **slots)  # each GPU holds all of it
     assert fits("tensor", 4, GPUS["A100-40"], MODELS["codellama-34b"], **slots)
-
-
-def test_a_measured_curve_is_read_from_what_the_doctor_wrote(tmp_path: Path) -> None:
-    path = tmp_path / "latency.json"
-    path.write_text(json.dumps({"format": 1, "curve": LINE.to_json()}))
-    assert read_curve(path) == LINE
-    path.write_text("{}")
-    with pytest.raises(ValueError, match="outrider doctor --calibrate"):
-        read_curve(path)

@@ -154,21 +154,6 @@ def test_training_resumes_and_ends_in_a_model_that_serves(tmp_path: Path) -> Non
     assert len(run(engine, Request("a", prompt, SamplingParams(max_tokens=5, ignore_eos=True)))[0]) == 5
 
 
-def test_curve_has_the_last_row_of_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = list[dict[str, dict[str, dict[str, dict[str, float]]]]]()
-    monkeypatch.setattr("outrider.experiments.bench.figure.draw", lambda panels, out: drawn.append(panels))
-    rows = [
-        {"step": step, "tokens": step * 1e6, "loss": loss, "answer_loss": 1.0, "answer_accuracy": 0.5}
-        for step, loss in ((250, 4.0), (500, 3.0), (500, 3.5), (750, 2.0))
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    train.draw_curve(tmp_path / "metrics.jsonl", tmp_path / "loss.svg")
-    (panels,) = drawn
-    losses, _ = panels["held-out loss"]["series"].values()
-    assert losses == {"250.0": 4.0, "500.0": 3.5, "750.0": 2.0}
-    assert panels["tokens predicted"]["series"] == {"answers (last: 50.0 %)": dict.fromkeys(losses, 50.0)}
-
-
 def finished(output: list[int], reason: FinishReason) -> Request:
     """Return a finished request."""
     request = Request("r", [1], SamplingParams(max_tokens=64))

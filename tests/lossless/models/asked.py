@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from outrider.decoding.drafters import build_drafter
+from outrider.decoding.drafters.registry import build_drafter
 from outrider.decoding.request import Request, SamplingParams
 from tests.helpers.models import COMPILED, VOCAB, engine_over, nearly, run, tiny_model
 

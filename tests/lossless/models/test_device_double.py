@@ -19,8 +19,8 @@ from outrider.actors.lookahead.executor import LookaheadParallelExecutor
 from outrider.actors.lookahead.link import connect
 from outrider.actors.lookahead.rank import RankServer
 from outrider.configs.slices import EngineOptions
-from outrider.decoding.drafters import build_drafter
 from outrider.decoding.drafters.base import Drafter
+from outrider.decoding.drafters.registry import build_drafter
 from outrider.decoding.request import Request, SamplingParams
 from outrider.engine.accelerator import use
 from outrider.engine.cuda.static_runner import StaticRunner, lacks_exactness, lacks_graphs

@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from outrider.configs.slices import EngineOptions, ModelOptions
-from outrider.decoding.drafters import build_drafter
 from outrider.decoding.drafters.base import Drafter
+from outrider.decoding.drafters.registry import build_drafter
 from outrider.decoding.request import Request, SamplingParams
 from outrider.engine.cpu.linear import has_kernels
 from outrider.engine.errors import ModelLoadError

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from outrider.decoding.drafters import STRATEGIES, build_drafter
+from outrider.decoding.drafters.registry import STRATEGIES, build_drafter
 from outrider.decoding.request import Request
 from outrider.engine.engine import Engine
 from outrider.engine.forward import exactness

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from outrider.decoding.drafters import STRATEGIES, build_drafter
+from outrider.decoding.drafters.registry import STRATEGIES, build_drafter
 from outrider.decoding.request import Request, SamplingParams
 from outrider.engine.engine import Engine
 from outrider.engine.forward import exactness
 from outrider.engine.forward.rope import LengthRope
 from outrider.engine.kv.kv_cache import SlotCache
 from outrider.engine.kv.prefix_cache import PrefixCache
-from outrider.engine.scheduling.placement import SlotPlacement
+from outrider.engine.scheduling.planner import SlotPlacement
 from outrider.engine.scheduling.scheduler import Scheduler
 from tests.helpers.hostile import HostileDrafter
 from tests.helpers.models import BORDER, ROPES, VOCAB, engine_over, nearly, prepared, run, save_model, tiny_model

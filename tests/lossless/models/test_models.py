@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.decoding.drafters import STRATEGIES, build_drafter
+from outrider.decoding.drafters.registry import STRATEGIES, build_drafter
 from outrider.decoding.request import FinishReason, Request, SamplingParams
 from outrider.engine.engine import Engine
 from tests.helpers.hostile import HostileDrafter

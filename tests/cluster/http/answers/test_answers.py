@@ -16,18 +16,7 @@ from outrider.cluster.serving.engine_replica import EngineReplica
 from outrider.cluster.serving.generation import GenerationJob
 from outrider.configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 from outrider.decoding.request import SamplingParams
-from tests.cluster.circle import (
-    CHAT,
-    CHATS,
-    CIRCLE,
-    COMPLETIONS,
-    LAP,
-    TEXT,
-    Server,
-    byte_ids,
-    check_error,
-    read_stream,
-)
+from tests.cluster.circle import CHAT, CHATS, CIRCLE, COMPLETIONS, LAP, TEXT, Server, byte_ids, check_error, read_stream
 from tests.helpers import waiting
 
 DRAFTED: list[dict[str, Any]] = [

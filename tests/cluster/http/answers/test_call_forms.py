@@ -11,19 +11,17 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from openai import OpenAI
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from outrider.cluster.http.answers.harmony import HarmonyReader
 from outrider.cluster.http.answers.reasoning import Thought
 from outrider.cluster.http.answers.tool_calls import Arguments, Call, ToolCallReader, call_id, whole_calls
-from outrider.cluster.http.api import Service
 from outrider.cluster.http.types.tool_grammar import CallMarks, Offered, call_grammar
 from outrider.engine.text.chat import bracketed_tokens
 from outrider.engine.text.chat_format import CALL_MARKS, CallForm, ChatFormat, added_tokens
 from outrider.engine.text.grammar import Grammars
-from tests.cluster.circle import MESSAGES, build_tokenizer, local_engine, save_saying, served, streamed_calls
+from tests.cluster.circle import MESSAGES, build_tokenizer, save_saying, speaking
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -287,10 +285,7 @@ def test_the_form_is_found_in_the_template(template: str | None, form: CallForm 
 ARGUMENTS = '{"at": "é"}'
 SPOKEN: list[tuple[CallForm, list[str | AddedToken]]] = [
     ("mistral", [AddedToken("[TOOL_CALLS]", special=True), f'[{{"name": "look", "arguments": {ARGUMENTS}}}]']),
-    (
-        "mistral",
-        [AddedToken("[TOOL_CALLS]", special=True), "look", AddedToken("[ARGS]", special=True), ARGUMENTS],
-    ),
+    ("mistral", [AddedToken("[TOOL_CALLS]", special=True), "look", AddedToken("[ARGS]", special=True), ARGUMENTS]),
     ("llama3_json", [AddedToken("<|python_tag|>", special=True), f'{{"name": "look", "parameters": {ARGUMENTS}}}']),
     ("qwen3_coder", ["<tool_call>", "\n<function=look>\n<parameter=at>\né\n</parameter>\n</function>\n", "</tool_call>"]),
 ]
@@ -310,32 +305,21 @@ def test_calls_of_a_served_model(circle_model: Path, tmp_path: Path, form: CallF
     )
     thinks = [AddedToken("[THINK]", special=True), "So. ", AddedToken("[/THINK]", special=True)]
     template += "{# " + words + "[THINK] [/THINK] #}"
-    path = save_saying(circle_model, tmp_path / "speaking", [*thinks, *said], template)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
-    with local_engine(path, max_model_len=2048) as engine, served(Service(engine, tokenizer)) as url:
-        (card,) = httpx.get(f"{url}/v1/models", timeout=60).json()["data"]
+    with speaking(save_saying(circle_model, tmp_path / "speaking", [*thinks, *said], template)) as speaker:
+        (card,) = httpx.get(f"{speaker.url}/v1/models", timeout=60).json()["data"]
         assert (card["tool_calls"], card["reasoning"]) == (form, ["[THINK]", "[/THINK]"])
-        with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-
-            def ask(**changes: Any) -> Any:
-                fields: dict[str, Any] = {"model": "speaking", "messages": MESSAGES, "max_tokens": 300, "temperature": 0}
-                return client.chat.completions.create(**(fields | changes))
-
-            tool: Any = {"type": "function", "function": LOOK}
-            for speculation, choice in itertools.product(({}, {"max_draft_tokens": 0}), ("auto", "required")):
-                options: dict[str, Any] = {"tools": [tool], "tool_choice": choice, "extra_body": {"speculation": speculation}}
-                options |= {"parallel_tool_calls": False}
-                (told,) = ask(**options).choices
-                assert (told.message.reasoning, told.message.content, told.finish_reason) == ("So.", None, "tool_calls")
-                (call,) = told.message.tool_calls
-                assert (call.function.name, json.loads(call.function.arguments)) == ("look", {"at": "é"})
-                deltas = [chunk.choices[0].delta for chunk in ask(stream=True, **options)]
-                assert streamed_calls(deltas) == [("look", call.function.arguments)]
-                assert not any(delta.content for delta in deltas)
-                assert "".join((delta.model_extra or {}).get("reasoning") or "" for delta in deltas) == "So."
-            plain = ask().choices[0].message
-            assert (plain.reasoning, plain.tool_calls) == ("So.", None) and "look" in plain.content
-            answered = {"role": "tool", "tool_call_id": call.id, "content": "blue"}
-            again = ask(messages=[*MESSAGES, told.message.model_dump(), answered], tools=[tool])
-            assert again.usage.prompt_tokens > 0
-            assert f"[assistant]é/{call.id}[tool]blue>" in tokenizer.decode(engine.jobs[-1].prompt_ids)
+        tool: Any = {"type": "function", "function": LOOK}
+        for speculation, choice in itertools.product(({}, {"max_draft_tokens": 0}), ("auto", "required")):
+            options: dict[str, Any] = {"tools": [tool], "tool_choice": choice, "extra_body": {"speculation": speculation}}
+            options |= {"parallel_tool_calls": False, "max_tokens": 300}
+            (told,) = speaker.ask(**options).choices
+            assert (told.message.reasoning, told.message.content, told.finish_reason) == ("So.", None, "tool_calls")
+            (call,) = told.message.tool_calls
+            assert (call.function.name, json.loads(call.function.arguments)) == ("look", {"at": "é"})
+            assert speaker.streamed(**options)[0] == ("So.", "", [("look", call.function.arguments)], "tool_calls")
+        plain = speaker.ask(max_tokens=300).choices[0].message
+        assert (plain.reasoning, plain.tool_calls) == ("So.", None) and "look" in plain.content
+        answered = {"role": "tool", "tool_call_id": call.id, "content": "blue"}
+        assert speaker.ask(messages=[*MESSAGES, told.message.model_dump(), answered], tools=[tool]).usage.prompt_tokens > 0
+        prompt = speaker.tokenizer.decode(speaker.engine.jobs[-1].prompt_ids)
+        assert f"[assistant]é/{call.id}[tool]blue>" in prompt

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import OpenAI
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from outrider.cluster.http.answers.harmony import HarmonyReader
 from outrider.cluster.http.answers.logprobs import TokenBytes
 from outrider.cluster.http.answers.reasoning import ReasoningTokens
-from outrider.cluster.http.api import Service
 from outrider.cluster.http.types.tool_grammar import CallMarks, Offered, call_grammar
 from outrider.engine.text.chat_format import CALL_MARKS, HARMONY, ChatFormat, added_tokens
 from outrider.engine.text.grammar import Grammars, behind_analysis, json_grammar
-from tests.cluster.circle import MESSAGES, LocalEngine, build_tokenizer, local_engine, save_saying, served, streamed_calls
+from tests.cluster.circle import MESSAGES, Said, Speaker, build_tokenizer, save_saying, speaking, whole
 
 START, CHANNEL, MESSAGE, END, CONSTRAIN, CALL, _ = CALL_MARKS["harmony"]
 # Earlier turns as GPT-OSS's template has them: a call has its reasoning before it, which it may take from the content instead.
@@ -50,70 +48,52 @@ def special(text: str) -> AddedToken:
     return AddedToken(text, special=True, normalized=False)
 
 
+def ask(speaker: Speaker, **changes: Any) -> Any:
+    return speaker.ask(**({"max_tokens": 60} | changes))
+
+
+def streamed(speaker: Speaker, **changes: Any) -> Said:
+    return speaker.streamed(**({"max_tokens": 60} | changes))[0]
+
+
 # Each token can be said once.
 ANSWERS = [special(CHANNEL), "analysis", special(MESSAGE), "Two and ", "two.", special(END), special(START)]
 CALLS = [" to=functions.look", special(CHANNEL), "commentary ", special(CONSTRAIN), "json", special(MESSAGE)]
 CALLS += ['{"at": ', '"é é"}', special(CALL)]
-Speaking = Callable[[list[Any]], contextlib.AbstractContextManager[tuple[OpenAI, LocalEngine, PreTrainedTokenizerFast]]]
+
+
+Speaking = Callable[[list[Any]], contextlib.AbstractContextManager[Speaker]]
 
 
 @pytest.fixture(scope="module")
-def speaking(circle_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Speaking:
-    """A client of a server whose model says something."""
+def served_saying(circle_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Speaking:
+    """Serves a model that says something."""
 
-    @contextlib.contextmanager
-    def speak(said: list[Any]) -> Iterator[tuple[OpenAI, LocalEngine, PreTrainedTokenizerFast]]:
+    def serve(said: list[Any]) -> contextlib.AbstractContextManager[Speaker]:
         marks = [special(mark) for mark in CALL_MARKS["harmony"] if mark not in map(str, said)]
         path = tmp_path_factory.mktemp("models") / "speaking"
-        save_saying(circle_model, path, said, TEMPLATE, after="t", more=marks)
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
-        with (
-            local_engine(path, max_model_len=2048) as engine,
-            served(Service(engine, tokenizer)) as url,
-            OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client,
-        ):
-            yield client, engine, tokenizer
+        return speaking(save_saying(circle_model, path, said, TEMPLATE, after="t", more=marks))
 
-    return speak
+    return serve
 
 
-def ask(client: OpenAI, **changes: Any) -> Any:
-    fields: dict[str, Any] = {"model": "speaking", "messages": MESSAGES, "max_tokens": 60, "temperature": 0}
-    return client.chat.completions.create(**(fields | changes))
-
-
-def streamed(client: OpenAI, **changes: Any) -> tuple[str, str, list[tuple[str, str]], str | None]:
-    """Reasoning, text, calls and the reason to end."""
-    choices = [chunk.choices[0] for chunk in ask(client, stream=True, **changes)]
-    thoughts = ((choice.delta.model_extra or {}).get("reasoning") or "" for choice in choices)
-    texts = (choice.delta.content or "" for choice in choices)
-    calls = streamed_calls(choice.delta for choice in choices)
-    return "".join(thoughts), "".join(texts), calls, choices[-1].finish_reason
-
-
-def whole(answer: Any) -> tuple[str, str, list[tuple[str, str]], str | None]:
-    """As ``streamed``."""
-    (choice,) = answer.choices
-    calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
-    return getattr(choice.message, "reasoning", ""), choice.message.content or "", calls, choice.finish_reason
-
-
-def test_a_call(speaking: Speaking) -> None:
-    with speaking(CALLS) as (client, engine, tokenizer):
+def test_a_call(served_saying: Speaking) -> None:
+    with served_saying(CALLS) as speaker:
+        client, engine, tokenizer = speaker.client, speaker.engine, speaker.tokenizer
         (card,) = client.models.list().data
         assert (card.reasoning, card.tool_calls) == (list(HARMONY), "harmony")  # type: ignore[attr-defined]
         for speculation in ANY_SPECULATION:
             extra = {"speculation": speculation, "reference_documents": ["".join(map(str, CALLS))]}
-            answer = ask(client, tools=[TOOL], extra_body=extra)
+            answer = ask(speaker, tools=[TOOL], extra_body=extra)
             assert whole(answer) == ("", "", [("look", '{"at": "é é"}')], "tool_calls")
-            assert streamed(client, tools=[TOOL], extra_body=extra) == whole(answer)
+            assert streamed(speaker, tools=[TOOL], extra_body=extra) == whole(answer)
             assert (answer.usage.completion_tokens, answer.usage.completion_tokens_details.reasoning_tokens) == (len(CALLS), 0)
             for cut in range(1, len(CALLS)):
                 told = "".join(map(str, CALLS[6:cut]))
                 expected = ("", "", [("look", told)] if cut > 5 else [], "length")
                 options = {"tools": [TOOL], "max_tokens": cut, "extra_body": extra}
-                assert whole(ask(client, **options)) == streamed(client, **options) == expected
-            without = whole(ask(client, extra_body=extra))
+                assert whole(ask(speaker, **options)) == streamed(speaker, **options) == expected
+            without = whole(ask(speaker, extra_body=extra))
             assert without == ("", '{"at": "é é"}', [], "stop")
 
         tool: Any = {"type": "function", **TOOL["function"]}
@@ -129,9 +109,9 @@ def test_a_call(speaking: Speaking) -> None:
 
         # What was told goes back: reasoning and text of a turn with calls come as one, which the template has once. (This
         # tokenizer has no line breaks.)
-        told = ask(client, tools=[TOOL]).choices[0].message.model_dump() | {"reasoning": "Hm.", "content": "Let me see."}
+        told = ask(speaker, tools=[TOOL]).choices[0].message.model_dump() | {"reasoning": "Hm.", "content": "Let me see."}
         tool_turn = {"role": "tool", "tool_call_id": told["tool_calls"][0]["id"], "content": "blue"}
-        again = ask(client, messages=[*MESSAGES, told, tool_turn], tools=[TOOL], reasoning_effort="low")
+        again = ask(speaker, messages=[*MESSAGES, told, tool_turn], tools=[TOOL], reasoning_effort="low")
         assert whole(again) == ("", "vw.", [], "stop")
         assert tokenizer.decode(engine.jobs[-1].prompt_ids).endswith(
             f"{START}user{MESSAGE}hi{END}{START}assistant{CHANNEL}analysis{MESSAGE}Hm.Let me see.{END}"
@@ -140,23 +120,24 @@ def test_a_call(speaking: Speaking) -> None:
             f"low{START}assistant{CHANNEL}final{MESSAGE}u"
         )
         plain = {"role": "assistant", "reasoning": "Hm.", "content": "So."}
-        ask(client, messages=[*MESSAGES, plain, *MESSAGES])
+        ask(speaker, messages=[*MESSAGES, plain, *MESSAGES])
         assert f"{MESSAGE}Hm.{END}{START}assistant{CHANNEL}final{MESSAGE}So.{END}" in tokenizer.decode(engine.jobs[-1].prompt_ids)
 
 
-def test_reasoning_and_the_form_of_what_follows(speaking: Speaking) -> None:
-    with speaking(ANSWERS) as (client, _, tokenizer):
+def test_reasoning_and_the_form_of_what_follows(served_saying: Speaking) -> None:
+    with served_saying(ANSWERS) as speaker:
+        tokenizer = speaker.tokenizer
         for speculation in ANY_SPECULATION:
             extra: dict[str, Any] = {"speculation": speculation, "reference_documents": ["".join(map(str, ANSWERS))]}
-            answer = ask(client, extra_body=extra)
-            assert whole(answer) == ("Two and two.", "", [], "stop") == streamed(client, extra_body=extra)
+            answer = ask(speaker, extra_body=extra)
+            assert whole(answer) == ("Two and two.", "", [], "stop") == streamed(speaker, extra_body=extra)
             assert answer.choices[0].message.reasoning_content == "Two and two."
             assert answer.usage.completion_tokens_details.reasoning_tokens == len(ANSWERS) - 1
-            assert whole(ask(client, extra_body=extra | {"include_reasoning": False}))[0] == ""
+            assert whole(ask(speaker, extra_body=extra | {"include_reasoning": False}))[0] == ""
             for cut in range(1, len(ANSWERS)):
                 expected = ("".join(map(str, ANSWERS[3 : min(cut, 5)])), "", [], "length")
-                assert whole(ask(client, max_tokens=cut, extra_body=extra)) == expected
-                assert streamed(client, max_tokens=cut, extra_body=extra) == expected
+                assert whole(ask(speaker, max_tokens=cut, extra_body=extra)) == expected
+                assert streamed(speaker, max_tokens=cut, extra_body=extra) == expected
             # The form that is asked for begins behind the reasoning, where the model would end; it would rather reason again.
             again = tokenizer.convert_tokens_to_ids(["analysis", "a"])
             forms: list[dict[str, Any]] = [{"extra_body": {"structured_outputs": {"choice": ["3", "four"]}}}]
@@ -164,9 +145,9 @@ def test_reasoning_and_the_form_of_what_follows(speaking: Speaking) -> None:
             for form in forms:
                 body = extra | {"chat_template_kwargs": {"begun": True}} | form.get("extra_body", {})
                 options: dict[str, Any] = {**form, "logit_bias": {str(token): -50 for token in again}, "extra_body": body}
-                bound = ask(client, max_tokens=200, **options)
+                bound = ask(speaker, max_tokens=200, **options)
                 thought, text, calls, reason = whole(bound)
-                assert streamed(client, max_tokens=200, **options) == (thought, text, calls, reason)
+                assert streamed(speaker, max_tokens=200, **options) == (thought, text, calls, reason)
                 assert bound.usage.completion_tokens_details.reasoning_tokens == 3
                 if "tools" in form:
                     assert [(name, json.loads(arguments)) for name, arguments in calls] == [("look", {"at": "é é"})]

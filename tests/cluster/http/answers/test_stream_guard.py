@@ -19,7 +19,7 @@ from outrider.cluster.http.answers.stream_guard import StreamGuard, StreamShape,
 from outrider.cluster.http.api import Service
 from outrider.cluster.serving.generation import EnginePort
 from outrider.configs.slices import ServerOptions
-from outrider.decoding.step_output import FinishReason, StepOutput, TokenLogprob, merge_outputs
+from outrider.decoding.request import FinishReason, StepOutput, TokenLogprob, merge_outputs
 from tests.cluster.circle import TEXT, TOKENIZER, served
 from tests.helpers.waiting import eventually
 

@@ -1,15 +1,18 @@
-"""Plan of the next step: which requests take part, and with which draft trees."""
+"""Plan of the next step: which requests take part, with which draft trees, and in which KV slots."""
 
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Sequence
 
 from outrider.decoding.budget.latency import StepLoad
 from outrider.decoding.drafters.base import Drafter
 from outrider.decoding.request import Request
-from outrider.decoding.tree import DraftTree
-from outrider.decoding.verify.grammar import permitted
+from outrider.decoding.sources.history import Histories
+from outrider.decoding.sources.text_keys import request_of
+from outrider.decoding.tree import DraftTree, permitted
+from outrider.engine.executor import Executor
 from outrider.engine.forward.batch import ScheduledRequest
 from outrider.engine.forward.rope import LengthRope
 from outrider.engine.loading.model_info import ModelInfo
@@ -21,13 +24,67 @@ LONG_S = 0.05  # duration of one request's masks in a step that puts its account
 PROBATION_S = 60.0
 
 
+class SlotPlacement:
+    """Placement of the requests of one engine into KV slots, with prefix-cache statistics.
+
+    The requests of a tenant reuse each other's KV until texts of the tenant are deleted. Requests without a tenant reuse nothing,
+    except choices of one prompt. Prompt log-probabilities disable reuse.
+    """
+
+    def __init__(self, executor: Executor, memory: Histories | None, reuses: bool) -> None:
+        self._executor, self._memory, self._reuses = executor, memory, reuses
+        self._engine = uuid.uuid4().hex  # a rank may serve several engines with unrelated editions
+        self._scopes: dict[str, tuple[object, int]] = {}  # by tenant: edition and its number
+        self.queries = self.hits = 0  # tokens of admitted requests with a scope; reused ones of these
+
+    def place(self, request: Request, free: Sequence[int]) -> tuple[int, int]:
+        """Return the slot for a request, one of ``free``, and the number of its tokens computed there (``Executor.place``).
+
+        For a request with a slot, pass that slot alone: to copy tokens that others computed meanwhile, or because it ``crosses``.
+        """
+        if request.slot is None or self.crosses(request):
+            rope = self._executor.rope
+            request.rope_length = 0 if rope is None else rope.rope_length(request)
+            request.scope = self._scope(request)
+            if request.scope is not None and request.rope_length:
+                # KV computed with other RoPE frequencies belongs to another scope.
+                request.scope += f"/{request.rope_length}"
+        slot, computed = self._executor.place(request, free)
+        assert slot in free and request.num_computed <= computed < request.num_tokens, (slot, computed, request.num_tokens)
+        again = request.stats.preemptions > 0 or request.rope_length > request.num_prompt
+        if request.scope is not None and not again:  # tokens that the request computed itself are no hits
+            self.queries += request.num_tokens if request.slot is None else 0
+            self.hits += computed - request.num_computed
+            request.stats.cached_tokens += min(computed, request.num_prompt) - min(request.num_computed, request.num_prompt)
+        return slot, computed
+
+    def crosses(self, request: Request) -> bool:
+        """Return whether a running request has grown so long that RoPE uses other frequencies for all its tokens."""
+        rope = self._executor.rope
+        return rope is not None and rope.rope_length(request) != request.rope_length
+
+    def _scope(self, request: Request) -> str | None:
+        tenant = request.cache_namespace
+        if not self._reuses or request.prompt_logprobs is not None:
+            return None
+        if tenant is None:
+            return f"{self._engine}/-/{request_of(request.text):x}" if request.siblings else None
+        history = None if self._memory is None else self._memory.of(tenant)
+        edition = None if history is None else history.version
+        former, number = self._scopes.get(tenant, (edition, 0))
+        if former is not edition:
+            number += 1
+        self._scopes[tenant] = edition, number
+        return f"{self._engine}/{number}/{tenant}"
+
+
 class StepPlanner:
     """Schedules requests, has draft trees proposed for those that decode, and gives the remaining rows to prefills.
 
-    Requests whose grammar masks took too long in their last step (``Grammar.slow_s``) get no drafts and take turns, one per step.
-    After each turn they pause while other requests run, for ``MASK_RESTS`` times the duration of the masks. After masks of
-    ``LONG_S`` all requests of the account that have a grammar are treated so for ``PROBATION_S``: a mask cannot be interrupted,
-    and the next request may be as slow.
+    Requests whose grammar masks took too long in their last step (``Grammar.slow_s``) get no drafts and take turns, one per step,
+    with pauses of ``MASK_RESTS`` times the duration of the masks while other requests run. After masks of ``LONG_S`` all requests
+    of the account that have a grammar are treated so for ``PROBATION_S``: a mask cannot be interrupted, and the next may be as
+    slow.
     """
 
     def __init__(
@@ -67,7 +124,6 @@ class StepPlanner:
         return works
 
     def _left_out(self, requests: Sequence[Request], now_s: float) -> set[str]:
-        """Return the ids of slow requests that skip this step."""
         took_s = 0.0  # duration of the slow masks of the last step
         for request in self._constrained:
             if request.grammar is not None and request.grammar.slow_s > 0.0:

@@ -1,4 +1,4 @@
-"""The text of files: what is read, and what is refused in one line."""
+"""Conversations as prompts, and the text of files."""
 
 from __future__ import annotations
 
@@ -7,13 +7,103 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
+from outrider.engine.errors import RequestError
 from outrider.engine.text import file_text
+from outrider.engine.text.chat import render_chat
 from outrider.engine.text.file_text import MAX_FILE_BYTES, FileReader, UnreadableFileError, text_of_file
+from outrider.engine.text.tokenizer import token_ids
 from tests.helpers.waiting import eventually
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' and not loop.first %}"
+    "{{ raise_exception('the system message must come first') }}{% endif %}"
+    "<{{ message['role'] }}>{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Où est-il ?"},
+    {"role": "assistant", "content": "Là."},
+    {"role": "user", "content": "🙂"},
+]
+
+
+def build(template: str | None, adds_bos: bool) -> PreTrainedTokenizerFast:
+    """A tokenizer of one token a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<s>": 0} | {character: index for index, character in enumerate(alphabet, start=1)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if adds_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+    fast.chat_template = template
+    return fast
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_a_chat_is_rendered_by_the_tokenizer_s_template_or_a_plain_one(adds_bos: bool) -> None:
+    tokenizer = build(TEMPLATE, adds_bos)
+    ids = render_chat(tokenizer, CHAT)
+    assert ids.count(tokenizer.bos_token_id) == 1
+    assert tokenizer.decode(ids) == "<s><system>Be brief.<user>Où est-il ?<assistant>Là.<user>🙂<assistant>"
+    developer, system = ([{"role": role, "content": "x"}] for role in ("developer", "system"))
+    assert render_chat(tokenizer, developer) == render_chat(tokenizer, system)
+    tokenizer = build(None, adds_bos)
+    ids = render_chat(tokenizer, CHAT)
+    assert ids.count(tokenizer.bos_token_id) == int(adds_bos)
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    assert text == "System: Be brief.\n\nUser: Où est-il ?\n\nAssistant: Là.\n\nUser: 🙂\n\nAssistant:"
+
+
+@pytest.mark.parametrize(
+    ("messages", "field", "said"),
+    [
+        ([CHAT[1], {"role": "robot", "content": "beep"}], "messages[1].role", "'robot' is not a role"),
+        ([CHAT[1], CHAT[0]], "messages", "the system message must come first"),  # says the template
+        ([], "messages", "at least one message"),
+    ],
+)
+def test_chats_that_are_refused(messages: list[dict[str, str]], field: str, said: str) -> None:
+    with pytest.raises(RequestError, match=said) as caught:
+        render_chat(build(TEMPLATE, False), messages)
+    assert caught.value.field == field
+
+
+def test_a_long_text_has_the_tokens_of_encode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the tokenizer's file asks for truncation and padding, which no prompt has."""
+    tokenizer, text = build(TEMPLATE, True), "Là.<s> " * 5000
+    whole = list(tokenizer.encode(text))
+    tokenizer.backend_tokenizer.enable_truncation(5)
+    tokenizer.backend_tokenizer.enable_padding(length=50_000)
+    offsets = tokenizer.backend_tokenizer.encode_batch
+    monkeypatch.setattr(tokenizer, "_tokenizer", NoOffsets(tokenizer.backend_tokenizer))
+    assert token_ids(tokenizer, text) == whole and whole[0] == 0
+    assert token_ids(tokenizer, text, special_tokens=False) == whole[1:]
+    assert render_chat(tokenizer, [{"role": "user", "content": text}])[-len("<assistant>") - 6 :][:6] == whole[-6:]
+    assert [len(each) for each in offsets([text])] == [len(whole)]
+
+
+class NoOffsets:
+    """A tokenizer that computes the offsets of short texts only: they take more memory than the tokens."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def encode_batch(self, texts: list[str], **options: Any) -> Any:
+        assert sum(map(len, texts)) < 1000
+        return self._backend.encode_batch(texts, **options)
+
 
 PAGE = """<!doctype html><html><head><title>Unseen</title><style>p {}</style></head><body><script>alert("unseen")</script>
 <h1>Loans</h1><p>Members borrow <b>twelve</b> <a href="https://example.org">books</a>.</p><ul><li>one</li><li>two</li></ul></body></html>"""
@@ -73,10 +163,15 @@ def test_what_cannot_be_read_is_one_line(content: bytes, says: str) -> None:
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 400
 
 
-def test_a_file_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_takes_too_long_or_has_too_much_text_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_text, "_TIMEOUT_S", 0.01)
     with pytest.raises(UnreadableFileError, match=r"more than 0\.01 s"):
         text_of_file(PAGE.encode())
+    monkeypatch.setattr(file_text, "_TIMEOUT_S", 3600)
+    instead(tmp_path, monkeypatch, f"echo $$ > {tmp_path}/pid; cat > /dev/null; exec yes")  # which does not end
+    with pytest.raises(UnreadableFileError, match="more than 4,194,304 characters"):
+        text_of_file(PAGE.encode())
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
 def test_reading_is_bounded_in_memory() -> None:
@@ -87,14 +182,14 @@ def test_reading_is_bounded_in_memory() -> None:
 
 
 def test_nothing_of_the_current_folder_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("engine/__init__.py", "engine/text/__init__.py", "engine/text/file_text.py", "bs4.py", "markdownify.py"):
+    packages = [f"{folder}{part}/__init__.py" for folder in ("engine", "outrider/engine") for part in ("", "/text")]
+    for name in (*packages, "outrider/__init__.py", "outrider/engine/text/file_text.py", "bs4.py", "markdownify.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("import os; print('other code'); os._exit(0)")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", "")
-    assert text_of_file(PAGE.encode()).startswith("# Loans")
-    monkeypatch.setenv("PYTHONPATH", f":.{os.pathsep}engine/text")
-    assert text_of_file(PAGE.encode()).startswith("# Loans")
+    for path in ("", f".{os.pathsep}outrider/engine/text"):
+        monkeypatch.setenv("PYTHONPATH", path)
+        assert text_of_file(PAGE.encode()).startswith("# Loans")
 
 
 def instead(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -115,14 +210,6 @@ def test_a_reading_process_gets_no_secret(tmp_path: Path, monkeypatch: pytest.Mo
     names = {line.partition("=")[0] for line in (tmp_path / "variables").read_text().splitlines()}
     assert names <= {"PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "HOME", "PYTHONPATH", "PWD", "OLDPWD", "SHLVL", "_"}
     assert (tmp_path / "flag").read_text() == "-P\n"
-
-
-def test_no_more_is_read_than_a_text_may_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_text, "_TIMEOUT_S", 3600)
-    instead(tmp_path, monkeypatch, f"echo $$ > {tmp_path}/pid; cat > /dev/null; exec yes")  # which does not end
-    with pytest.raises(UnreadableFileError, match="more than 4,194,304 characters"):
-        text_of_file(PAGE.encode())
-    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
 def test_a_reader_that_was_stopped_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

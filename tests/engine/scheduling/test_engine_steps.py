@@ -1,4 +1,4 @@
-"""Errors of the device in a step: which of them it survives, and steps that run out of its memory."""
+"""Device faults in a step, and each request's own strategy and draft bound."""
 
 from __future__ import annotations
 
@@ -11,13 +11,19 @@ import pytest
 import torch
 
 from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from outrider.decoding.request import FinishReason, Request, SamplingParams
+from outrider.decoding.budget.latency import StepLoad
+from outrider.decoding.drafters.base import Drafter, TargetRows
+from outrider.decoding.drafters.by_request import ByRequest
+from outrider.decoding.drafters.registry import build_drafter, build_drafters
+from outrider.decoding.request import PLAIN, Acceptance, FinishReason, Request, SamplingParams
+from outrider.decoding.tree import DraftTree
 from outrider.engine.accelerator import Cuda, device_error, is_out_of_memory, use
 from outrider.engine.engine import Engine
-from outrider.engine.errors import DEVICE_FAULTS, DeviceError
+from outrider.engine.errors import DEVICE_FAULTS, DeviceError, RequestError
 from outrider.engine.executor import VerifyResult
 from outrider.engine.forward.batch import ScheduledRequest
 from outrider.engine.scheduling.scheduler import RECOVERY_STEPS
+from tests.helpers.models import MAX_DRAFT, engine_over, prepared, run, tiny_model
 
 GPU, CPU = torch.device("cuda:1"), torch.device("cpu")
 ILLEGAL = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be asynchronously reported"
@@ -115,7 +121,7 @@ def break_steps(engine: Engine, fails: Callable[[Sequence[ScheduledRequest]], Ex
     return failed
 
 
-def requests() -> list[Request]:
+def mixed_requests() -> list[Request]:
     """Greedy and sampled ones, with prompts of several steps, and rules that look back on the output."""
     params = [
         SamplingParams(max_tokens=30, ignore_eos=True),
@@ -130,7 +136,7 @@ def requests() -> list[Request]:
     ]
 
 
-def run(engine: Engine, *asked: Request) -> None:
+def run_steps(engine: Engine, *asked: Request) -> None:
     for request in asked:
         engine.add(request)
     while engine.has_work:
@@ -145,11 +151,11 @@ def told(asked: Sequence[Request]) -> list[tuple[list[int], FinishReason | None,
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("room", [2, 7, 40])
 def test_steps_that_run_out_of_memory_are_computed_in_smaller_ones(folder: str, room: int, late: bool) -> None:
-    expected = requests()
-    run(load(folder), *expected)
-    engine, asked = load(folder), requests()
+    expected = mixed_requests()
+    run_steps(load(folder), *expected)
+    engine, asked = load(folder), mixed_requests()
     failed = break_steps(engine, lambda works: torch.OutOfMemoryError() if rows_of(works) > room else None, late)
-    run(engine, *asked)
+    run_steps(engine, *asked)
     assert told(asked) == told(expected)
     assert failed and engine.metrics().out_of_memory_steps == len(failed)
     assert engine.metrics().finished["error"] == 0
@@ -166,16 +172,16 @@ def test_memory_that_no_tensor_uses_is_given_back_before_the_next_step(folder: s
     engine, double = load(folder), Cached()
     failed = break_steps(engine, lambda works: torch.OutOfMemoryError() if len(works) > 2 else None)
     with use(double):
-        run(engine, *requests())
+        run_steps(engine, *mixed_requests())
     assert double.emptied == len(failed) > 0
 
 
 def test_a_request_that_does_not_fit_alone_ends_with_an_error(folder: str) -> None:
-    expected = requests()
-    run(load(folder), *expected)
-    engine, asked = load(folder), requests()
+    expected = mixed_requests()
+    run_steps(load(folder), *expected)
+    engine, asked = load(folder), mixed_requests()
     break_steps(engine, lambda works: torch.OutOfMemoryError() if any(one.request.request_id == "3" for one in works) else None)
-    run(engine, *asked)
+    run_steps(engine, *asked)
     assert asked[3].finish_reason is FinishReason.ERROR
     del asked[3], expected[3]
     assert told(asked) == told(expected)
@@ -198,7 +204,7 @@ def test_more_requests_run_again_when_steps_went_well(folder: str) -> None:
 def test_a_failed_device_is_an_error_of_the_step(folder: str, late: bool) -> None:
     engine = load(folder)
     break_steps(engine, lambda works: torch.AcceleratorError(ILLEGAL), late)
-    engine.add(requests()[0])
+    engine.add(mixed_requests()[0])
     with pytest.raises(DeviceError) as raised:
         engine.step()
     assert raised.value.kind == "illegal_memory_access"
@@ -208,7 +214,7 @@ def test_a_failed_device_is_an_error_of_the_step(folder: str, late: bool) -> Non
 def test_a_failed_device_is_no_fault_of_the_request_whose_tree_is_walked(
     folder: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, (asked, *_) = load(folder), requests()
+    engine, (asked, *_) = load(folder), mixed_requests()
 
     def fails(*_: object) -> None:
         raise torch.AcceleratorError(ILLEGAL)
@@ -216,14 +222,14 @@ def test_a_failed_device_is_no_fault_of_the_request_whose_tree_is_walked(
     target = engine._executor._verifier if place == "verify" else engine._drafter  # type: ignore[attr-defined]
     monkeypatch.setattr(target, place, fails)
     with pytest.raises(DeviceError):
-        run(engine, asked)
+        run_steps(engine, asked)
     assert asked.fault is None and asked.finish_reason is None
 
 
 def test_memory_that_lacks_for_a_walk_lacks_for_the_step(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = requests()
-    run(load(folder), *expected)
-    engine, asked = load(folder), requests()
+    expected = mixed_requests()
+    run_steps(load(folder), *expected)
+    engine, asked = load(folder), mixed_requests()
     verifier: Any = engine._executor._verifier  # type: ignore[attr-defined]
     verify, calls = verifier.verify, 0
 
@@ -236,5 +242,109 @@ def test_memory_that_lacks_for_a_walk_lacks_for_the_step(folder: str, monkeypatc
         return outcome
 
     monkeypatch.setattr(verifier, "verify", rarely_fails)
-    run(engine, *asked)
+    run_steps(engine, *asked)
     assert told(asked) == told(expected) and engine.metrics().out_of_memory_steps == 3
+
+
+MOTIF = [4, 9, 17, 23, 5]
+PROMPT = [*MOTIF, *MOTIF, *MOTIF[:2]]
+PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
+
+
+class Recorder(Drafter):
+    """Fills every budget, and remembers of which requests it heard."""
+
+    def __init__(self) -> None:
+        self.budgets: dict[str, set[int]] = {}
+        self.observed, self.finished = set[str](), list[str]()
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int], load: StepLoad | None = None) -> list[DraftTree]:
+        for request, budget in zip(requests, budgets, strict=True):
+            self.budgets.setdefault(request.request_id, set()).add(budget)
+        return [DraftTree.chain(one.root, [1] * budget) for one, budget in zip(requests, budgets, strict=True)]
+
+    def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:
+        self.observed.add(request.request_id)
+
+    def finish(self, request: Request) -> None:
+        self.finished.append(request.request_id)
+
+
+def request(name: str, strategy: str | None = None, most: int | None = None, tenant: str | None = "t") -> Request:
+    return Request(name, PROMPT, PARAMS, [PROMPT], tenant=tenant, strategy=strategy, max_draft_tokens=most)
+
+
+def test_the_bound_is_the_requests_within_the_engines() -> None:
+    drafter = Recorder()
+    engine = engine_over(tiny_model("llama", "float32").runner, drafter)
+    bounds = {"none": None, "three": 3, "one": 1, "much": 10**12}
+    outputs = run(engine, *(request(name, most=most) for name, most in bounds.items()))
+    assert all(output == outputs[0] and len(output) == PARAMS.max_tokens for output in outputs)
+    assert {name: max(budgets) for name, budgets in drafter.budgets.items()} == {
+        "none": MAX_DRAFT, "three": 3, "one": 1, "much": MAX_DRAFT,
+    }  # fmt: skip
+    assert drafter.observed == set(bounds) and sorted(drafter.finished) == sorted(bounds)
+
+
+def test_no_drafter_hears_of_plain_requests() -> None:
+    drafter = Recorder()
+    engine = engine_over(tiny_model("llama", "float32").runner, drafter)
+    one, two, drafted = request("strategy", PLAIN), request("bound", most=0), request("drafted", "test")
+    outputs = run(engine, one, two, drafted)
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert (one.stats.drafted, one.stats.steps, two.stats.drafted, two.stats.steps) == (0, PARAMS.max_tokens) * 2
+    assert set(drafter.budgets) == drafter.observed == {"drafted"} and drafter.finished == ["drafted"]
+    assert not engine.keeps_output(one) and not engine.keeps_output(two)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_plain_requests_neither_teach_nor_are_taught(several: bool) -> None:
+    model = tiny_model("llama", "float32")
+    drafter = prepared(build_drafters("auto", {"all_rows": True}, ["llma"] if several else []), model)
+    assert isinstance(drafter, ByRequest) == several
+    engine = engine_over(model.runner, drafter, strategy="auto")
+    (expected,) = run(engine, request("plain", PLAIN))
+    assert engine.histories is not None and engine.histories.of("t").num_tokens == 0  # type: ignore[union-attr]
+    first, second, plain = request("first"), request("second"), request("again", PLAIN)
+    assert engine.keeps_output(first)
+    assert run(engine, first) == run(engine, second) == run(engine, plain) == [expected]
+    assert not {"history", "similar"} & first.stats.accepted_by_source.keys()
+    assert second.stats.accepted_by_source["similar"] > 0  # of the first, which drafted
+    assert (plain.stats.drafted, plain.stats.steps) == (0, PARAMS.max_tokens)
+
+
+def test_requests_of_one_step_have_strategies_of_their_own() -> None:
+    model = tiny_model("llama", "float32")
+    names = ("llma", "prompt_lookup", "suffix", "ngrammys")
+    drafter = prepared(ByRequest({name: build_drafter(name, {}) for name in names}), model)
+    engine = engine_over(model.runner, drafter, strategy="llma")
+    (expected,) = run(engine, request("plain", PLAIN))
+    requests = [Request(name or "default", PROMPT, PARAMS, [expected], tenant="t", strategy=name) for name in (None, *names[1:])]
+    assert run(engine, *requests) == [expected] * 4
+    assert set(requests[0].stats.accepted_by_source) == {"llma"}
+    sources = ({"llma"}, {"prompt_lookup"}, {"suffix"}, {"context_ngram", "bigram", "unigram"})
+    for one, its in zip(requests, sources, strict=True):
+        assert one.stats.drafted > 0 and set(one.stats.accepted_by_source) <= its, one.request_id
+
+
+def test_a_strategy_that_the_engine_does_not_have_is_refused() -> None:
+    engine = engine_over(
+        tiny_model("llama", "float32").runner, ByRequest({"llma": Recorder(), "trie": Recorder()}), strategy="llma"
+    )
+    with pytest.raises(RequestError, match=r"^speculation\.strategy: 'auto' .* allowed: llma, trie, autoregressive$") as refusal:
+        engine.add(request("refused", "auto"))
+    assert refusal.value.field == "speculation.strategy" and not engine.has_work
+    engine.check_integrity()
+    assert run(engine, request("a", "trie")) == run(engine, request("b", "llma")) == run(engine, request("c", PLAIN))
+
+
+def test_a_loaded_engine_has_the_strategies_of_its_options(folder: str) -> None:
+    speculation = SpeculationOptions("llma", max_draft_tokens=8, strategies=("trie:branch_length=3", "suffix", PLAIN))
+    engine = Engine.load(ModelOptions(folder, dtype="float32"), EngineOptions(max_running=4), speculation)
+    assert engine.info.choices == ("llma", "trie", "suffix", PLAIN) and engine.info.lossless
+    outputs = run(engine, *(request(name, name) for name in engine.info.choices))
+    assert all(output == outputs[0] for output in outputs)
+    single = Engine.load(ModelOptions(folder, dtype="float32"), EngineOptions(max_running=4), SpeculationOptions("suffix"))
+    assert single.info.choices == ("suffix", PLAIN) and run(single, request("a"), request("b", PLAIN)) == outputs[:2]
+    with pytest.raises(ValueError, match="did you mean 'branch_length'"):
+        Engine.load(ModelOptions("absent"), EngineOptions(), SpeculationOptions("llma", strategies=("trie:branch_len=3",)))
