@@ -123,6 +123,7 @@ class RequestPlanner:
         adapter: str | None = None,
     ) -> None:
         self._adapter = adapter
+        self.left_out: list[str] = []  # what the response's grammar does not enforce; set with its jobs
         self._threads, self._grammars, self._tokenizer, self.info = threads, grammars, threads.tokenizer, info
         self._format, self._begins_within = chat_format, False if chat_format.reasoning is None else None
         self.beginning, self._sharing, self._session = beginning, sharing, session
@@ -235,6 +236,7 @@ class RequestPlanner:
             if field is None and isinstance(body, ChatCompletionRequest):
                 field = faulty_tool(body.tools or (), body.tool_choice, fault)
             raise RequestError(field or "tools", reason_of(reason))
+        self.left_out = body.left_out()
         return grammar
 
     def _grammar(self, body: ChatCompletionRequest | CompletionRequest) -> str | None:

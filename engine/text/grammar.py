@@ -25,8 +25,8 @@ import numpy as np
 from outrider.decoding.arrays import BoolArray, Int32Array
 from outrider.engine.errors import RequestError
 from outrider.engine.text.chat_format import Tags
-from outrider.engine.text.grammar_check import INSTALLED, NO_VOCABULARY, GrammarChecker, Vocabulary, deeply
-from outrider.engine.text.json_schema import enforceable
+from outrider.engine.text.grammar_check import INSTALLED, NO_VOCABULARY, TOO_COSTLY, GrammarChecker, Vocabulary, deeply
+from outrider.engine.text.json_schema import enforceable, lenient, without_patterns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -75,6 +75,34 @@ def json_grammar(schema: Mapping[str, Any] | str) -> str:
         raise GrammarError("is nested too deeply") from None
     except ValueError as error:
         raise GrammarError(reason_of(str(error))) from None
+
+
+def lenient_schema(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return a schema without what cannot be enforced, and the paths of what was left out; ``""`` is all but the type.
+
+    Raises:
+        GrammarError: it takes too long to compile.
+    """
+    if not _fault_of(schema):
+        return dict(schema), []
+    changed, left_out = lenient(schema)
+    if not _fault_of(changed):
+        return changed, left_out
+    changed, patterns = without_patterns(changed, lambda pattern: not _fault_of({"type": "string", "pattern": pattern}))
+    if not _fault_of(changed):
+        return changed, left_out + patterns
+    return {"type": kind} if (kind := schema.get("type")) in ("object", "array") else {}, [""]
+
+
+def _fault_of(schema: Mapping[str, Any]) -> str:
+    """Return why a schema cannot be enforced; empty if it can. Raises ``GrammarError`` if it takes too long to compile."""
+    try:
+        json_grammar(schema)
+    except GrammarError as error:
+        if str(error) in (TOO_COSTLY, reason_of(TOO_COSTLY)):
+            raise
+        return str(error)
+    return ""
 
 
 def object_grammar() -> str:

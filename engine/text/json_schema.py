@@ -18,6 +18,7 @@ _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multip
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
 _ONES = ("items", "additionalProperties", "additionalItems")
+_FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 UNSUPPORTED = (
     "not", "if", "then", "else", "uniqueItems", "contains", "minContains", "maxContains", "propertyNames", "dependentRequired",
     "dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$dynamicAnchor",
@@ -50,21 +51,44 @@ def lenient(schema: Any) -> tuple[Any, list[str]]:
     left_out: list[str] = []
 
     def change(node: dict[str, Any], path: str) -> Any:
-        for name in [name for name in node if name in UNSUPPORTED]:
-            left_out.append(f"{path}.{name}".lstrip("."))
+        unknown_format = "format" in node and node["format"] not in _FORMATS
+        for name in [name for name in node if name in UNSUPPORTED or (name == "format" and unknown_format)]:
+            left_out.append(_join(path, name))
             del node[name]
         if "oneOf" in node and "anyOf" not in node:
             node["anyOf"] = node.pop("oneOf")
-            left_out.append(f"{path}.oneOf".lstrip("."))
+            left_out.append(_join(path, "oneOf"))
         for name in (*_BOUNDS, "enum", "const"):
             try:
                 _exact({name: node[name]} if name in node else {}, path)
             except SchemaError:
-                left_out.append(f"{path}.{name}".lstrip("."))
+                left_out.append(_join(path, name))
                 del node[name]
         return node
 
     return _changed(schema, "", change), left_out
+
+
+def without_patterns(schema: Any, is_valid: Callable[[str], bool]) -> tuple[Any, list[str]]:
+    """Return a schema without the patterns that are not valid, and their paths."""
+    left_out: list[str] = []
+
+    def change(node: dict[str, Any], path: str) -> Any:
+        patterns = node.get("patternProperties")
+        for name, texts in (
+            ("pattern", [node.get("pattern")]),
+            ("patternProperties", patterns if isinstance(patterns, dict) else []),
+        ):
+            if name in node and not all(isinstance(text, str) and is_valid(text) for text in texts):
+                left_out.append(_join(path, name))
+                del node[name]
+        return node
+
+    return _changed(schema, "", change), left_out
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _changed(schema: Any, path: str, change: Change) -> Any:
@@ -73,7 +97,7 @@ def _changed(schema: Any, path: str, change: Change) -> Any:
         return schema
     node = dict(schema)
     for name, inner in _inner(node):
-        at = f"{path}.{name}".lstrip(".")
+        at = _join(path, name)
         if isinstance(inner, Mapping) and name in _MAPS:
             node[name] = {key: _changed(value, f"{at}.{key}", change) for key, value in inner.items()}
         elif isinstance(inner, list):
@@ -92,10 +116,10 @@ def _inner(node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _exact(node: dict[str, Any], path: str) -> Any:
     for name in _BOUNDS:
-        _check_number(node.get(name), f"{path}.{name}".lstrip("."), is_bound=True)
+        _check_number(node.get(name), _join(path, name), is_bound=True)
     for value in (*(node["enum"] if isinstance(node.get("enum"), list) else ()), node.get("const")):
         for number in _numbers(value):
-            _check_number(number, f"{path}.{'enum' if 'enum' in node else 'const'}".lstrip("."), is_bound=False)
+            _check_number(number, _join(path, "enum" if "enum" in node else "const"), is_bound=False)
     _exclude_zero(node, "minimum", "maximum", _TINY)
     _exclude_zero(node, "maximum", "minimum", -_TINY)
     longest = _LONGEST.get(node.get("format", "")) if isinstance(node.get("format"), str) else None

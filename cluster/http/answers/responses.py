@@ -17,7 +17,7 @@ from outrider.cluster.http.answers.pieces import Pauses, event_data, written
 from outrider.cluster.http.answers.reasoning import Thought
 from outrider.cluster.http.answers.respond import OUTPUT, STREAM_HEADERS, ChoiceReader, Part, ResponseForm, usage_so_far
 from outrider.cluster.http.answers.tool_calls import Arguments, Call
-from outrider.cluster.http.types.responses import ResponsesRequest, response_fields
+from outrider.cluster.http.types.responses import ResponsesRequest, own_name, response_fields
 from outrider.cluster.serving.generation import Generation
 from outrider.decoding.request import FinishReason, StepReport
 from outrider.engine.loading.model_info import ModelInfo
@@ -52,18 +52,23 @@ class ResponseObject(BaseModel):
     incomplete_details: dict[str, str] | None
     error: dict[str, str] | None
     usage: dict[str, Any] | None
+    unenforced: list[str] | None = None  # same as in chats
     speculation: Reported | None = None  # draft report, on request
 
 
 class ResponseBuilder:
     """Builder of one response. Its methods yield the events of each part, which callers without streaming discard."""
 
-    def __init__(self, answer_id: str, created: int, body: ResponsesRequest, info: ModelInfo) -> None:
+    def __init__(
+        self, answer_id: str, created: int, body: ResponsesRequest, info: ModelInfo, left_out: Sequence[str] = ()
+    ) -> None:
         self.id = answer_id
         self._fields = {
             "id": answer_id, "object": "response", "created_at": created, "model": info.served_name,
             "lossless": info.is_lossless(body.drafting.strategy, body.drafting.max_draft_tokens), **response_fields(body),
         }  # fmt: skip
+        if left_out:
+            self._fields["unenforced"] = [own_name(path) for path in left_out]
         self._output: list[Item] = []
         self._is_open = False  # whether the last item is unfinished
         self._texts: list[str] = []  # texts of the open item

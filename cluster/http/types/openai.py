@@ -22,7 +22,7 @@ from outrider.cluster.http.types.strict import (
     unsupported,
 )
 from outrider.cluster.http.types.structured import StructuredFields
-from outrider.cluster.http.types.tool_grammar import CallMarks, tools_grammar
+from outrider.cluster.http.types.tool_grammar import CallMarks, left_out, tools_grammar
 from outrider.decoding.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_CHARS
 from outrider.decoding.sources.embeddings import MAX_EMBEDDING
 
@@ -312,6 +312,10 @@ class ChatCompletionRequest(CompletionFields):
     def calls_grammar(self, marks: CallMarks) -> str:
         """Return the grammar of the response if ``binds_calls`` is set; see ``tool_grammar.tools_grammar``."""
         return tools_grammar(self.tools or (), self.tool_choice, self.parallel_tool_calls is False, marks)
+
+    def left_out(self) -> list[str]:
+        """Return the paths of the keywords of schemas that are not enforced, because they are not strict."""
+        return super().left_out() if self.binds_calls is None else left_out(self.tools or (), self.tool_choice)
 
     @property
     def num_logprobs(self) -> int | None:

@@ -12,7 +12,15 @@ from outrider.cluster.http.answers.tool_calls import CLOSING
 from outrider.cluster.http.types.chat import NamedTool, Tool
 from outrider.engine.errors import RequestError
 from outrider.engine.text.chat_format import CALL_MARKS, CallForm
-from outrider.engine.text.grammar import HARMONY_TEXT, GrammarError, harmony_type, json_grammar, json_rule, lark_grammar
+from outrider.engine.text.grammar import (
+    HARMONY_TEXT,
+    GrammarError,
+    harmony_type,
+    json_grammar,
+    json_rule,
+    lark_grammar,
+    lenient_schema,
+)
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _SPACE = r"/[ \n\r\t]{0,4}/"  # bounded, as whitespace within JSON is
@@ -24,6 +32,7 @@ class Offered:
 
     name: str
     arguments: dict[str, Any] | None  # JSON schema; None allows any object
+    left_out: Sequence[str] = ()  # paths of the keywords of the tool's schema that are not enforced
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,10 +223,21 @@ def _bound(tools: Sequence[Tool], choice: str | NamedTool | None) -> list[tuple[
     """Return the fields of the tools that may be called, and the tools with the schemas to enforce."""
     named, required = _binding(choice)
     return [
-        (
-            f"tools[{index}].function.parameters",
-            Offered(tool.function.name, tool.function.parameters if required or tool.function.strict else None),
-        )
+        (f"tools[{index}].function.parameters", _offered(tool, required))
         for index, tool in enumerate(tools)
         if named in (None, tool.function.name)
     ]
+
+
+def _offered(tool: Tool, required: bool) -> Offered:
+    function = tool.function
+    if function.parameters is None or not (required or function.strict):
+        return Offered(function.name, None)
+    if function.strict or function.parameters.get("type", "object") != "object":  # refused later
+        return Offered(function.name, function.parameters)
+    return Offered(function.name, *lenient_schema(function.parameters))
+
+
+def left_out(tools: Sequence[Tool], choice: str | NamedTool | None) -> list[str]:
+    """Return the paths of the keywords that ``tools_grammar`` does not enforce, as their tools are not strict."""
+    return [f"{field}.{path}".rstrip(".") for field, tool in _bound(tools, choice) for path in tool.left_out]
