@@ -78,10 +78,10 @@ def json_grammar(schema: Mapping[str, Any] | str) -> str:
 
 
 def lenient_schema(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return a schema without what cannot be enforced, and the paths of what was left out; ``""`` is all but the type.
+    """Return a schema without the keywords that cannot be enforced, and their paths.
 
     Raises:
-        GrammarError: it takes too long to compile.
+        GrammarError: nothing is valid under the schema, it is not a schema, or it takes too long to compile.
     """
     if not _fault_of(schema):
         return dict(schema), []
@@ -89,9 +89,9 @@ def lenient_schema(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
     if not _fault_of(changed):
         return changed, left_out
     changed, patterns = without_patterns(changed, lambda pattern: not _fault_of({"type": "string", "pattern": pattern}))
-    if not _fault_of(changed):
-        return changed, left_out + patterns
-    return {"type": kind} if (kind := schema.get("type")) in ("object", "array") else {}, [""]
+    if fault := _fault_of(changed):
+        raise GrammarError(fault)
+    return changed, left_out + patterns
 
 
 def _fault_of(schema: Mapping[str, Any]) -> str:

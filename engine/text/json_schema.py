@@ -51,8 +51,12 @@ def lenient(schema: Any) -> tuple[Any, list[str]]:
     left_out: list[str] = []
 
     def change(node: dict[str, Any], path: str) -> Any:
-        unknown_format = "format" in node and node["format"] not in _FORMATS
-        for name in [name for name in node if name in UNSUPPORTED or (name == "format" and unknown_format)]:
+        reference = node.get("$ref", "#")
+        others = {
+            "format": node.get("format") not in _FORMATS,
+            "$ref": isinstance(reference, str) and not reference.startswith("#"),
+        }
+        for name in [name for name in node if name in UNSUPPORTED or others.get(name)]:
             left_out.append(_join(path, name))
             del node[name]
         if "oneOf" in node and "anyOf" not in node:

@@ -94,7 +94,7 @@ class StructuredFields(Strict):
         schema = None if self.response_format is None else self.response_format.json_schema
         if schema is None or schema.strict:
             return []
-        return [f"response_format.json_schema.schema.{path}".rstrip(".") for path in lenient_schema(schema.schema_)[1]]
+        return [f"response_format.json_schema.schema.{path}" for path in lenient_schema(schema.schema_)[1]]
 
     @property
     def bound_by(self) -> str | None:

@@ -240,4 +240,4 @@ def _offered(tool: Tool, required: bool) -> Offered:
 
 def left_out(tools: Sequence[Tool], choice: str | NamedTool | None) -> list[str]:
     """Return the paths of the keywords that ``tools_grammar`` does not enforce, as their tools are not strict."""
-    return [f"{field}.{path}".rstrip(".") for field, tool in _bound(tools, choice) for path in tool.left_out]
+    return [f"{field}.{path}" for field, tool in _bound(tools, choice) for path in tool.left_out]

@@ -227,7 +227,6 @@ WRONG: dict[str, list[Any]] = {
     "input": [[], 3, [{"role": "robot", "content": "a"}], "a" * 4000],
     "input[0]": [[{"type": "item_reference", "id": "x"}]],
     "input[0].content[0].type": [[{"role": "user", "content": [{"type": "input_image"}]}]],
-    "input[0].arguments": [[{"type": "function_call", "call_id": "a", "name": "f", "arguments": "["}]],
     "tools[0].type": [[{"type": "web_search"}]],
     "tools[0].parameters": [[TOOL | {"parameters": {"type": "object", "not": {}}, "strict": True}]],
     "tool_choice": ["required", {"type": "function", "name": "no"}],
