@@ -55,7 +55,7 @@ class RunningRequest:
     request: Request
     loop: asyncio.AbstractEventLoop
     items: asyncio.Queue[StepOutput | Exception]
-    published: int = 0  # output tokens already passed to the mirror
+    published: int = 0  # output tokens already passed to the cache client
     held: StepOutput | None = None  # output delayed until the next one
     delivered_s: float = -math.inf  # time of the last delivery to the event loop
     resumed: bool = False  # replaces a running request of the same id and account
@@ -255,9 +255,9 @@ class Replica:
         memory = self._engine.histories
         if cache is None or memory is None:
             return None
-        mirror = CacheClient(cache, identity_of(self._info), memory, lambda: self._inbox.put(UpdatesReady()))
-        mirror.start(cache.options.start_timeout_s)
-        return mirror
+        client = CacheClient(cache, identity_of(self._info), memory, lambda: self._inbox.put(UpdatesReady()))
+        client.start(cache.options.start_timeout_s)
+        return client
 
     def _send(self, command: Command) -> bool:
         with self._closing:

@@ -67,7 +67,7 @@ class Ledger:
         return AdmittedBatch(cleared, batch.removed, batch.evicted, deltas)
 
     def admit_snapshot(self, snapshot: Snapshot) -> AdmittedBatch | None:
-        """Return the parts of a snapshot for a mirror that reloads its history; None if its epoch is older."""
+        """Return the parts of a snapshot for a cache client that reloads its history; None if its epoch is older."""
         # `cleared` means a newer epoch, so texts growing here were deleted. Removals of both sides stay. `removed` and `evicted`
         # are those not known here, and matter only for texts growing here, since no delta belongs to them.
         if snapshot.epoch < self.epoch:

@@ -161,11 +161,11 @@ class Engine:
             if speculation.max_draft_tokens is None and runner.fixed_rows is not None:
                 most = min(most, runner.fixed_rows - 1)  # drafts and root fit into one forward
             report_progress("preparing drafts")
-            chores: list[Iterator[None]] | None = [] if defer_warmup else None
-            target = LocalTarget(runner, info, loaded.tokenizer, warmup=chores)
+            warmup: list[Iterator[None]] | None = [] if defer_warmup else None
+            target = LocalTarget(runner, info, loaded.tokenizer, warmup=warmup)
             drafter.prepare(target)
             engine = cls(computes, drafter, options, most, info, loaded.tokenizer, runner.grammars, target)
-            engine._warmup = chores or []
+            engine._warmup = warmup or []
             if defer_warmup:
                 engine._warmup.insert(0, _grammars_of(runner).warmup())
             else:

@@ -106,7 +106,7 @@ class _RowSum(torch.nn.Module):
 @torch.inference_mode()
 def row_parts(model: PreTrainedModel) -> int:
     """Replace DeepSpeed's linear layers with torch's in place, where compiled kernels exist. Return their number."""
-    # The kernels of ``row_linear`` apply to torch's layers only. The all-reduces stay DeepSpeed's.
+    # The kernels of ``engine.cpu.linear`` apply to torch's layers only. The all-reduces stay DeepSpeed's.
     if not has_kernels(model.device, model.dtype):
         return 0
     from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, LmHeadLinearAllreduce

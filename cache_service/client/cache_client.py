@@ -36,7 +36,7 @@ _IDLE_S = 5.0  # longest sleep of an idle writer
 
 @dataclass(frozen=True, slots=True)
 class CacheClientCounts:
-    """Counters of a mirror since the start of the process."""
+    """Counters of a cache client since the start of the process."""
 
     connected: bool  # the last read and the last write, if any, succeeded
     breaker: str  # the worse state of reading and writing: "closed", "half-open" or "open"
@@ -105,7 +105,7 @@ class CacheClient:
 
     def publish(self, tenant: str, text: int, offset: int, tokens: Sequence[int] | Int32Array, final: bool) -> None:
         """Queue generated tokens of a text, from ``offset`` on, for the other replicas. Does not block."""
-        assert tenant in self._namespaces and tenant != PUBLIC, "tenant is unknown to this mirror"
+        assert tenant in self._namespaces and tenant != PUBLIC, "tenant is unknown to this cache client"
         self._outbox.put(tenant, CacheDelta(text, offset, np.asarray(tokens, np.int32), final))
 
     def apply(self, max_tokens: int = 4096) -> bool:

@@ -54,7 +54,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """As in ``steps 8b``."""
+        """Return the part and its size, such as ``steps 8b``."""
         return self.part if self.size is None else f"{self.part} {self.size}"
 
 

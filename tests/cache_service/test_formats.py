@@ -322,3 +322,8 @@ def test_many_texts() -> None:
     last = list(decoded)[-1]
     assert (last.text, last.final, last.updated_s) == (int(requests[-1]) << 16, True, count - 1)
     assert last.tokens.tolist() == tokens[-10:].tolist()
+
+
+def test_vocabularies_beyond_three_bytes() -> None:
+    with pytest.raises(ValueError, match="vocab_size must be between 1 and 16777216, got 16777217"):
+        encode_batch(TextBatch(0, 0, 0), (1 << 24) + 1)

@@ -186,3 +186,39 @@ DROP = """(node, [name, text]) => {
   dataTransfer.items.add(new File([text], name));
   node.dispatchEvent(new DragEvent("drop", { dataTransfer, bubbles: true, cancelable: true }));
 }"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_a_narrow_phone_and_can_be_read_in_both_schemes(opened: Callable[..., Any], scheme: str) -> None:
+    page = opened(viewport={"width": 360, "height": 740}, color_scheme=scheme, reduced_motion="reduce")
+    fill(page, "walk: <abc", 24)
+    page.locator("#run").click()
+    page.locator("#verdict[data-agree=true]").wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    low = page.evaluate(CONTRASTS)
+    assert low == []
+
+
+CONTRASTS = """() => {
+  const pen = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const paint = (colours) => {
+    pen.clearRect(0, 0, 1, 1);
+    for (const colour of colours) { pen.fillStyle = colour; pen.fillRect(0, 0, 1, 1); }
+    return [...pen.getImageData(0, 0, 1, 1).data].slice(0, 3).map((byte) => byte / 255);
+  };
+  const light = (rgb) => {
+    const [r, g, b] = rgb.map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const low = [];
+  for (const node of document.querySelectorAll("body *")) {
+    const own = [...node.childNodes].some((child) => child.nodeType === 3 && child.textContent.trim());
+    if (!own || !node.checkVisibility() || node.matches(":disabled, :disabled *, noscript")) continue;
+    const behind = [];
+    for (let at = node; at; at = at.parentElement) behind.unshift(getComputedStyle(at).backgroundColor);
+    const [a, b] = [light(paint([...behind, getComputedStyle(node).color])), light(paint(behind))];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < 4.5) low.push([node.tagName, node.className, node.textContent.slice(0, 20), ratio.toFixed(2)]);
+  }
+  return low;
+}"""

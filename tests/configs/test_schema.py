@@ -178,3 +178,8 @@ def test_the_local_file_is_for_one_user() -> None:
 def test_names_of_the_server(settings: list[str], public: set[str] | None, operators: set[str] | None) -> None:
     server = load_config(None, settings).server
     assert (allowed_names(server, server.host), admin_names(server)) == (public, operators)
+
+
+def test_anonymous_is_checked_without_a_file() -> None:
+    with pytest.raises(ValueError, match=r"tenancy\.anonymous"):
+        Config(server=ServerOptions(host="0.0.0.0", require_key=False), tenancy=TenancyOptions(anonymous="local"))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from outrider.decoding.budget.latency import StepLoad
 from outrider.decoding.drafters.base import Drafter, TargetRows
 from outrider.decoding.drafters.registry import build_drafter
-from outrider.decoding.replay import KnownText, ReplayCounts, replay_workload
+from outrider.decoding.replay import KnownText, ReplayCounts, known_rows, replay_workload
 from outrider.decoding.request import Acceptance, Request
 from outrider.decoding.tree import SOURCES, DraftTree
 
@@ -184,3 +184,11 @@ def test_steps_are_those_of_a_plain_simulation(outputs: list[list[int]], n: int,
     assert counts.steps == sum(simulated(output[:1] * 2, output[1:], n, k) for output in outputs)
     assert counts.tokens == sum(len(output) - 1 for output in outputs)
     assert counts.accepted == counts.tokens - counts.steps
+
+
+def test_a_replay_has_no_logits_to_rank() -> None:
+    tree = DraftTree.chain(4, [5, 6])
+    target = known_rows(tree, Acceptance((1,), 9))
+    assert target.ids.tolist() == [5, 9, -1] and not target.has_logits
+    with pytest.raises(AssertionError, match="needs_logits"):
+        target.top_k([0], 2)

@@ -129,14 +129,14 @@ def test_what_takes_long_is_put_off_and_done_piece_by_piece(
     runner: ModelRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outrider.engine.measures.calibration._DISTURBED", float("inf"))  # also a busy machine's times are kept
-    chores: list[Iterator[None]] = []
-    target = LocalTarget(runner, info(), None, tmp_path, chores)
+    warmup: list[Iterator[None]] = []
+    target = LocalTarget(runner, info(), None, tmp_path, warmup)
     table, rough = target.bigram_table(10), target.latency()
     assert not table.any() and rough.rows == (1, 8) and target.latency() is rough and not list(tmp_path.iterdir())
     pieces = 0
-    for chore in chores:
+    for task in warmup:
         runner.cache.prefixes.keep(0, "somebody", np.arange(5, dtype=np.int32))
-        for _ in chore:
+        for _ in task:
             pieces += 1
             assert len(runner.cache.prefixes.tokens(0)) == 0  # what it wrote over is nobody's any more, from the first piece on
             runner.cache.prefixes.keep(0, "somebody", np.arange(5, dtype=np.int32))

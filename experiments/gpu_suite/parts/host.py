@@ -45,7 +45,7 @@ class Phases:
         del self._runner.forward
 
     def run(self, prompt: Prompt, over: Callable[[], bool]) -> list[dict[str, float]]:
-        """As ``run_requests``, of one request for a prompt."""
+        """Run one request for a prompt; see ``run_requests``."""
         return self.run_requests([make_request(prompt, 0, self._guide)], over)
 
     def run_requests(self, requests: Sequence[Request], over: Callable[[], bool]) -> list[dict[str, float]]:

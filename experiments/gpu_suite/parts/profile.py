@@ -61,7 +61,7 @@ def step_of(runner: ModelRunner, batch: Batch) -> Callable[[], object]:
 
 
 def kernel_time(device: str, call: Callable[[], object], steps: int, trace: Any = None) -> dict[str, Any]:
-    """What the kernels of a call take, overlaps counted twice.
+    """Return the time of the kernels of a call; overlaps count twice.
 
     Args:
         device: torch's name of it; on a CPU the operators count as kernels.

@@ -180,7 +180,7 @@ def _int8() -> Packing:
 
 
 def _blocks(rows: int, columns: int) -> Packing:
-    """As DeepSeek-V3 and Qwen3-FP8 have it: a scale in float32 for each block; those at the edges may be smaller."""
+    """Return the packing of DeepSeek-V3 and Qwen3-FP8: a float32 scale per block; blocks at the edges may be smaller."""
 
     def pack(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
         wide, (out, width) = weight.float(), weight.shape

@@ -23,8 +23,8 @@ from outrider.actors.placement.own_ray import own_ray
 
 @ray.remote
 def work():
-    import engine
-    return engine.__file__
+    import outrider
+    return outrider.__file__
 
 came = []
 
@@ -55,8 +55,8 @@ print(json.dumps(folder | {"listening": sorted(listening), "token": len(token), 
 
 
 def test_nobody_else_reaches_its_ports_its_token_and_its_folder_and_it_runs_our_code(tmp_path: Path) -> None:
-    (tmp_path / "engine").mkdir()
-    (tmp_path / "engine" / "__init__.py").touch()  # the user's own
+    (tmp_path / "outrider").mkdir()
+    (tmp_path / "outrider" / "__init__.py").touch()  # the user's own
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
     environment |= {"HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-P", "-c", TELL]
@@ -66,7 +66,7 @@ def test_nobody_else_reaches_its_ports_its_token_and_its_folder_and_it_runs_our_
     assert told["processes"] > 3 and told["token"] == 64
     assert told["listening"] == ["127.0.0.1"]
     assert told["told"] == [] and not (tmp_path / ".ray").exists()
-    assert told["code"] == str(REPOSITORY / "engine" / "__init__.py")
+    assert told["code"] == str(REPOSITORY / "outrider" / "__init__.py")
     assert told["modes"][0] == "700" and told["left"] == [] and not Path(told["temporary"]).parent.exists()
 
 

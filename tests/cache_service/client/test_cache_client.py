@@ -433,3 +433,12 @@ def test_service_operator_and_mirrors_know_the_same_through_deletion_and_evictio
     eventually(lambda: agree({}))
     write("r150", [1, 2, 3, 4])
     eventually(lambda: agree({"r150": [1, 2, 3, 4]}))
+
+
+def test_evicted_texts_go(cluster: Cluster) -> None:
+    a, b = cluster.replica(), cluster.replica()
+    a.write("a", T1, 0, [1, 2, 3], final=True)
+    a.write("a", T2, 0, [4], final=True)
+    eventually(lambda: b.knows("a", [1, 2, 3], [4]))
+    cluster.add("a", TextBatch(9, 0, 0, evicted=(T1,)))
+    eventually(lambda: all(one.knows("a", [4]) for one in (a, b)))

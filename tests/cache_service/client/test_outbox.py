@@ -184,3 +184,16 @@ def test_threads_lose_nothing_and_keep_each_text_in_order() -> None:
     assert not reader.is_alive()
     assert got == {key: list(range(size)) for key, size in sizes.items()}
     assert box.nbytes == 0 and box.dropped_tokens == 0
+
+
+def test_nothing_is_joined_to_an_ended_text() -> None:
+    box = Outbox(10_000)
+    box.put("a", delta(7, 0, [1], final=True))
+    box.put("a", delta(7, 1, [2]))
+    assert plain(box.take(MANY)) == {"a": [(7, 0, [1], True), (7, 1, [2], False)]}
+
+
+def test_a_text_larger_than_the_share_is_dropped() -> None:
+    box = Outbox(1000)
+    box.put("a", delta(1, 0, [1] * 500))
+    assert box.idle and box.nbytes == 0 and box.dropped_texts == 1

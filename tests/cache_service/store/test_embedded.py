@@ -256,3 +256,9 @@ def test_broken_binary_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr("outrider.cache_service.store.redis_binary.importlib.util.find_spec", lambda name: None)
     with pytest.raises(EmbeddedRedisError, match="redis-server did not answer"):
         EmbeddedRedis.start()
+
+
+def test_it_gets_no_secret_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "hidden")
+    with EmbeddedRedis.start() as server:
+        assert all("RAY_AUTH_TOKEN" not in one.environ() for one in family(server.pid))

@@ -49,13 +49,14 @@ class Serving:
     def __init__(self, log: Path, *arguments: str) -> None:
         self.port, self._log = free_port(), log
         self.files = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # short: Ray keeps sockets in it
-        for room in ("actors", "cache_service", "cluster", "configs", "decoding", "engine"):  # the user's own
+        for room in ("outrider", "engine", "configs"):  # the user's own
             (log.parent / room).mkdir(exist_ok=True)
             (log.parent / room / "__init__.py").write_text(f"raise SystemExit('{room} of the current folder was imported')")
         command = [sys.executable, "-P", *COMMAND[1:], "serve", f"server.port={self.port}", "model.threads=1", *arguments]
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, cwd=log.parent,
+                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
                 env={name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")} | {
                     "PYTHONPATH": str(REPOSITORY), "COLUMNS": "80", "TMPDIR": str(self.files),
                     "OUTRIDER_CACHE_SECRET": "of the tests",

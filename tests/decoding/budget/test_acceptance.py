@@ -159,3 +159,21 @@ def test_the_tables_of_a_thousand_tenants_are_kept() -> None:
     for number in range(1024):
         tables.of(f"tenant {number}")
     assert tables.of("first").chances()[HALF] == prior()[HALF]
+
+
+def test_a_rejected_tree_counts_below_the_root() -> None:
+    table = AcceptanceTable()
+    observe(table, [-1, 0, 1], [0, 10, 11], ())
+    assert table.chances()[10] < prior()[10] and table.chances()[11] == prior()[11]
+
+
+def test_the_last_accepted_rows_children_were_tried() -> None:
+    table = AcceptanceTable()
+    observe(table, [-1, 0, 1], [0, 10, 11], (1,))
+    assert table.chances()[10] > prior()[10] and table.chances()[11] < prior()[11]
+
+
+def test_a_root_alone_teaches_nothing() -> None:
+    table = AcceptanceTable()
+    observe(table, [-1], [0], ())
+    assert (table.chances() == prior()).all()

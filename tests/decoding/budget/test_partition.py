@@ -187,3 +187,10 @@ def test_nothing_is_compiled_after_the_start() -> None:
     DraftTree(wide, wide, np.broadcast_to(np.int8(3), 20), 20).partition(2)  # read-only
     DraftTree(wide[::2], np.where(wide < 0, wide, wide // 2)[::2], np.zeros(20, np.int8)[::2], 10).partition(2)  # views
     assert compilations() == known == (1 if jit.NATIVE else 0)
+
+
+def test_the_worked_example() -> None:
+    tree = tree_of([0, 1, 0, 3, 0])
+    first, second = tree.partition(2)
+    assert first.rows.tolist() == [0, 1, 2] and second.rows.tolist() == [0, 3, 4, 5]
+    assert second.tree.tokens.tolist() == [100, 103, 104, 105] and second.tree.parents.tolist() == [-1, 0, 1, 0]

@@ -503,3 +503,15 @@ def test_buckets_are_steps() -> None:
     assert [likelihood_bucket(share) for share in shares] == list(range(MATCH_BUCKETS))
     last = feature(NUM_KINDS - 1, MATCH_BUCKETS - 1, SHARE_BUCKETS - 1, LEVELS - 1)
     assert feature(0, 0, 0, 0) == 0 and last == NUM_FEATURES - 1
+
+
+@pytest.mark.parametrize("budget", [0, 1])
+def test_the_smallest_budgets(budget: int) -> None:
+    assert grown(known([[1, 2, 3], [1, 2, 4], [1, 5]], [1]), budget).paths == [(2,)][:budget]
+
+
+def test_nothing_is_known() -> None:
+    assert grown(known([], [1]), 8).paths == []
+    assert grown(known([[1]], [1]), 8).paths == []
+    assert grown(known([[1, 2]], [1]), 8, max_depth=0).paths == []
+    assert grown(known([[1, 2]], [1]), 8, least=1.1).paths == []

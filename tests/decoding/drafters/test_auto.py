@@ -346,3 +346,20 @@ def test_requests_that_were_never_proposed_for() -> None:
 def test_more_ranks_than_rows(name: str, value: int) -> None:
     drafter = prepared(small(vocab_size=6000), all_rows=True, **{name: value})
     assert len(propose(drafter, request("r", [*range(6000), 17]))) == 65
+
+
+def test_a_source_that_always_fails_is_drafted_no_more() -> None:
+    drafter = prepared(small(per_row=0.1), history_tokens=0, frequent_tokens=0)
+    assert len(propose(drafter, request("before", [1, 10, 1]))) > 1
+    for number in range(60):
+        asking = request(str(number), [1, 10, 1])
+        tree = propose(drafter, asking)
+        asking.commit([50])
+        drafter.observe(asking, tree, TargetRows(np.full(len(tree), 50, np.int32), None), Acceptance((), 50))
+        drafter.finish(asking)
+    assert len(propose(drafter, request("after", [1, 10, 1]))) == 1
+
+
+def test_all_equal_tokens_fill_a_chain() -> None:
+    tree = propose(prepared(max_depth=16, frequent_tokens=0), request("r", [5] * 100))
+    assert is_chain(tree) and len(tree) == 17

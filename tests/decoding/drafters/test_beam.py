@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import permutations
+from itertools import permutations, product
 
 import numpy as np
 import pytest
@@ -121,3 +121,27 @@ def test_drawn_beams_are_the_requests_own_and_with_room_for_all_the_likeliest() 
         assert beam.logprobs == pytest.approx(joint(model, one, beam.tokens), abs=1e-12)
     (all_of,) = beam_search(model, several[:1], [3], VOCAB**3, noise=distributions.noise)
     assert all_of == beam_search(model, several[:1], [3], VOCAB**3)[0]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_with_room_for_all_it_is_the_likeliest_of_all(seed: int) -> None:
+    model, one = TableModel(seed), request(1, 2)
+    (best,) = beam_search(model, [one], [3], VOCAB**3)
+    scores = {tokens: sum(joint(model, one, tokens)) for tokens in product(range(VOCAB), repeat=3)}
+    assert best.tokens == max(scores, key=scores.__getitem__)
+    assert best.logprobs == pytest.approx(joint(model, one, best.tokens), abs=1e-12)
+    assert best.score == pytest.approx(sum(best.logprobs), abs=1e-12)
+
+
+def test_one_beam_is_greedy_and_more_find_better() -> None:
+    better = 0
+    for seed in range(20):
+        model, one = TableModel(seed), request(1, 2)
+        (greedy,), (wide,) = (beam_search(model, [one], [4], beams) for beams in (1, 8))
+        chain: list[int] = []
+        for _ in range(4):
+            chain.append(int(model.after([*one.tokens, *chain]).argmax()))
+        assert list(greedy.tokens) == chain
+        better += wide.score > greedy.score + 1e-9
+        assert wide.score >= greedy.score - 1e-9
+    assert better > 3

@@ -14,6 +14,7 @@ from outrider.decoding.drafters.base import Drafter, TargetRows
 from outrider.decoding.drafters.by_request import ByRequest
 from outrider.decoding.drafters.registry import build_drafter, build_drafters
 from outrider.decoding.request import PLAIN, Acceptance, Request, SamplingParams
+from outrider.decoding.sources.text_keys import request_of
 from outrider.decoding.tree import DraftTree
 from outrider.decoding.verify.exact import verify_exact
 from tests.helpers.targets import Target
@@ -191,3 +192,25 @@ def test_plain_requests() -> None:
     assert not Request("a", [1], params, strategy="llma", max_draft_tokens=1).plain and not Request("a", [1], params).plain
     with pytest.raises(ValueError, match="max_draft_tokens must be 0"):
         Request("a", [1], params, max_draft_tokens=-1)
+
+
+def test_outputs_of_one_strategy_are_drafted_from_by_another_of_the_same_tenant_alone() -> None:
+    drafter = prepared(ByRequest(built("llma", "trie", "auto")))
+    taught = Request("taught", [30, 31], SamplingParams(20), tenant="t", strategy="trie")
+    run(drafter, taught)
+
+    def first(name: str, tenant: str | None) -> DraftTree:
+        """What is drafted from others' outputs: nothing of its own holds the two tokens twice."""
+        one = Request(name, [32, 33], SamplingParams(20), tenant=tenant, strategy="auto")
+        (tree,) = drafter.propose([one], [12])
+        drafter.finish(one)
+        return tree
+
+    assert drafter.histories is not None
+    assert [token for token in (34, 35, 36) if token in first("same", "t").tokens] == [34, 35, 36]
+    for name, tenant in (("other", "u"), ("private", None)):
+        assert not {34, 35, 36} & set(first(name, tenant).tokens.tolist()), tenant
+    history = drafter.histories.of("t")
+    assert history is not None
+    history.remove_requests([request_of(taught.text)])
+    assert not {34, 35, 36} & set(first("deleted", "t").tokens.tolist())

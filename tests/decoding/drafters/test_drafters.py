@@ -14,6 +14,7 @@ from outrider.decoding.drafters.registry import LOSSLESS, STRATEGIES, WITH_DRAFT
 from outrider.decoding.replay import KnownText, replay_workload
 from outrider.decoding.request import Acceptance, Request, SamplingParams
 from outrider.decoding.tree import SOURCES, DraftTree
+from outrider.decoding.verify.exact import verify_exact
 from tests.helpers.targets import is_chain, prepared
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=30)
@@ -242,3 +243,73 @@ def test_whole_numbers_are_fine_where_any_number_is() -> None:
     assert build_drafter("bild", {"rollback": 5, "fallback": 1}).draft_rows == 10
     with pytest.raises(ValueError, match="'fallback' of bild must be of type float, got True"):
         build_drafter("bild", {"fallback": True})
+
+
+def test_autoregressive_drafts_nothing() -> None:
+    assert drafted("autoregressive", request([1, 2, 1, 2])) == []
+
+
+def test_prompt_lookup_worked_example() -> None:
+    assert drafted("prompt_lookup", request([1, 2, 3, 9, 1, 2])) == [3, 9, 1, 2]
+    assert drafted("prompt_lookup", request([1, 2, 3, 9, 1, 2]), num_tokens=2) == [3, 9]
+    assert drafted("prompt_lookup", request([1, 2, 3, 9, 1, 2]), budget=1) == [3]
+    assert drafted("prompt_lookup", request([1])) == []
+
+
+def test_prompt_lookup_prefers_the_longer_ngram_and_then_the_first_occurrence() -> None:
+    assert drafted("prompt_lookup", request([2, 7, 1, 2, 8, 1, 2]), num_tokens=1) == [8]
+    assert drafted("prompt_lookup", request([2, 7, 1, 2, 8, 1, 2]), num_tokens=1, max_ngram=1) == [7]
+
+
+def test_llma_worked_example() -> None:
+    assert drafted("llma", request([1], [9, 5], [[4, 5, 6, 7]])) == [6, 7]
+
+
+def test_llma_copies_nothing_before_the_first_output_token() -> None:
+    assert drafted("llma", request([4, 5, 6, 4])) == []
+
+
+def test_llma_prefers_the_longest_agreement() -> None:
+    assert drafted("llma", request([0], [3, 4], [[9, 4, 1], [3, 4, 2]])) == [2]
+
+
+def test_llma_passes_over_a_reference_that_ends_there() -> None:
+    assert drafted("llma", request([0], [3, 4], [[3, 4], [4, 8]])) == [8]
+
+
+def test_llma_never_copies_across_references() -> None:
+    assert drafted("llma", request([0], [4], [[4, 8], [5, 6]])) == [8]
+
+
+def test_llma_ties() -> None:
+    text = request([4, 8], [4, 9, 4], [[4, 5], [4, 6], [3, 4]])
+    assert drafted("llma", text) == drafted("llma", text, ties="first", include_output=True) == [5]
+    assert drafted("llma", text, ties="recent") == [8]
+    assert drafted("llma", text, ties="recent", include_output=True) == [9, 4]
+    longer = request([9], [1, 4], [[4, 5], [1, 4, 6], [4, 7], [1, 4, 8], [4, 9]])
+    assert {tuple(drafted("llma", longer, ties=ties)) for ties in ("first", "recent", "random")} <= {(6,), (8,)}
+
+
+def test_llma_copies_from_its_own_output_but_not_from_its_end() -> None:
+    text = request([9], [4, 5, 6, 4])
+    assert drafted("llma", text, include_prompt=False) == []
+    assert drafted("llma", text, include_prompt=False, include_output=True) == [5, 6, 4]
+    assert drafted("llma", request([9], [4]), include_output=True) == []
+    assert drafted("llma", request([9], [4, 4]), include_output=True) == [4]
+    assert drafted("llma", request([9], [3, 4, 7, 3, 4], [[4, 8]]), include_output=True) == [7, 3, 4]  # agrees longer
+
+
+def test_llma_with_little_to_match() -> None:
+    assert drafted("llma", request([9], [4, 5], [[5], [4]])) == []
+    assert drafted("llma", request([9], [4, 5], []), include_prompt=False) == []
+    assert drafted("llma", request([9], [4, 5], [[5, 1], [5, 2]]), match_length=2) == []
+    assert drafted("llma", request([9], [5], [[4, 5, 1]]), match_length=2) == []
+    assert drafted("llma", request([9], [5], [[5, 1, 2, 3]]), budget=2) == [1, 2]
+
+
+def test_llma_copies_past_an_end_token_and_verification_stops_there() -> None:
+    text = request([9], [4], [[4, 5, 2, 6, 7]])
+    (tree,) = build_drafter("llma", {}).propose([text], [9])
+    assert tree.tokens.tolist() == [4, 5, 2, 6, 7]
+    says = {0: 5, 1: 2, 2: 6, 3: 7}
+    assert verify_exact(tree, lambda row: says[row], 9, frozenset({2})) == Acceptance((1,), 2)

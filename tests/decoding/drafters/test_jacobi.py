@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from outrider.decoding.arrays import Int32Array
 from outrider.decoding.drafters.base import Drafter, TargetRows
 from outrider.decoding.drafters.jacobi import JacobiDrafter
+from outrider.decoding.drafters.registry import build_drafter
 from outrider.decoding.request import Acceptance, Request, SamplingParams
-from outrider.decoding.sources.jacobi_window import JacobiBlock, JacobiWindow, PromptTokens, WindowRows
+from outrider.decoding.sources.jacobi_window import JacobiBlock, JacobiWindow, NgramPool, PromptTokens, WindowRows
 from outrider.decoding.tree import SOURCES, DraftTree
 from outrider.decoding.verify.exact import verify_exact
 from tests.helpers.targets import is_chain
@@ -321,3 +322,40 @@ def test_the_block_worked_example_and_a_step_without_a_draft() -> None:
     assert block.guesses.tolist() == [9, 1, 1]
     block.advance(np.array([3, 5], np.int32), emitted=5)  # others' drafts were accepted beyond the block
     assert block.guesses.tolist() == [1, 1, 1]
+
+
+def test_a_window_that_fills_needs_every_answer() -> None:
+    window = JacobiWindow(2, 4, np.array([4, 5, 6], np.int32))
+    with pytest.raises(AssertionError):
+        window.advance(np.array([1, 2], np.int32))
+    assert JacobiWindow(1, 5, np.zeros(3, np.int32)).peak_rows == 5  # 2 levels of 3 columns; full it has 3 rows
+
+
+def test_the_pool_keeps_the_last_inserted() -> None:
+    pool = NgramPool(3, 2)
+    for key, value in ((1, (2, 3)), (1, (4, 5)), (1, (2, 3)), (1, (6, 7)), (8, (1, 1))):
+        pool.insert(key, value)
+    assert pool.lookup(1) == [(2, 3), (6, 7)] and pool.lookup(8) == [(1, 1)] and pool.lookup(9) == []
+    pool.insert_sequence([5, 5, 5, 6])
+    assert pool.lookup(5) == [(5, 5), (5, 6)]
+
+
+def test_a_wholly_accepted_ngram_keeps_its_bonus_token() -> None:
+    prompt = [4, 5, 6, 7, 8, 9]
+    of = request([*prompt, 3], [4])
+    _, acceptance = step(JacobiDrafter(2, 4, 2), of, lambda prefix: prefix[-1] + 1)
+    assert len(acceptance.rows) == 3 and of.output_ids.tolist() == [4, 5, 6, 7, 8]
+
+
+def test_without_the_prompt_the_first_candidates_come_from_the_window() -> None:
+    model = scripted(1, 0, 0, 1, 4)
+    drafter, of = JacobiDrafter(4, 3, 2, prompt_as_reference=False), request([3, 4, 5, 6, 3, 4], [5])
+    counts = [step(drafter, of, model)[0].num_candidates for _ in range(4)]
+    assert counts[:2] == [1, 1] and counts[2] > 1
+
+
+def test_plain_jacobi_converges_at_once_where_tokens_do_not_depend_on_one_another() -> None:
+    drafter, of = build_drafter("jacobi", {"ngram": 2, "window": 6}), request([50, 51, 52], [3])
+    model: Model = lambda prefix: len(prefix)  # noqa: E731
+    counts = [step(drafter, of, model)[1].count for _ in range(5)]
+    assert counts == [1, 7, 1, 7, 1]  # a block of guesses, all right after one iteration, then a block of new ones

@@ -180,3 +180,37 @@ def test_contexts_of_requests_are_apart() -> None:
     drafter = NgrammysDrafter(k=1, w=1, allocation="context")
     asking = [Request(name, [5, follower, 5], SamplingParams()) for name, follower in (("a", 1), ("b", 2))]
     assert [tree.tokens[1:].tolist() for tree in drafter.propose(asking, [4, 4])] == [[1], [2]]
+
+
+def test_continuations_by_count_then_by_the_latest() -> None:
+    tokens = [5, 1, 2, 5, 1, 2, 5, 1, 3, 5]
+    assert continuations(tokens, 1, 2, 5) == [[1, 2], [1, 3]]
+    assert continuations(tokens, 1, 2, 1) == [[1, 2]]
+    assert continuations([5, 1, 2, 5, 3, 5, 1], 2, 1, 5) == [[2]] and continuations([9], 2, 1, 5) == []
+    assert continuations([5, 1, 5, 2, 5, 3, 5], 1, 1, 3) == [[3], [2], [1]]
+
+
+def test_the_unigram_ranking_fills_what_a_narrow_table_leaves() -> None:
+    drafter = prepared(k=4, w=2)
+    assert rows(propose(drafter, [0, 5])) == [("bigram", [4, 2]), ("bigram", [7, 5]), ("unigram", [7, 5]), ("unigram", [1, 4])]
+    assert rows(propose(drafter, [5, 3, 3, 5])) == [
+        ("context_ngram", [3, 3]),
+        ("bigram", [4, 2]),
+        ("bigram", [7, 5]),
+        ("unigram", [7, 5]),
+    ]
+
+
+def test_allocations_of_one_kind() -> None:
+    tokens = [5, 1, 3, 5]
+    assert rows(propose(prepared(w=1, allocation="context"), tokens)) == [("context_ngram", [1])]
+    assert rows(propose(prepared(w=1, allocation="bigram"), tokens)) == [("bigram", [4]), ("bigram", [7])]
+    assert rows(propose(prepared(w=2, allocation="unigram"), tokens)) == [
+        ("unigram", [7, 5]),
+        ("unigram", [1, 4]),
+        ("unigram", [0, 6]),
+    ]
+
+
+def test_without_a_model_the_context_is_left() -> None:
+    assert rows(propose(NgrammysDrafter(k=3, w=1), [5, 1, 5])) == [("context_ngram", [1])]

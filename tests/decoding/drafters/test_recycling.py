@@ -303,3 +303,16 @@ def test_racer_with_a_trie_for_each_request() -> None:
     assert set(drafter.tracked_requests()) == {"r"}
     drafter.finish(asking)
     assert not drafter.tracked_requests() and len(racer_tree(drafter, [*range(10, 15)], name="next", tenant="a")) == 1
+
+
+def test_nothing_is_drafted_before_anything_was_learned() -> None:
+    assert len(propose(prepared(), 7)) == 1
+    assert len(propose(RecyclingDrafter(), 7)) == 1
+
+
+def test_every_computed_row_teaches_accepted_or_not() -> None:
+    drafter = prepared()
+    tree = DraftTree(np.array([7, 1, 2, 3], np.int32), np.array([-1, 0, 1, 0], np.int32), np.zeros(4, np.int8), 4)
+    drafter.observe(request(2), tree, says([1, 20], [2, 21], [9, 22], [8, 23]), Acceptance((1, 2), 9))
+    for token, best in {7: (1, 20), 1: (2, 21), 2: (9, 22), 3: (8, 23)}.items():
+        assert children(propose(drafter, token, budget=8), 0)[:2] == list(best)

@@ -185,3 +185,54 @@ def test_sam_copies_long_matches_and_leaves_the_rest_to_recycling() -> None:
     drafter.finish(long)
     drafter.finish(short)
     assert not drafter.tracked_requests()
+
+
+def test_automaton_worked_example() -> None:
+    made = automaton([1, 2, 3, 1, 2])
+    assert (made.length[made.match], made.last_end[made.match], made.text[2]) == (2, 2, 3)
+    assert automaton().match == automaton([1]).match == automaton([1, 2]).match == 0
+
+
+def test_first_and_last_occurrence_differ() -> None:
+    made = automaton([1, 2, 8, 1, 2, 9, 1, 2])
+    assert (made.length[made.match], made.first_end[made.match], made.last_end[made.match]) == (2, 2, 5)
+
+
+def test_drafter_worked_example() -> None:
+    assert drafted(request([1, 2, 4], [5, 1, 2], [[7, 1, 2, 3]])) == [3]
+    assert drafted(request([1, 2, 4], [5, 1, 2, 6, 1, 2], [[7, 1, 2, 3]])) == [6, 1, 2, 6, 1, 2]
+    assert drafted(request([1, 2], [3])) == []
+
+
+def test_occurrences() -> None:
+    text = request([1, 5, 1, 6], [1], [[1, 7], [1, 8]])
+    assert [drafted(text, 1, occurrence=which) for which in ("mixed", "latest", "earliest")] == [[7], [6], [7]]
+    text.commit([9, 1])
+    assert [drafted(text, 1, occurrence=which) for which in ("mixed", "latest", "earliest")] == [[9], [9], [7]]
+    assert drafted(request([9], [1], [[8, 1], [1, 6]])) == [6]  # nothing follows the first
+    assert drafted(request([9], [1], [[8, 1], [7, 1]])) == []
+
+
+def test_no_match_reaches_across_references() -> None:
+    # 3 ends the first reference and 4 begins the second: after 3 4 only the 4 may match.
+    assert drafted(request([9], [3, 4], [[2, 3], [4, 8], [5, 4, 7]])) == [8]
+
+
+def test_periods_are_drafted_in_full() -> None:
+    assert drafted(request([1, 2, 3, 1], [2]), 7) == [3, 1, 2, 3, 1, 2, 3]
+    assert drafted(request([5], [5, 5]), 4) == [5, 5, 5, 5]
+
+
+def test_a_longer_end_wins_where_its_tree_scores_more() -> None:
+    asked = request([7, 1, 2, 3, 4, 5, 9, 2, 6, 9, 2, 6], [7, 1, 2])
+    assert suffix_decoding(asked) == [(3, 0), (4, 1), (5, 2)]  # three rows of 1/2, where 2 alone has one of 2/5
+
+
+def test_a_match_leaves_room_for_its_draft() -> None:
+    said = list(range(1, 60))
+    assert len(suffix_decoding(request([*said, 0], said[:40]), budget=64, max_tree_depth=30)) == 15
+
+
+def test_no_tree_reaches_across_texts() -> None:
+    asked = request([5, 1], [1, 2], [[1, 2], [1, 2]])
+    assert suffix_decoding(asked) == []

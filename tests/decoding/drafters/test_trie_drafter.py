@@ -384,3 +384,16 @@ def test_a_long_prompt_and_a_small_capacity() -> None:
         drafter.finish(past)
     assert drafter.nbytes < 120_000 + 8 * 50_000  # logs of the tenant and the public texts, and how often each token came
     assert paths(propose(drafter, request("last", past.output_ids[50:52].tolist())))[-1] == tuple(past.output_ids[52:64].tolist())
+
+
+def test_a_prompt_of_end_tokens_takes_no_memory() -> None:
+    drafter = prepared()
+    asking = request("r", [END] * 50_000)
+    assert paths(propose(drafter, asking)) == []
+    assert drafter._states["r"].log.nbytes < 100_000
+
+
+def test_token_zero_is_a_token() -> None:
+    drafter = prepared()
+    assert draft(propose(drafter, request("a", [5, 0, 7, 5, 0]))) == ([0, 7, 5, 0], [-1, 0, 1, 2])
+    assert draft(propose(drafter, request("b", [0] * 6))).tokens == [0] * 6

@@ -122,3 +122,13 @@ def test_what_is_close_is_left_to_the_long_way() -> None:
     assert draw_row(torch.tensor([0.0, torch.nan]), SamplingParams(temperature=1.0, top_p=0.5), 0) is None
     half = torch.tensor([1.0, 0.5]).log()
     assert draw_row(half, SamplingParams(temperature=1.0, min_p=0.5), 0) is None
+
+
+def test_a_large_vocabulary_and_a_wide_nucleus() -> None:
+    torch.manual_seed(1)
+    for scale in (0.5, 2.0):
+        logits = torch.randn(50_257) * scale
+        for truncation in ({"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.01, "top_p": 0.99}):
+            params = SamplingParams(seed=3, temperature=1.0, **truncation)  # type: ignore[arg-type]
+            for position in range(4):
+                assert choose(logits, params, position) == the_long_way(logits, params, position)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from outrider.decoding.request import SamplingParams
 from outrider.decoding.sampling.penalties import LogitRules, TokenCounts
+from outrider.decoding.sampling.ranking import argmax_rows
 from outrider.decoding.sampling.sampler import choose, gumbel_noise, token_logprobs, warp
 
 
@@ -278,3 +279,28 @@ def test_penalties_are_torchs_bit_for_bit(dtype: torch.dtype) -> None:
         seen -= presence * (counts > 0)
         expected[ids] = seen
         assert torch.equal(rules.apply(logits), expected)
+
+
+def test_rules_of_the_worked_example() -> None:
+    rules = LogitRules(SamplingParams(repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25), [5, 5])
+    rules.counts.catch_up(np.array([6, 6], np.int32))
+    scores = rules.apply(torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 3.0, -1.0], dtype=torch.bfloat16))
+    assert scores.dtype is torch.float32
+    assert scores.tolist() == [0.0, 1.0, 0.0, 0.0, 0.0, 1.5, -3.25]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_argmax_rows_takes_the_first_of_equals(dtype: torch.dtype) -> None:
+    rows = torch.tensor([[1.0, 3.0, 3.0], [2.0, 0.0, 2.0], [-5.0, -4.0, -6.0]], dtype=dtype)
+    assert argmax_rows(rows).tolist() == [1, 0, 1] == [choose(row, SamplingParams(), 9) for row in rows]
+    assert argmax_rows(rows[:0]).tolist() == []
+
+
+def test_low_temperature_approaches_the_argmax() -> None:
+    logits = torch.tensor([0.0, 1.0, 0.9])
+    assert {choose(logits, params(temperature=0.001, seed=seed), 3) for seed in range(50)} == {1}
+
+
+def test_empty_stop_string_is_refused() -> None:
+    with pytest.raises(ValueError, match="stop"):
+        SamplingParams(stop=("",))

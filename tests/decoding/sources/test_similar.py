@@ -229,3 +229,14 @@ def test_documents_take_as_much_room_as_outputs_may() -> None:
         remembered(history, request(f"r{number}", prompt(number), [[number] * 40], OUTPUT))
     assert said(history.recall(request("c", prompt(7)), 4)) == [OUTPUT, [7] * 40]
     assert all(len(history.notes(request(f"r{number}", prompt(number)))) <= 1 for number in range(4))
+
+
+def test_more_than_a_few_are_moved_into_larger_arrays() -> None:
+    known = SimilarRequests(1 << 12)
+    assert known.nbytes == 0  # before the first
+    known.add(0, sketch_of(prompt(0, 40)))
+    small = known.nbytes
+    for seed in range(1, 400):
+        known.add(seed, sketch_of(prompt(seed, 40)))
+    assert known.nbytes > 8 * small and len(known) == 400
+    assert all(known.find(sketch_of(prompt(seed, 40)), 1)[0].request == seed for seed in range(400))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.experiments.papers.ablation.frequency_trie import Draft, FrequencyTrie
+from outrider.experiments.papers.ablation.frequency_trie import Draft, FrequencyTrie, Mode
 from tests.helpers.drafts import chains
 
 END = 2
@@ -163,3 +163,87 @@ def test_limits_are_checked() -> None:
     for name in ("max_nodes", "max_output_nodes", "prune_after"):
         with pytest.raises(ValueError, match=name):
             trie(**{name: 0})
+
+
+def test_a_streamed_position_opens_once_enough_tokens_follow() -> None:
+    made = trie()
+    made.stream("r", [1, 3, 4], 3)
+    assert made.firsts() == []
+    made.stream("r", [5, 6], 3)
+    assert made.firsts() == [1, 3]
+    made.stream("other", [7, 8], 3, final=True)
+    assert made.firsts() == [1, 3, 7]
+    made.stream("r", [END], 3)  # an end token is an end: what is pending opens with what there is
+    assert made.firsts() == [1, 3, 7, 4, 5]
+
+
+def test_what_there_is_nothing_to_draft_from_is_the_root_alone() -> None:
+    made = trie([1, 3, 4])
+    for query, length, depth in [([9], 8, 4), ([4], 8, 4), ([3, 1, 9], 8, 4), ([1], 1, 4), ([1], 8, 0)]:
+        for draft in (
+            made.hierarchical(query, length, depth),
+            chains(made.hierarchical(query, length, depth)),
+            made.single(query, length, depth),
+        ):
+            assert draft == ([query[-1]], [-1])
+
+
+def test_token_zero_is_a_token() -> None:
+    assert trie([5, 0, 7, 8]).hierarchical([5, 0], 8, 3) == ([0, 7, 8], [-1, 0, 1])
+    assert trie([5, 0, 0, 8]).single([5], 8, 4).tokens == [5, 0, 0, 8]
+
+
+def test_what_follows_an_end_token_is_not_lost() -> None:
+    made = trie([1, 3, END, 4, 5, END, 6])
+    assert contents(made) == {(1, 3): (0.0, 1.0), (4, 5): (0.0, 1.0)}
+    assert made.hierarchical([3], 8, 4).tokens == [3]
+
+
+def test_a_shorter_suffix_adds_to_a_longer_one() -> None:
+    made = trie([1, 3, 50, 51], [3, 60, 61], [3, 50, 70], branch_length=5)
+    # Below 1 3: 50 51. Below 3: also 50 70 and 60 61. Rows of the longer suffix come first; nothing comes twice.
+    assert made.hierarchical([1, 3], 16, 5) == ([3, 50, 51, 70, 60, 61], [-1, 0, 1, 1, 0, 4])
+    assert made.hierarchical([1, 3], 5, 5) == ([3, 50, 51, 70, 60], [-1, 0, 1, 1, 0])
+    assert made.hierarchical([1, 3], 16, 3).tokens == [3, 50, 51]  # three rows are enough for branches of three
+    assert trie([1, 3, 50], [3, 50, 70], branch_length=5).single([1, 3], 16, 8).tokens == [3, 50, 70]
+
+
+@given(CHUNKS, CHUNKS, st.lists(st.integers(0, 5), min_size=1, max_size=3), st.integers(1, 12), st.integers(0, 5))
+def test_drafts_are_trees_of_live_nodes_within_the_budget(
+    outputs: list[list[int]], prompts: list[list[int]], query: list[int], decoding_length: int, branch_length: int
+) -> None:
+    made = trie(*outputs, branch_length=5)
+    for owner, prompt in enumerate(prompts):
+        made.put(prompt, 5, owner)
+    modes: tuple[Mode, ...] = ("mix", "input", "output")
+    for mode in modes:
+        live = {
+            key[1:]
+            for key, (prompt, output) in contents(made, 0).items()
+            if key[0] == query[-1] and (prompt if mode == "input" else output if mode == "output" else prompt + output)
+        }
+        tree = made.hierarchical(query, decoding_length, branch_length, mode=mode, request=0)
+        side_by_side = chains(tree)
+        chain = made.single(query, decoding_length, branch_length, mode=mode, request=0)
+        for draft in (tree, side_by_side, chain):
+            assert draft.tokens[0] == query[-1] and len(draft.tokens) <= max(decoding_length, 1)
+            assert all(len(path) <= branch_length and path in live for path in paths(draft))
+        assert len(set(paths(tree))) == len(tree.tokens) - 1
+        assert set(paths(side_by_side)) <= set(paths(tree)) and len(side_by_side.tokens) <= len(tree.tokens)
+        assert chain.parents == list(range(-1, len(chain.tokens) - 1))
+        if decoding_length > len(live) + 1 and branch_length == 5 and len(query) == 1:
+            assert set(paths(tree)) == live
+
+
+@given(CHUNKS, st.integers(1, 4))
+def test_a_pruned_trie_keeps_its_counts(outputs: list[list[int]], limit: int) -> None:
+    made = trie(*outputs, max_output_nodes=limit)
+    before = contents(made)
+    made.prune()
+    after = contents(made)
+    for key, (_, output) in after.items():
+        pruned = made.size(key[0])[0] == made.size(key[0])[1] and output != before[key][1]
+        assert output == (before[key][1] / 2 if pruned else before[key][1])
+        assert len(key) == 2 or output <= after[key[:-1]][1]
+    for first in made.firsts():
+        assert made.size(first)[0] == sum(key[0] == first for key in after)

@@ -112,3 +112,28 @@ def test_uniform_numbers_are_a_function_of_their_place_and_pinned() -> None:
 
 
 PINNED = [0.08987911661524384, 0.990963092959665, 0.7841826929342154, 0.9783051782978426]
+
+
+def test_one_draft_token_is_speculative_sampling() -> None:
+    draft, target = distributions(5, 3), distributions(5, 4)
+    coupling = KSeq.of(target, draft, 1)
+    assert coupling.rho == 1.0
+    assert [coupling.accept_prob(token) for token in range(5)] == pytest.approx(np.minimum(1.0, target / draft))
+    assert coupling.residual() == pytest.approx(residual(target, draft))
+
+
+def test_more_draft_tokens_are_accepted_more_often() -> None:
+    draft, target = distributions(6, 8), distributions(6, 9)
+    chances = [1.0 - (1.0 - KSeq.of(target, draft, k).beta) ** k for k in range(1, 7)]
+    assert all(more > fewer for fewer, more in itertools.pairwise(chances)) and chances[-1] < 1.0
+
+
+def test_large_vocabularies_are_summed_like_small_ones() -> None:
+    draft, target = distributions(20_000, 1), distributions(20_000, 2)
+    for k in (2, 5):
+        low, high = 1.0, float(k)
+        for _ in range(60):
+            rho = 0.5 * (low + high)
+            beta = float(np.minimum(draft, target / rho).sum())
+            low, high = (low, rho) if 1.0 - (1.0 - beta) ** k <= rho * beta else (rho, high)
+        assert rho_star(target, draft, k) == pytest.approx(high, abs=1e-9)

@@ -267,3 +267,25 @@ def test_the_law_of_a_row_is_that_of_the_warped_scores(dtype: torch.dtype) -> No
             expected = torch.softmax(warp(logits, params).double(), -1).numpy()
             found = request_distribution(logits, params)
             assert ((found > 0) == (expected > 0)).all() and found == pytest.approx(expected, rel=1e-12)
+
+
+def test_spectr_of_three_sequences() -> None:
+    params = replace(SAMPLED, max_tokens=2)
+    begun: dict[Text, float] = defaultdict(float)
+    for chosen in itertools.product(draft_texts(params, 1).items(), repeat=3):
+        tree, rows, above = sequences_tree([chain for chain, _ in chosen], True)
+        rule = KSeqRule([chain for chain, _ in chosen], rows, {row: draft_law(path, params) for row, path in above.items()})
+        for text, chance in outcomes(tree, rule, params, NO_END):
+            begun[text] += math.prod(weight for _, weight in chosen) * chance
+    assert_same(complete(begun, params, NO_END), texts(params, NO_END))
+
+
+def test_the_beginning_of_a_chain_is_verified_like_the_whole() -> None:
+    begun: dict[Text, float] = defaultdict(float)
+    for chain, weight in draft_texts(SAMPLED, GAMMA).items():
+        tree = DraftTree.chain(PROMPT[-1], chain).clipped(2, 9, VOCAB)
+        assert len(tree) == 2
+        rule = RejectionRule([draft_law(chain[:depth], SAMPLED) for depth in range(GAMMA)])
+        for text, chance in outcomes(tree, rule, SAMPLED, NO_END):
+            begun[text] += weight * chance
+    assert_same(complete(begun, SAMPLED, NO_END), texts(SAMPLED, NO_END))

@@ -83,3 +83,8 @@ def test_length_limit_counts_the_bonus_token() -> None:
     for limit, draft in itertools.product(range(1, 5), ([], [1], [1, 2, 3])):
         acceptance = verify_exact(DraftTree.chain(7, draft), lambda row: row + 1, limit, frozenset())
         assert acceptance.count == min(limit, len(draft) + 1)
+
+
+def test_bonus_token_after_a_full_match_is_kept() -> None:
+    acceptance = verify_exact(DraftTree.chain(7, [1, 2]), lambda row: [1, 2, 9][row], 10, frozenset())
+    assert acceptance.rows == (1, 2) and acceptance.next_token == 9
