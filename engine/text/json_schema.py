@@ -6,11 +6,12 @@ enforce. Here schemas are changed before it sees them, so that every text of the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 _EXACT = 2**53  # larger integers may have no 64-bit float
-_TINY = 1e-15  # replaces an exclusive bound of zero
+_TINY = 1e-15  # distance of the number that replaces an exclusive bound of zero
 # Longest texts of formats whose digits have no bound: nine digits of a second's fraction.
 _LONGEST = {"date-time": 35, "time": 24, "duration": 64}
 _PASSES = 30  # over all references; each pass follows chains in one direction
@@ -124,23 +125,34 @@ def _exact(node: dict[str, Any], path: str) -> Any:
     for value in (*(node["enum"] if isinstance(node.get("enum"), list) else ()), node.get("const")):
         for number in _numbers(value):
             _check_number(number, _join(path, "enum" if "enum" in node else "const"), is_bound=False)
-    _exclude_zero(node, "minimum", "maximum", _TINY)
-    _exclude_zero(node, "maximum", "minimum", -_TINY)
+    _exclude_whole(node, "minimum", "maximum", 1, path)
+    _exclude_whole(node, "maximum", "minimum", -1, path)
     longest = _LONGEST.get(node.get("format", "")) if isinstance(node.get("format"), str) else None
     if longest is not None and not _is_number(node.get("maxLength")):
         node["maxLength"] = longest
     return node
 
 
-def _exclude_zero(node: dict[str, Any], bound: str, other: str, tiny: float) -> None:
-    """Replace an exclusive bound of zero where the library admits zero: beside another bound that is nearer than one."""
+def _exclude_whole(node: dict[str, Any], bound: str, other: str, sign: int, path: str) -> None:
+    """Replace an exclusive bound that is whole by the next number, where the library admits it: if the other bound is near.
+
+    The library keeps 15 digits of a number.
+    """
     exclusive = f"exclusive{bound.capitalize()}"
+    value = node.get(exclusive)
+    if not _is_number(value) or value != math.floor(value) or sign * value < 0 or "multipleOf" in node:
+        return
     others = [node[name] for name in (other, f"exclusive{other.capitalize()}") if _is_number(node.get(name))]
-    is_zero = _is_number(node.get(exclusive)) and node[exclusive] == 0
-    if is_zero and "multipleOf" not in node and any(abs(value) < 1 for value in others):
-        del node[exclusive]
-        given = node[bound] if _is_number(node.get(bound)) else tiny
-        node[bound] = max(given, tiny) if tiny > 0 else min(given, tiny)
+    room = min((abs(limit - value) for limit in others), default=1.0)
+    if room >= 1:
+        return
+    step = 10.0 ** (len(str(abs(int(value)))) - 15) if value else _TINY
+    if step >= room:
+        raise SchemaError(f"{_join(path, exclusive)}: no number is between it and the other bound")
+    del node[exclusive]
+    following = value + sign * step
+    given = node[bound] if _is_number(node.get(bound)) else following
+    node[bound] = max(given, following) if sign > 0 else min(given, following)
 
 
 def _is_number(value: Any) -> bool:
@@ -176,6 +188,8 @@ def _finite(schema: Any) -> Any:
         SchemaError: the whole schema has no finite instance.
     """
     targets = {pointer: _target(schema, pointer) for pointer in _references(schema)}
+    if not targets:  # the library names what has no instance otherwise
+        return schema
     finite: set[str] = set()
     order, before = list(targets), -1
     for _ in range(_PASSES):
