@@ -139,7 +139,7 @@ def _exclude_whole(node: dict[str, Any], bound: str, other: str, sign: int, path
     The library keeps 15 digits of a number.
     """
     exclusive = f"exclusive{bound.capitalize()}"
-    value = node.get(exclusive)
+    value: Any = node.get(exclusive)
     if not _is_number(value) or value != math.floor(value) or sign * value < 0 or "multipleOf" in node:
         return
     others = [node[name] for name in (other, f"exclusive{other.capitalize()}") if _is_number(node.get(name))]

@@ -44,7 +44,9 @@ class ReasoningFormat:
         """Return a new parser for one choice; that of harmony parses calls too."""
         if self.tags is not HARMONY:
             return ReasoningReader(self.tags, self.begins_within)
-        return HarmonyReader(self.begins_within, calls is not None, None if calls is None else calls.most)
+        if calls is None:
+            return HarmonyReader(self.begins_within)
+        return HarmonyReader(self.begins_within, True, calls.most, calls.schemas)
 
 
 @dataclass(frozen=True, slots=True)

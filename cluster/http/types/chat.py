@@ -41,6 +41,7 @@ class FunctionCall(Strict):
 
     name: Name
     arguments: Text | None  # JSON object as a string, as the model wrote it: maybe cut, or no JSON
+    parsed_arguments: JsonObject | None = None  # copy of the arguments by typed clients; without effect
 
     @field_validator("arguments")
     @classmethod
@@ -75,8 +76,6 @@ class ChatMessage(Strict):
         "refusal": (),
         "audio": (),
         "annotations": ([],),
-        "parsed": (),
-        "provider_specific_fields": ({},),
         "images": ([],),
         "thinking_blocks": ([],),
     }
@@ -88,6 +87,8 @@ class ChatMessage(Strict):
     reasoning_content: Text | None = None  # older name of reasoning
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None  # assistant messages only
     tool_call_id: Name | None = None  # tool messages only: the call that the message answers
+    parsed: JsonObject | None = None  # copy of the content by typed clients; without effect
+    provider_specific_fields: JsonObject | None = None  # LiteLLM's copy of fields of the response; without effect
 
     @model_validator(mode="before")
     @classmethod

@@ -39,8 +39,19 @@ _COMMON_NO_OPS: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
+    "early_stopping": (False,),
     "documents": ([],),
     "truncate_prompt_tokens": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "spaces_between_special_tokens": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "kv_transfer_params": (),
+    "vllm_xargs": ({},),
+    "request_id": (),
 }
 _CHAT_NO_OPS: dict[str, tuple[Any, ...]] = _COMMON_NO_OPS | {
     "functions": ([],),
@@ -58,10 +69,13 @@ _CHAT_NO_OPS: dict[str, tuple[Any, ...]] = _COMMON_NO_OPS | {
     "continue_final_message": (False,),
     "add_special_tokens": (False,),
     "chat_template": (),
+    "echo": (False,),
+    "mm_processor_kwargs": ({},),
 }
 _COMPLETION_NO_OPS: dict[str, tuple[Any, ...]] = _COMMON_NO_OPS | {
     "suffix": ("",),
     "add_special_tokens": (True,),
+    "prompt_embeds": (),
 }
 
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]

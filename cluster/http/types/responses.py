@@ -63,6 +63,7 @@ class OutputText(Strict):
 
     type: Literal["output_text"]
     text: Text
+    parsed: JsonObject | None = None  # copy of the text by typed clients; without effect
 
 
 class ThoughtText(Strict):

@@ -394,3 +394,14 @@ def test_an_unquoted_value_has_the_type_of_its_schema(schema: dict[str, Any], te
     assert found == json_text
     json.loads(found, parse_constant=lambda name: pytest.fail(name))
     found.encode()
+
+
+def test_harmony_calls_only_functions_that_were_sent() -> None:
+    text = " to=functions.look<|channel|>commentary<|message|>{}"
+    for names, found in (
+        ([], [Call("look", ""), Arguments("{}")]),
+        (["look"], [Call("look", ""), Arguments("{}")]),
+        (["f"], ["{}"]),
+    ):
+        reader = HarmonyReader(None, True, names=names)
+        assert [*reader.push(text), *reader.finish()] == found
