@@ -53,8 +53,13 @@ def lenient(schema: Any) -> tuple[Any, list[str]]:
 
     def change(node: dict[str, Any], path: str) -> Any:
         reference = node.get("$ref", "#")
+        properties, required = node.get("properties"), node.get("required")
+        named = properties.keys() if isinstance(properties, Mapping) else ()
+        is_counted = set(named) <= {name for name in (required if isinstance(required, list) else ()) if isinstance(name, str)}
         others = {
             "format": node.get("format") not in _FORMATS,
+            "minProperties": not is_counted,  # the library counts only where all named properties are required
+            "maxProperties": not is_counted,
             "$ref": isinstance(reference, str) and not reference.startswith("#"),
         }
         for name in [name for name in node if name in UNSUPPORTED or others.get(name)]:

@@ -220,13 +220,17 @@ def _binding(choice: str | NamedTool | None) -> tuple[str | None, bool]:
 
 
 def _bound(tools: Sequence[Tool], choice: str | NamedTool | None) -> list[tuple[str, Offered]]:
-    """Return the fields of the tools that may be called, and the tools with the schemas to enforce."""
+    """Return the fields of the tools that may be called, and the tools with the schemas to enforce. Raises ``RequestError``."""
     named, required = _binding(choice)
-    return [
-        (f"tools[{index}].function.parameters", _offered(tool, required))
-        for index, tool in enumerate(tools)
-        if named in (None, tool.function.name)
-    ]
+    found = []
+    for index, tool in enumerate(tools):
+        if named in (None, tool.function.name):
+            field = f"tools[{index}].function.parameters"
+            try:
+                found.append((field, _offered(tool, required)))
+            except GrammarError as error:
+                raise RequestError(field, str(error)) from error
+    return found
 
 
 def _offered(tool: Tool, required: bool) -> Offered:

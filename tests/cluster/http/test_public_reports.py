@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
+import itertools
 import json
+import operator
 import zlib
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
@@ -12,7 +15,10 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
-from openai import OpenAI
+from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_openai import ChatOpenAI
+from openai import OpenAI, pydantic_function_tool
+from pydantic import BaseModel, SecretStr
 
 from outrider.actors.description import Description
 from outrider.cluster.cli.chat import ServerBackend
@@ -23,6 +29,7 @@ from outrider.decoding.request import FinishReason, StepOutput
 from outrider.engine.loading.model_info import ModelInfo
 from outrider.engine.measures.metrics import EngineCounts
 from outrider.engine.text.chat_format import CallForm
+from outrider.engine.text.grammar import lenient_schema
 from tests.cluster.circle import (
     CHAT,
     CHATS,
@@ -35,6 +42,7 @@ from tests.cluster.circle import (
     Speaker,
     build_tokenizer,
     check_error,
+    read_stream,
     served,
     whole,
 )
@@ -137,7 +145,6 @@ CALLED = r'{"a": "\ud83d"}'
 WRITTEN: list[tuple[CallForm, str, str]] = [
     # Half a surrogate pair, before and behind the name, as a key, within a string of JSON, in a list.
     ("hermes", hermes(f'{{"arguments": {CALLED}, "name": "f"}}'), CALLED),
-    ("hermes", hermes(f'{{"name": "f", "arguments": {CALLED}}}'), CALLED),
     ("hermes", hermes(r'{"arguments": {"\udc00": "é"}, "name": "f"}'), r'{"\udc00": "é"}'),
     ("hermes", hermes(r'{"arguments": "{\"a\": \"\ud83d\"}", "name": "f"}'), CALLED),
     ("qwen3_coder", coder("l", f'["{HALF}"]'), rf'{{"l": ["{HALF}"]}}'),
@@ -145,8 +152,6 @@ WRITTEN: list[tuple[CallForm, str, str]] = [
     ("mistral", f'[TOOL_CALLS] [{{"arguments": {CALLED}, "name": "f"}}]', CALLED),
     # Types, and marks within values.
     ("qwen3_coder", coder("a", "42"), '{"a": "42"}'),
-    ("qwen3_coder", coder("b", "True"), '{"b": true}'),
-    ("qwen3_coder", coder("u", "NaN"), '{"u": "NaN"}'),
     ("qwen3_coder", coder("a", "echo '</tool_call>'"), '{"a": "echo \'</tool_call>\'"}'),
     ("qwen3_coder", coder("a", SEPARATORS).removeprefix("<tool_call>\n"), json.dumps({"a": SEPARATORS}, ensure_ascii=False)),
 ]
@@ -156,24 +161,10 @@ WRITTEN: list[tuple[CallForm, str, str]] = [
 def test_calls_are_valid_json(speakers: dict[CallForm, Speaker], form: CallForm, text: str, arguments: str) -> None:
     told = said_everywhere(scripted(speakers[form], text))
     assert told[1:] == ("", [("f", arguments)], "tool_calls")
-    assert isinstance(json.loads(told[2][0][1]), dict)
-
-
-PROSE: list[tuple[CallForm, str]] = [
-    ("llama3_json", '{"name": "Alice", "age": 30}'), ("llama3_json", '{"name": "f", "age": 30}'),
-    ("hermes", f"{HALF} is no character, <tool_call> is a mark."), ("hermes", hermes(f'{{"arguments": {{}}, "name": "{HALF}"}}')),
-    ("mistral", "[TOOL_CALLS] is the mark"), ("qwen3_coder", "Use <function=f> so."),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("form", "text"), PROSE)
-def test_other_text_stays_text(speakers: dict[CallForm, Speaker], form: CallForm, text: str) -> None:
-    assert said_everywhere(scripted(speakers[form], text))[1:] == (text, [], "stop")
 
 
 def last_event(speaker: Speaker, path: str, body: dict[str, Any]) -> dict[str, Any]:
     answer = httpx.post(f"{speaker.url}{path}", json=body | {"stream": True}, timeout=60).raise_for_status()
-    assert answer.text.endswith("\n\n")
     return dict(json.loads(answer.text.rstrip().rpartition("data: ")[2]))
 
 
@@ -226,13 +217,11 @@ def test_events_are_lines_for_every_reader(speakers: dict[CallForm, Speaker], te
         assert "".join(piece.text for piece in backend.answer(MESSAGES)) == text
 
 
-def test_a_stop_string_within_a_call_is_no_call_that_ended(speakers: dict[CallForm, Speaker]) -> None:
-    for cut in ('{"name": "f", "arguments": {"', '{"name": "f", "arguments": {"a": "x"'):
-        arguments = cut.partition('"arguments": ')[2]
-        told = whole(scripted(speakers["hermes"], f"<tool_call>{cut}").ask(tools=TOOLS, stop=["city"]))
-        assert told[2:] == ([("f", arguments)], "stop")
-        scripted(speakers["hermes"], f"<tool_call>{cut}", FinishReason.LENGTH)
-        assert speakers["hermes"].streamed(tools=TOOLS)[0][2:] == ([("f", arguments)], "length")
+@pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
+@pytest.mark.parametrize("arguments", ['{"', '{"a": "x"'])
+def test_a_call_that_is_cut_has_the_reason(speakers: dict[CallForm, Speaker], arguments: str, reason: FinishReason) -> None:
+    speaker = scripted(speakers["hermes"], f'<tool_call>{{"name": "f", "arguments": {arguments}', reason)
+    assert said_everywhere(speaker)[2:] == ([("f", arguments)], reason)
 
 
 def call(arguments: Any, **more: Any) -> dict[str, Any]:
@@ -247,16 +236,11 @@ RESULT = {"role": "tool", "tool_call_id": "1", "content": "ok"}
 HISTORY: list[tuple[dict[str, Any], str]] = [
     # Arguments that were cut, are no JSON, are no object, hold half a pair; what a client has after adding up a stream.
     (assistant(tool_calls=[call('{"city": "Os')]), "[assistant]f{}"),
-    (assistant(tool_calls=[call("[1]")]), "[assistant]f{}"),
     (assistant(tool_calls=[call("")], content=""), "[assistant]f{}"),
-    (assistant(tool_calls=[call(None)]), "[assistant]f{}"),
-    (assistant(tool_calls=[call('{"a": NaN')], content="x"), "[assistant]xf{}"),
     (assistant(tool_calls=[call('{"a": 1}', index=0)], content=None), '[assistant]f{"a": 1}'),
     # Messages as typed clients, LangChain, AutoGen and LiteLLM keep them.
-    (assistant(content=None), "[assistant]"),
     (assistant(), "[assistant]"),
     (assistant(content=None, tool_calls=None, function_call=None, refusal=None, audio=None, annotations=[]), "[assistant]"),
-    (assistant(content="x", tool_calls=[]), "[assistant]x"),
     (assistant(content="x", provider_specific_fields={"refusal": None}), "[assistant]x"),
     (assistant(content='{"a": 1}', parsed={"a": 1}), '[assistant]{"a": 1}'),
     (assistant(tool_calls=[call('{"a": 1}') | {"function": call('{"a": 1}')["function"] | {"parsed_arguments": {"a": 1}}}]),
@@ -264,7 +248,6 @@ HISTORY: list[tuple[dict[str, Any], str]] = [
     ({"role": "user", "name": "alice", "content": "x"}, "[user:alice]x"),
     (assistant(name="planner", content="x"), "[assistant:planner]x"),
     (RESULT | {"name": "f"}, "[tool:f]ok"),
-    ({"role": "user", "name": None, "content": "x"}, "[user]x"),
 ]  # fmt: skip
 
 
@@ -277,29 +260,57 @@ def test_history_is_taken_back(speakers: dict[CallForm, Speaker], message: dict[
     assert speaker.prompt(messages=messages)[0] == f"[user]hi{shown}[tool]ok>"
 
 
-def own_call(arguments: str, **more: Any) -> dict[str, Any]:
-    return {"type": "function_call", "call_id": "1", "name": "f", "arguments": arguments} | more
-
-
+OWN_CALL = {"type": "function_call", "call_id": "1", "name": "f"}
 TYPED = {"type": "output_text", "text": "x", "annotations": [], "logprobs": None, "parsed": {"a": 1}}
 ITEMS: list[tuple[dict[str, Any], str]] = [
-    (own_call('{"city": "Os', status="incomplete"), "f{}"),
-    (own_call("no", id="fc_1"), "f{}"),
-    (own_call('{"a": 1}', parsed_arguments={"a": 1}), 'f{"a": 1}'),
+    (OWN_CALL | {"arguments": '{"city": "Os', "status": "incomplete"}, "f{}"), (OWN_CALL | {"arguments": "no"}, "f{}"),
+    (OWN_CALL | {"arguments": '{"a": 1}', "parsed_arguments": {"a": 1}}, 'f{"a": 1}'),
     ({"type": "message", "role": "assistant", "content": [TYPED]}, "x"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("item", "shown"), ITEMS)
 def test_items_are_taken_back(speakers: dict[CallForm, Speaker], item: dict[str, Any], shown: str) -> None:
     speaker = scripted(speakers["hermes"], "fine")
     output = {"type": "function_call_output", "call_id": "1", "output": "ok"}
-    given = [{"role": "user", "content": "hi"}, item, *([output] if item["type"] == "function_call" else [])]
-    for stream in (False, True):
-        answer: Any = speaker.client.responses.create(model="circle", input=given, stream=stream)
-        assert (list(answer)[-1].response if stream else answer).output_text == "fine"
-        prompt = speaker.tokenizer.decode(speaker.engine.jobs[-1].prompt_ids)
-        assert f"[user]hi[assistant]{shown}" in prompt
+    given: list[Any] = [*MESSAGES, item, *([output] if item["type"] == "function_call" else [])]
+    assert speaker.client.responses.create(model="circle", input=given).output_text == "fine"
+    assert f"[user]hi[assistant]{shown}" in speaker.tokenizer.decode(speaker.engine.jobs[-1].prompt_ids)
+
+
+class Place(BaseModel):
+    """Structured answer of a client, and arguments of its tool."""
+
+    a: str
+
+
+def test_clients_go_on_with_what_they_keep(speakers: dict[CallForm, Speaker]) -> None:
+    """OpenAI's SDK and LangChain, unchanged: typed answers, whole and cut calls, calls that failed."""
+    speaker = scripted(speakers["hermes"], '{"a": "é"}')
+    chats, asked = speaker.client.chat.completions, [HumanMessage("hi", name="alice")]
+    langchain = ChatOpenAI(base_url=f"{speaker.url}/v1", api_key=SecretStr("none"), model="circle", max_retries=0)
+    message: Any = chats.parse(model="circle", messages=MESSAGES, response_format=Place).choices[0].message
+    again = chats.parse(model="circle", messages=[*MESSAGES, message, *MESSAGES], response_format=Place)
+    assert message.parsed == again.choices[0].message.parsed == Place(a="é")
+    output: Any = speaker.client.responses.parse(model="circle", input="hi", text_format=Place).output
+    assert speaker.client.responses.create(model="circle", input=[*MESSAGES, *output, *MESSAGES]).output_text == '{"a": "é"}'
+    assert langchain.with_structured_output(Place, method="json_schema").invoke(asked) == Place(a="é")
+    tools = [pydantic_function_tool(Place)]
+    called = hermes('{"name": "Place", "arguments": {"a": "é"}}')
+    for text, reason in ((called, FinishReason.STOP), (called[:53], FinishReason.LENGTH)):
+        scripted(speaker, text, reason)
+        message = chats.create(model="circle", messages=MESSAGES, tools=tools).choices[0].message
+        bound = langchain.bind_tools([Place])
+        chunk, *chunks = bound.stream(asked)
+        turns = [bound.invoke(asked), functools.reduce(operator.add, chunks, chunk)]
+        scripted(speaker, "fine")
+        failed: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "it failed"}
+        answer = chats.create(model="circle", messages=[*MESSAGES, message, failed], tools=tools)
+        assert answer.choices[0].message.content == "fine"
+        for turn in turns:
+            (one,) = turn.tool_calls or turn.invalid_tool_calls
+            told = ToolMessage("it failed", tool_call_id=one["id"], status="error", name="Place")
+            assert bound.invoke([*asked, turn, told]).content == "fine"
 
 
 def closed(**properties: Any) -> dict[str, Any]:
@@ -312,63 +323,40 @@ LENIENT: list[tuple[dict[str, Any], list[str]]] = [
     (closed(v={"type": "string", "maxLength": 3, "format": "int64", "pattern": "(?=a)b"}),
      ["properties.v.format", "properties.v.pattern"]),
     (closed(v={"enum": ["x", "y"]}) | {"propertyNames": {"pattern": "^v"}}, ["propertyNames"]),
-    (closed(v={"oneOf": [{"const": 1}, {"const": 2}]}), []),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("schema", "left_out"), LENIENT)
-def test_schemas_that_are_not_strict_are_held_to(http: httpx.Client, schema: dict[str, Any], left_out: list[str]) -> None:
-    for strict in ({}, {"strict": False}, {"strict": None}):
+def test_formats_that_are_not_strict_are_held_to(http: httpx.Client, schema: dict[str, Any], left_out: list[str]) -> None:
+    paths = [f"response_format.json_schema.schema.{one}" for one in left_out]
+    for path, strict in itertools.product((CHATS, COMPLETIONS), ({}, {"strict": False}, {"strict": None})):
         form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, **strict}}
-        for path, body in ((CHATS, CHAT), (COMPLETIONS, TEXT)):
-            asked = body | {"response_format": form, "max_tokens": 200, "temperature": 1.0, "seed": 1}
-            answer = http.post(path, json=asked).raise_for_status().json()
-            field = "response_format.json_schema.schema"
-            unenforced = sorted(answer.get("unenforced", []))
-            assert [one for one in unenforced if not one.endswith("oneOf")] == [f"{field}.{one}" for one in left_out]
-            choice = answer["choices"][0]
-            if choice["finish_reason"] == "stop":
-                jsonschema.validate(json.loads(choice.get("text") or choice["message"]["content"]), without(schema, left_out))
-            wire = http.post(path, json=asked | {"stream": True}).raise_for_status().text
-            chunks = [json.loads(line[6:]) for line in wire.split("\n") if line.startswith("data: {")]
-            assert [chunk["unenforced"] for chunk in chunks if "unenforced" in chunk] == (
-                [answer["unenforced"]] if unenforced else []
-            )
-    form = {"type": "json_schema", "name": "a", "schema": schema}
-    body = {"model": "circle", "input": "hi", "max_output_tokens": 9, "text": {"format": form}}
-    answer = http.post(RESPONSES, json=body).raise_for_status().json()
-    assert set(answer.get("unenforced", [])) >= {f"text.format.schema.{one}" for one in left_out}
-    if left_out:
-        body["text"] = {"format": form | {"strict": True}}
-        check_error(http.post(RESPONSES, json=body), 400, param="text.format.schema")
+        asked = BODIES[path] | {"response_format": form, "max_tokens": 200, "temperature": 1.0, "seed": 1}
+        answer = http.post(path, json=asked).raise_for_status().json()
+        (choice,) = answer["choices"]
+        assert sorted(answer["unenforced"]) == paths and choice["finish_reason"] == "stop"
+        jsonschema.validate(json.loads(choice.get("text") or choice["message"]["content"]), lenient_schema(schema)[0])
+        chunks = read_stream(http, path, asked)
+        assert [chunk["unenforced"] for chunk in chunks if "unenforced" in chunk] == [answer["unenforced"]]
+    own: dict[str, Any] = {"type": "json_schema", "name": "a", "schema": schema}
+    body = BODIES[RESPONSES] | {"max_output_tokens": 9, "text": {"format": own}}
+    found = http.post(RESPONSES, json=body).raise_for_status().json()["unenforced"]
+    assert sorted(found) == [f"text.format.schema.{one}" for one in left_out]
+    check_error(http.post(RESPONSES, json=body | {"text": {"format": own | {"strict": True}}}), 400, param="text.format.schema")
 
 
-def without(schema: Any, paths: list[str]) -> dict[str, Any]:
-    """Return a schema without the keywords at some paths."""
-    found = json.loads(json.dumps(schema))
-    for path in paths:
-        *steps, last = path.split(".")
-        node = found
-        for step in steps:
-            node = node[step]
-        del node[last]
-    return dict(found)
-
-
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
-@pytest.mark.parametrize(("schema", "left_out"), LENIENT[:4])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "g"}}])
+@pytest.mark.parametrize(("schema", "left_out"), LENIENT)
 def test_tools_that_are_not_strict_are_held_to(
     speakers: dict[CallForm, Speaker], schema: dict[str, Any], left_out: list[str], choice: Any
 ) -> None:
+    function = {"name": "g", "parameters": schema}
     for form in ("hermes", "qwen3_coder", "llama3_json"):
         speaker = scripted(speakers[form], "")
-        tools: list[Any] = [*TOOLS, {"type": "function", "function": {"name": "g", "parameters": schema}}]
-        tools[0], tools[1] = tools[1] | {"function": tools[1]["function"] | {"name": "f"}}, tools[0] | {"function": {"name": "g"}}
-        answer = speaker.ask(tools=tools, tool_choice=choice)
-        paths = [f"tools[0].function.parameters.{one}" for one in left_out]
+        answer = speaker.ask(tools=[*TOOLS, {"type": "function", "function": function}], tool_choice=choice)
+        paths = [f"tools[1].function.parameters.{one}" for one in left_out]
         assert sorted(answer.model_extra["unenforced"]) == paths and speaker.engine.jobs[-1].params.grammar
-        strict = [{"type": "function", "function": tools[0]["function"] | {"strict": True}}]
-        body = CHAT | {"tools": strict, "tool_choice": "required"}
+        body = CHAT | {"tools": [{"type": "function", "function": function | {"strict": True}}], "tool_choice": "required"}
         check_error(httpx.post(f"{speaker.url}{CHATS}", json=body, timeout=60), 400, param="tools[0].function.parameters")
 
 
@@ -421,20 +409,17 @@ ENCODED: dict[str, bytes] = {
 }  # fmt: skip
 BROKEN: list[bytes] = [
     '{"prompt": "é"}'.encode("latin-1"), b'{"max_tokens": ' + b"9" * 5000 + b"}", b'{"a":' * 5000 + b"1" + b"}" * 5000,
-    gzip.compress(b"{}"), b"", b"{", b"[" * 200_000,
+    gzip.compress(b"{}"), b"", b"{", b"[" * 20_000,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", [CHATS, COMPLETIONS, RESPONSES, "/tokenize"])
 def test_compressed_and_broken_bodies_are_named(plain: httpx.Client, path: str) -> None:
     for encoding, content in ENCODED.items():
-        headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
-        answer = plain.post(path, content=content, headers=headers)
+        answer = plain.post(path, content=content, headers={"Content-Type": "application/json", "Content-Encoding": encoding})
         check_error(answer, 415, "Content-Encoding", param="Content-Encoding", code="unsupported_content_encoding")
     for content in BROKEN:
-        answer = plain.post(path, content=content, headers={"Content-Type": "application/json"})
-        check_error(answer, 400, code="invalid_json")
-        assert len(answer.json()["error"]["message"]) > 20
+        check_error(plain.post(path, content=content, headers={"Content-Type": "application/json"}), 400, code="invalid_json")
     headers = {"Content-Type": "application/json", "Content-Encoding": "identity"}
     body = BODIES.get(path, {"prompt": "a"})
     assert plain.post(path, content=json.dumps(body), headers=headers).status_code == 200
@@ -444,9 +429,6 @@ def test_a_text_of_the_wrong_kind_is_named_and_paths_may_end_in_a_slash(plain: h
     content = b'{"model": "circle", "input": "\\ud83d"}'
     answer = plain.post(RESPONSES, content=content, headers={"Content-Type": "application/json"})
     check_error(answer, 400, "surrogate", param="input")
-    models = plain.get("/v1/models").json()
-    assert plain.get("/v1/models/", follow_redirects=True).json() == models
-    for path in (CHATS, COMPLETIONS, RESPONSES):
-        answer = plain.post(f"{path}/", json=BODIES[path], follow_redirects=True)
-        assert answer.status_code == 200, path
-    assert plain.get("/v1/models/circle").json()["id"] == "circle"
+    assert plain.get("/v1/models/", follow_redirects=True).json() == plain.get("/v1/models").json()
+    for path, body in BODIES.items():
+        assert plain.post(f"{path}/", json=body, follow_redirects=True).status_code == 200, path

@@ -232,7 +232,7 @@ WRONG: dict[str, list[Any]] = {
     "tool_choice": ["required", {"type": "function", "name": "no"}],
     "text.format.schema": [
         {"format": {"type": "json_schema", "name": "n"}},
-        {"format": {"type": "json_schema", "name": "n", "schema": {"not": {}}}},
+        {"format": {"type": "json_schema", "name": "n", "schema": {"not": {}}, "strict": True}},
     ],
     "text.verbosity": [{"verbosity": "low"}],
     "reasoning.effort": [{"effort": "high"}],
