@@ -61,11 +61,8 @@ class _CheckedBody(Request):
 
     async def json(self) -> Any:
         """Parse and validate the body. Raises ``json.JSONDecodeError``."""
-        encoding = self.headers.get("content-encoding", "").strip().lower()
         try:
-            if encoding not in ("", "identity"):
-                message = f"Content-Encoding: bodies in {encoding[:20]!r} are not supported: send the body uncompressed"
-                raise ApiError(415, message, param="Content-Encoding", code="unsupported_content_encoding")
+            check_encoding(self)
             body = await self.body()
             return self._check(body) if len(body) <= SHORT else await self._threads.run(self._check, body)
         except ApiError as error:  # FastAPI would replace it by its own error for unreadable bodies
@@ -80,6 +77,14 @@ class _CheckedBody(Request):
         self.parsed = parse(body)
         value, self.errors = self._field.validate(self.parsed, {}, loc=("body",))
         return value
+
+
+def check_encoding(request: Request) -> None:
+    """Raise ``ApiError`` (415) if the body of a request is compressed."""
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        message = f"Content-Encoding: bodies in {encoding[:20]!r} are not supported: send the body uncompressed"
+        raise ApiError(415, message, param="Content-Encoding", code="unsupported_content_encoding")
 
 
 def _fault(error: Exception) -> str:

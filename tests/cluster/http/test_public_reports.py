@@ -418,6 +418,8 @@ def test_compressed_and_broken_bodies_are_named(plain: httpx.Client, path: str) 
     for encoding, content in ENCODED.items():
         answer = plain.post(path, content=content, headers={"Content-Type": "application/json", "Content-Encoding": encoding})
         check_error(answer, 415, "Content-Encoding", param="Content-Encoding", code="unsupported_content_encoding")
+    file = plain.post("/v1/documents/text", content=b"a", headers={"Content-Encoding": "gzip"})
+    check_error(file, 415, param="Content-Encoding")
     for content in BROKEN:
         check_error(plain.post(path, content=content, headers={"Content-Type": "application/json"}), 400, code="invalid_json")
     headers = {"Content-Type": "application/json", "Content-Encoding": "identity"}
