@@ -70,15 +70,23 @@ def _form(hint: Any) -> _Codec:
         return _sequence(_form(arguments[0]))
     if origin is tuple:
         forms = [_form(one) for one in arguments]
-        return _Codec(_as_is, lambda value: tuple(form.build(one) for form, one in zip(forms, value, strict=True)))
+        return _Codec(_as_is, lambda told: tuple([form.build(one) for form, one in zip(forms, _tuple(told), strict=True)]))
     if origin in (Union, types.UnionType):
-        return _optional(_form(arguments[0])) if types.NoneType in arguments else _one_of(arguments)
-    return _plain((int, float) if hint is float else hint)
+        kinds = [kind for kind in arguments if kind is not types.NoneType]
+        form = _form(kinds[0]) if len(kinds) == 1 else _one_of(kinds)
+        return form if len(kinds) == len(arguments) else _optional(form)
+    return _plain((int, float) if hint is float else (hint,))
 
 
-def _plain(kinds: Any) -> _Codec:
+def _tuple(told: Any) -> tuple[Any, ...]:
+    if type(told) is not tuple:
+        raise ValueError(f"expected a tuple, got {type(told).__name__}")
+    return told
+
+
+def _plain(kinds: tuple[type, ...]) -> _Codec:
     def build(value: Any) -> Any:
-        if not isinstance(value, kinds):
+        if type(value) not in kinds:  # True is not a number
             raise ValueError(f"expected {kinds}, got {type(value).__name__}")
         return value
 
@@ -94,7 +102,9 @@ def _object(kind: Any) -> _Codec:
     def pack(value: Any) -> list[Any]:
         return [getattr(value, name) if inner is None else inner(getattr(value, name)) for name, inner in packs]
 
-    def build(told: Sequence[Any]) -> Any:
+    def build(told: Any) -> Any:
+        if type(told) is not tuple:
+            raise ValueError(f"expected fields of {kind.__name__}, got {type(told).__name__}")
         return kind(*[inner(value) for inner, value in zip(builds, told, strict=True)])
 
     return _Codec(pack, build)
@@ -105,6 +115,8 @@ def _array(dtype: np.dtype[Any]) -> _Codec:
 
     def build(told: Sequence[Any]) -> Any:
         shape, data = told
+        if shape and min(shape) < 0:
+            raise ValueError(f"an array of shape {shape}")
         return np.frombuffer(data, little).reshape(shape).astype(dtype)
 
     return _Codec(lambda array: (array.shape, array.astype(little, copy=False).tobytes()), build)
@@ -112,9 +124,8 @@ def _array(dtype: np.dtype[Any]) -> _Codec:
 
 def _sequence(form: _Codec) -> _Codec:
     def build(told: Any) -> tuple[Any, ...]:
-        if not isinstance(told, tuple):
-            raise ValueError(f"expected a tuple, got {type(told).__name__}")
-        return tuple([form.build(one) for one in told])
+        build_one = form.build
+        return tuple([build_one(one) for one in _tuple(told)])
 
     return _Codec(_as_is if form.pack is _as_is else lambda values: [form.pack(one) for one in values], build)
 
@@ -135,6 +146,8 @@ def _one_of(kinds: Sequence[Any]) -> _Codec:
 
     def build(told: Sequence[Any]) -> Any:
         number, fields = told
+        if type(number) is not int or not 0 <= number < len(kinds):
+            raise ValueError(f"class {number!r} of {len(kinds)}")
         return forms[number].build(fields)
 
     return _Codec(pack, build)

@@ -69,6 +69,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--proof", type=Path, help="run the long proofs (marker proof) in one process; folder of their record")
 
 
+# Marked ``slow`` as a whole: a service, a benchmark or a model of each family takes seconds.
+SLOW = ("tests/cluster/service/", "tests/engine/cuda/test_gpu_double.py", "tests/experiments/", "tests/lossless/models/")
+QUICK = "tests/experiments/report/"
 PROVED = pytest.StashKey[dict[str, dict[str, Any]]]()  # by test
 STARTED = pytest.StashKey[datetime]()
 
@@ -102,11 +105,17 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         write_record("long-proofs", chosen, session.config.stash[PROVED], None, session.config.stash[STARTED], folder=folder)
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Select the long proofs or the other tests, slow units first. Skip tests marked ``gpu`` without a CUDA device."""
+    """Mark the folders of slow tests. Select the long proofs or the other tests, slow units first.
+
+    Tests marked ``gpu`` are skipped without a CUDA device.
+    """
     proving = config.getoption("--proof") is not None
     chosen, left_out = list[pytest.Item](), list[pytest.Item]()
     for item in items:
+        if item.nodeid.startswith(SLOW) and not item.nodeid.startswith(QUICK):
+            item.add_marker(pytest.mark.slow)
         is_proof = item.get_closest_marker("proof") is not None
         wanted = is_proof or "proof" in getattr(item, "fixturenames", ()) if proving else not is_proof
         (chosen if wanted else left_out).append(item)

@@ -45,13 +45,13 @@ def calibrate(config: Path | None, overrides: list[str], out: Path, as_json: boo
         bar = bars.add_task(f"timing the steps of {name}", total=None)
         found = file.measure(lambda done, total: bars.update(bar, completed=done, total=total))
     kept = file.save(found)
-    told = summary(name, found) | {"kept": str(file.path) if kept else None, "figure": None}
-    figure = _draw(told, out / f"latency-{name}-{told['dtype']}.svg")
-    told["figure"] = None if figure is None else str(figure)
+    report = summary(name, found) | {"kept": str(file.path) if kept else None, "figure": None}
+    figure = _draw(report, out / f"latency-{name}-{report['dtype']}.svg")
+    report["figure"] = None if figure is None else str(figure)
     if as_json:
-        typer.echo(json.dumps(told, indent=2))
+        typer.echo(json.dumps(report, indent=2))
     else:
-        _print(told)
+        _print(report)
     if found.disturbed:
         typer.echo("warning: the machine was busy, so that times are unreliable: calibrate again when it is quiet", err=True)
 
@@ -110,13 +110,13 @@ def _load(config: Config) -> tuple[str, CalibrationFile]:
     return loaded.served_name.replace("/", "-"), CalibrationFile(cache_folder(), runner, info)
 
 
-def _draw(told: dict[str, Any], out: Path) -> Path | None:
+def _draw(report: dict[str, Any], out: Path) -> Path | None:
     """Draw the figure in a separate process (``report.latency_figure``); print a line and return None if that fails."""
     if find_spec("matplotlib") is None or find_spec("outrider.experiments") is None:
         typer.echo("no figure: it needs the repository and matplotlib, pip install -e '.[dev]'", err=True)
         return None
     command = python_module("outrider.experiments.report.latency_figure", "-", "--out", str(out))
-    done = subprocess.run(command, input=json.dumps(told), capture_output=True, text=True, env=child_environment())
+    done = subprocess.run(command, input=json.dumps(report), capture_output=True, text=True, env=child_environment())
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         typer.echo(f"no figure at {out}: {reason}", err=True)
@@ -124,33 +124,33 @@ def _draw(told: dict[str, Any], out: Path) -> Path | None:
     return out
 
 
-def _print(told: dict[str, Any]) -> None:
+def _print(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    curve, first = told["curve"], told["curve"]["rows_s"][0] * 1e3
-    threads = f", {told['threads']} thread{'s' * (told['threads'] > 1)}" if told["threads"] else ""
-    table = Table(title=f"{told['model']}, {told['dtype']}, {told['device']}{threads}", title_justify="left")
+    curve, first = report["curve"], report["curve"]["rows_s"][0] * 1e3
+    threads = f", {report['threads']} thread{'s' * (report['threads'] > 1)}" if report["threads"] else ""
+    table = Table(title=f"{report['model']}, {report['dtype']}, {report['device']}{threads}", title_justify="left")
     for heading in ("requests", "rows of each", "tokens before", "ms", "x one row", "ms (curve)"):
         table.add_column(heading, justify="right")
-    ordered = sorted(told["steps"], key=_group)
+    ordered = sorted(report["steps"], key=_group)
     for at, step in enumerate(ordered):
         last = at + 1 < len(ordered) and _group(step)[0] != _group(ordered[at + 1])[0]
         cells = step["sequences"], step["rows"], step["context"]
         times = f"{step['ms']:.2f}", f"{step['ms'] / first:.2f}", f"{step['curve_ms']:.2f}"
         table.add_row(*map(str, cells), *times, end_section=last)
     Console().print(table)
-    rows, most, slack = told["critical_rows"], curve["rows"][-1], told["slack"]
+    rows, most, slack = report["critical_rows"], curve["rows"][-1], report["slack"]
     typer.echo(f"critical decoding length: {rows}{' or more' if rows == most else ''}")
     drafted = f"the committed token and {rows - 1} drafted"
     typer.echo(f"  Up to {rows} rows of a request, {drafted}, take at most {slack} times as long as one.")
     request_ms, entries_ms, rows_ms = 1e3 * curve["sequence_s"], 1e6 * curve["entry_s"], 1e6 * curve["row_entry_s"]
     beside = f"1,000 more tokens before it {entries_ms:.3g} ms, and {rows_ms:.3g} ms for each row"
     typer.echo(f"  A further request adds {request_ms:.3g} ms; {beside}.")
-    if told["kept"]:
-        typer.echo(f"kept in {told['kept']}: servers with this model, dtype and number of threads read it when they start.")
-    if told["figure"]:
-        typer.echo(f"figure: {told['figure']}")
+    if report["kept"]:
+        typer.echo(f"kept in {report['kept']}: servers with this model, dtype and number of threads read it when they start.")
+    if report["figure"]:
+        typer.echo(f"figure: {report['figure']}")
 
 
 def _group(step: dict[str, Any]) -> tuple[int, ...]:

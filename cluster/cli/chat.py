@@ -66,7 +66,7 @@ def chat(
     import httpx
 
     speculation = {"strategy": strategy, "max_draft_tokens": max_draft_tokens, "report": show_drafts or None}
-    asked = {name: value for name, value in speculation.items() if value is not None}
+    given = {name: value for name, value in speculation.items() if value is not None}
     messages = [{"role": "system", "content": system}] if system else []
     address = url or _URL
     with httpx.Client(base_url=address.rstrip("/").removesuffix("/v1"), timeout=httpx.Timeout(600.0, connect=5.0)) as client:
@@ -80,8 +80,8 @@ def chat(
         else:
             typer.echo(f"{model or served} at {address}; {_HELP}")
             options: dict[str, Any] = {"model": model or served, "max_tokens": max_tokens, "temperature": temperature}
-            if asked:  # otherwise left out: other servers do not know the field
-                options["speculation"] = asked
+            if given:  # otherwise left out: other servers do not know the field
+                options["speculation"] = given
             _converse(ServerBackend(client, options), messages, show_drafts)
             return
     with contextlib.closing(_load(model, strategy)) as engine:
@@ -141,6 +141,7 @@ def _answer(partner: ChatBackend, messages: list[Message], shown: MarkdownStream
         interrupted = True  # remembered, because an exception is lost if it is raised in a finalizer
         raise KeyboardInterrupt
 
+    # Ctrl-C stops the answer, not the command.
     before = signal.signal(signal.SIGINT, interrupt)
     began, tokens = time.perf_counter(), 0
     try:
@@ -195,8 +196,8 @@ def _pieces(choice: dict[str, Any]) -> list[Piece]:
     steps = (choice.get("speculation") or {}).get("steps")
     if steps:
         return [Piece(token["text"], token["source"] != "model") for step in steps for token in step["tokens"]]
-    told = (("reasoning", True), ("content", False))
-    return [Piece(text, thought=thought) for name, thought in told if (text := choice["delta"].get(name))]
+    fields = (("reasoning", True), ("content", False))
+    return [Piece(text, thought=thought) for name, thought in fields if (text := choice["delta"].get(name))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,8 +61,7 @@ def server_message(response: httpx.Response) -> str:
 def connected(url: str, variable: str, key: str | None = None, below: str = "") -> Iterator[httpx.Client]:
     """Yield a client that sends the API key, if one is given; errors end the command with one line.
 
-    ``variable`` is the environment variable with the key, unless ``key`` is given: ``ADMIN_KEY`` requires one. ``below`` prefixes
-    all paths.
+    ``variable``: environment variable with the key, unless ``key`` is given; ADMIN_KEY requires one. ``below`` prefixes paths.
     """
     import httpx
 
@@ -71,6 +70,7 @@ def connected(url: str, variable: str, key: str | None = None, below: str = "") 
         fail_input(
             f"{variable} is empty or not set: export the key whose hash is in tenancy.admin_keys (outrider new-key makes one)"
         )
+    # An HTTP header cannot carry other characters.
     if not held.isascii():
         fail_input("the key holds invalid characters")
     try:

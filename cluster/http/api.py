@@ -239,22 +239,23 @@ def create_api(
         app.add_api_route(path, service.state.health, methods=[method], responses=documents.STATES, response_model=None)
     app.get("/ready", responses=documents.STATES, response_model=None)(service.state.ready)
     app.get("/version")(service.version)
-    app.get("/v1/models", responses=_told(documents.Models))(service.models)
-    app.get("/v1/models/{name:path}", responses=_told(documents.Model))(service.model)
+    app.get("/v1/models", responses=_described(documents.Models))(service.models)
+    app.get("/v1/models/{name:path}", responses=_described(documents.Model))(service.model)
     app.post("/v1/completions", responses=documents.ANSWERS, response_model=None)(service.completion)
     app.post("/v1/chat/completions", responses=documents.ANSWERS, response_model=None)(service.chat)
     app.post("/v1/responses", responses=documents.RESPONSES, response_model=None)(service.response)
     app.post("/v1/embeddings", responses=documents.ERRORS, response_model=None, include_in_schema=False)(service.embeddings)
-    app.post("/tokenize", responses=_told(Tokens), response_model=None)(service.text.tokenize)
-    app.post("/detokenize", responses=_told(Detokenized), response_model=None)(service.text.detokenize)
-    app.post("/v1/documents/text", responses=_told(FileText), response_model=None, openapi_extra=documents.FILE)(
+    app.post("/tokenize", responses=_described(Tokens), response_model=None)(service.text.tokenize)
+    app.post("/detokenize", responses=_described(Detokenized), response_model=None)(service.text.detokenize)
+    app.post("/v1/documents/text", responses=_described(FileText), response_model=None, openapi_extra=documents.FILE)(
         service.text.text_of_file
     )
-    app.post("/v1/compare", responses=_told(Comparison), response_model=None)(service.compare.compare)
+    app.post("/v1/compare", responses=_described(Comparison), response_model=None)(service.compare.compare)
     add_tenant_cache_routes(app, service.tenant_cache)
     add_playground(app)
     if has_operator_routes:
         add_operator_routes(app, service)
+    # The middleware that is added last runs first: a foreign host is refused before its key is looked up.
     app.add_middleware(AdmissionMiddleware, admission=service.admission)
     app.add_middleware(service.draining.middleware)
     app.add_middleware(HostMiddleware, names=service.admission.allowed_names, refuse=service.admission.refuse)
@@ -275,6 +276,6 @@ def _without_folder(name: str) -> str:
     return Path(name).name if Path(name).is_absolute() else name
 
 
-def _told(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+def _described(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     """Return the OpenAPI ``responses`` of a route that returns ``model``."""
     return documents.ERRORS | {200: {"model": model}}

@@ -1,8 +1,7 @@
-"""Parsing and validation of request bodies in threads, scheduled fairly by API key, so that no body blocks the event loop.
+"""Parsing and validation of request bodies in threads, scheduled fairly by API key, so that no body blocks the event loop."""
 
-Compiled parsers hold the GIL while they run. Numbers and objects are therefore passed through Python callbacks, where another
-thread can take over. The number of strings, lists and objects in a body is bounded to some milliseconds of parsing.
-"""
+# Compiled parsers hold the GIL while they run. Numbers and objects are therefore passed through Python callbacks, where another
+# thread can take over. The number of strings, lists and objects in a body is bounded to some milliseconds of parsing.
 
 from __future__ import annotations
 
@@ -103,7 +102,7 @@ def parse(body: bytes) -> Any:
 
 
 def _int(digits: str) -> int:
-    return int(digits)  # a Python callback, so that other threads can run: see the module docstring
+    return int(digits)  # a Python callback, so that other threads can run: see above
 
 
 def _float(digits: str) -> float:

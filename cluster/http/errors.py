@@ -88,17 +88,18 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(409, str(error), param=error.field, code="stream_taken", headers={"Retry-After": "1"})
         code = "context_length_exceeded" if isinstance(error, ContextLengthError) else "invalid_value"
         return ApiError(400, str(error), param=error.field, code=code)
+    # The exception's text may hold data of other requests, or of the operator.
     return ApiError(500, "internal error; see the server's log", code="internal_error")
 
 
 def logged_error(error: Exception, event: str) -> ApiError:
     """Convert an exception that ended a stream to an error response, and log it; client errors without a traceback."""
-    told = api_error(error)
-    if told.status < 500:
-        logger.info("%s: %d %s", event, told.status, told.message)
+    reported = api_error(error)
+    if reported.status < 500:
+        logger.info("%s: %d %s", event, reported.status, reported.message)
     else:
         logger.error("%s", event, exc_info=error)
-    return told
+    return reported
 
 
 def renamed(error: Exception) -> Exception:
@@ -155,7 +156,8 @@ _VALUE_ERRORS = ("value_error", "string_unicode")  # of values that have the rig
 def _invalid(findings: Sequence[Mapping[str, Any]], body: Any, url_path: str) -> ApiError:
     """Return a 400 for one of pydantic's findings: the one that reaches deepest into the body."""
     paths = [_resolve(finding["loc"], body, finding["type"] == "missing") for finding in findings]
-    # A value of the right type is what is wrong, rather than that it has not another type of a union.
+    # Of a union, pydantic reports findings of every member: the deepest one is most likely of the member that was meant. A value
+    # of the right type is what is wrong, rather than that it has not another type of the union.
     best = max(range(len(findings)), key=lambda index: (len(paths[index]), findings[index]["type"] in _VALUE_ERRORS, -index))
     finding, path = findings[best], paths[best]
     kind, context = finding["type"], finding.get("ctx", {})
@@ -180,11 +182,11 @@ def _invalid(findings: Sequence[Mapping[str, Any]], body: Any, url_path: str) ->
     return ApiError(400, message, param=param, code="invalid_value")
 
 
-def _others(paths: Sequence[Sequence[int | str]], told: Sequence[int | str]) -> str:
+def _others(paths: Sequence[Sequence[int | str]], reported: Sequence[int | str]) -> str:
     """Return a note on the number of other wrong fields; containers of wrong fields do not count."""
     found = {tuple(path) for path in paths}
-    holding = {path[:length] for path in (*found, tuple(told)) for length in range(len(path))}
-    count = len(found - holding - {tuple(told)})
+    holding = {path[:length] for path in (*found, tuple(reported)) for length in range(len(path))}
+    count = len(found - holding - {tuple(reported)})
     return f" (and {count} more {'field is' if count == 1 else 'fields are'} wrong)" if count else ""
 
 

@@ -44,11 +44,9 @@ _LEAST_TOP_P = 1e-9  # less than the probability of the most likely token of any
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """Return the seed of one of the ``n`` choices of a prompt.
-
-    Choice 0 has the request's own seed, so that ``n`` does not change it. The others have 63 bits of the BLAKE2b hash of
-    ``SEED/CHOICE``: each choice can be requested alone, and neighbouring seeds do not share choices.
-    """
+    """Return the seed of a prompt's choice: the request's for choice 0, else 63 bits of the BLAKE2b hash of ``SEED/CHOICE``."""
+    # So `n` does not change the first choice. With a hash, each of the others can be requested alone, and neighbouring seeds do
+    # not share choices.
     if choice == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()) >> 1
@@ -87,11 +85,9 @@ class PlannerServices:
         session_id: str | None,
         headers: StreamHeaders | None = None,
     ) -> RequestPlanner:
-        """Return the planner of a request's jobs. ``prefix`` is that of the response id; a session in the body wins.
-
-        Raises ``ApiError``: wrong key, unknown model, or a stream that cannot be resumed.
-        """
+        """Return a request's planner; ``prefix`` is the response id's. Raises ApiError: wrong key, model or event id."""
         sharing, info = self.tenancy.sharing(authorization, body.cache), await self.model(body.model)
+        # A session in the body wins over the header.
         session = body.prompt_cache_key or session_id or None
         begin = functools.partial(
             ResumePoint.of, prefix, body, self.tenancy.tenant_of(authorization), headers or StreamHeaders(), self.stream_key
@@ -162,8 +158,8 @@ class RequestPlanner:
         """Return how to parse reasoning and tool calls from the response to a chat. Call it after ``chat``."""
         reasoning, calls, form = None, None, self._format
         if form.reasoning is not None:
-            told = body.include_reasoning is not False
-            reasoning = ReasoningFormat(form.reasoning, self._begins_within, token_bytes, told)
+            is_included = body.include_reasoning is not False
+            reasoning = ReasoningFormat(form.reasoning, self._begins_within, token_bytes, is_included)
         if form.calls is not None and body.shown_tools and body.bound_by is None:
             schemas = {tool.function.name: tool.function.parameters or {} for tool in body.tools or ()}
             most = 1 if body.parallel_tool_calls is False else None
@@ -180,14 +176,14 @@ class RequestPlanner:
 
     def _variables(self, body: ChatCompletionRequest) -> dict[str, Any]:
         """Return the chat template's variables. Raises ``RequestError`` if it does not support ``reasoning_effort``."""
-        asked, effort = body.chat_template_kwargs or {}, body.reasoning_effort
-        if effort is None or "reasoning_effort" in asked:
-            return asked
+        kwargs, effort = body.chat_template_kwargs or {}, body.reasoning_effort
+        if effort is None or "reasoning_effort" in kwargs:
+            return kwargs
         if knows_variable(self._tokenizer, "reasoning_effort"):
-            return {"reasoning_effort": effort, **asked}
+            return {"reasoning_effort": effort, **kwargs}
         switches = [name for name in ("enable_thinking", "thinking") if knows_variable(self._tokenizer, name)]
         if effort == "none" and switches:
-            return {switches[0]: False, **asked}
+            return {switches[0]: False, **kwargs}
         advice = 'send "none" or leave it out' if switches else "leave it out"
         raise RequestError("reasoning_effort", f"the model's chat template has no reasoning_effort; {advice}")
 
@@ -367,19 +363,19 @@ class RequestPlanner:
         n, is_chat, limit = body.n or 1, isinstance(body, ChatCompletionRequest), self._limits.max_output_tokens
         emitted = n * sum(tokens if limit is None else min(tokens, limit) for _, tokens in prompts)
         scored = n * sum(len(ids) for ids, _ in prompts)
-        told = {"speculation.report": emitted if body.drafting.report else 0}
+        sizes = {"speculation.report": emitted if body.drafting.report else 0}
         if body.num_logprobs is not None:
             tokens = emitted + (scored if isinstance(body, CompletionRequest) and body.echo else 0)
-            told["top_logprobs" if is_chat else "logprobs"] = tokens * (body.num_logprobs + 1)
+            sizes["top_logprobs" if is_chat else "logprobs"] = tokens * (body.num_logprobs + 1)
         if body.prompt_logprobs is not None:  # a chat returns them once for all choices
-            told["prompt_logprobs"] = scored // (n if is_chat else 1) * (body.prompt_logprobs + 1)
-        if (total := sum(told.values())) > MAX_REPORTED_VALUES:
+            sizes["prompt_logprobs"] = scored // (n if is_chat else 1) * (body.prompt_logprobs + 1)
+        if (total := sum(sizes.values())) > MAX_REPORTED_VALUES:
             length = "max_completion_tokens" if is_chat else "max_tokens"
             message = (
                 f"choices x tokens x (alternatives + 1) make {total} log-probabilities and reported tokens, the maximum per "
                 f"answer is {MAX_REPORTED_VALUES}: lower n, {length}, or the alternatives"
             )
-            raise RequestError(max(told, key=lambda field: told[field]), message)
+            raise RequestError(max(sizes, key=lambda field: sizes[field]), message)
 
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:
         if ids and max(ids) >= self.info.vocab_size:
@@ -403,6 +399,7 @@ class GrammarTurns:
         return await self._turns.run(lambda: build(lambda grammar: self._fault(info, grammar)))
 
     def _fault(self, info: ModelInfo, grammar: str) -> str:
+        # Making the checker takes long: threads wait for one instead of making it several times.
         with self._lock:
             if self._known != (info.vocab_size, info.eos_token_ids):
                 try:

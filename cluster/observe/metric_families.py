@@ -1,8 +1,7 @@
-"""Metrics of an engine replica in ``/metrics``: name, help, labels, and how to read the value from the replica's counts.
+"""Metrics of an engine replica in ``/metrics``: name, help, labels, and how to read the value from the replica's counts."""
 
-``vllm:`` metrics have vLLM's names, types and labels, so that its dashboards and load generators work; ``outrider:`` metrics have
-no counterpart there. Names of counters lack the ``_total`` that the text format adds.
-"""
+# `vllm:` metrics have vLLM's names, types and labels, so that its dashboards and load generators work; `outrider:` metrics have
+# no counterpart there. Names of counters lack the `_total` that the text format adds.
 
 from __future__ import annotations
 
@@ -39,9 +38,9 @@ class Family:
     value: Callable[[ReplicaMetrics], Value | Labelled]
     labels: tuple[str, ...] = ()  # in addition to ``model_name`` and ``engine``
 
-    def samples(self, told: ReplicaMetrics) -> Labelled:
+    def samples(self, source: ReplicaMetrics) -> Labelled:
         """Return the values of one replica, by label values."""
-        found = self.value(told)
+        found = self.value(source)
         return found if isinstance(found, Mapping) else {} if found is None else {(): found}
 
 
@@ -53,43 +52,43 @@ def _by(counts: Mapping[str, float]) -> Labelled:
 
 
 def _strategies(value: Callable[[StrategyCounts], Value]) -> Callable[[ReplicaMetrics], Labelled]:
-    def samples(told: ReplicaMetrics) -> Labelled:
-        found = {(one.strategy, "true" if one.lossless else "false"): value(one) for one in told.replica.strategies}
+    def samples(source: ReplicaMetrics) -> Labelled:
+        found = {(one.strategy, "true" if one.lossless else "false"): value(one) for one in source.replica.strategies}
         return {labels: count for labels, count in found.items() if count is not None}
 
     return samples
 
 
-def _mirror(value: Callable[[CacheClientCounts], float]) -> Callable[[ReplicaMetrics], Value]:
-    return lambda told: None if told.replica.cache is None else value(told.replica.cache)
+def _cache(value: Callable[[CacheClientCounts], float]) -> Callable[[ReplicaMetrics], Value]:
+    return lambda source: None if source.replica.cache is None else value(source.replica.cache)
 
 
 def _budget(value: Callable[[BudgetCounts], float]) -> Callable[[ReplicaMetrics], Value]:
-    return lambda told: None if told.metrics.budget is None else value(told.metrics.budget)
+    return lambda source: None if source.metrics.budget is None else value(source.metrics.budget)
 
 
 def _group(value: Callable[[GroupState], float], alone: Value = None) -> Callable[[ReplicaMetrics], Value]:
     """Return a function that reads the group of ranks, or ``alone`` for a replica without one."""
-    return lambda told: alone if told.replica.group is None else value(told.replica.group)
+    return lambda source: alone if source.replica.group is None else value(source.replica.group)
 
 
-def _kv_usage(told: ReplicaMetrics) -> float:
-    counts = told.replica.counts
+def _kv_usage(source: ReplicaMetrics) -> float:
+    counts = source.replica.counts
     return counts.running / max(1, counts.running + counts.free_slots)
 
 
-def _cache_config(told: ReplicaMetrics) -> Labelled:
-    info, counts = told.replica.info, told.replica.counts
+def _cache_config(source: ReplicaMetrics) -> Labelled:
+    info, counts = source.replica.info, source.replica.counts
     return {(str(info.max_model_len), str(counts.running + counts.free_slots), info.dtype): 1.0}
 
 
-def _energy(told: ReplicaMetrics) -> Labelled:
-    energy = told.replica.energy
+def _energy(source: ReplicaMetrics) -> Labelled:
+    energy = source.replica.energy
     return {} if energy is None else {(energy.source,): energy.steps_j}
 
 
-def _accepted_by_position(told: ReplicaMetrics) -> Labelled:
-    return {(str(at),): count for at, count in enumerate(told.metrics.accepted_per_position)}
+def _accepted_by_position(source: ReplicaMetrics) -> Labelled:
+    return {(str(at),): count for at, count in enumerate(source.metrics.accepted_per_position)}
 
 
 VLLM: tuple[Family, ...] = (
@@ -232,33 +231,37 @@ STEPS: tuple[Family, ...] = (
 MEMORY: tuple[Family, ...] = (
     gauge("outrider:process_resident_bytes", "Resident memory of the replica's process.", lambda one: one.metrics.resident_bytes),
     gauge("outrider:history_bytes", "Memory of stored outputs.", lambda one: one.metrics.history_bytes),
-    gauge("outrider:mirror_connected", "1 if Redis answers.", _mirror(lambda one: one.connected)),
+    gauge("outrider:cache_connected", "1 if Redis answers.", _cache(lambda one: one.connected)),
     gauge(
-        "outrider:mirror_lag_seconds",
+        "outrider:cache_lag_seconds",
         "Age of the entries being read from Redis; 0 if all are read.",
-        _mirror(lambda one: one.lag_s),
+        _cache(lambda one: one.lag_s),
     ),
     gauge(
-        "outrider:mirror_waiting_tokens",
+        "outrider:cache_waiting_tokens",
         "Tokens read from Redis but not yet available to drafters.",
-        _mirror(lambda one: one.waiting_tokens),
+        _cache(lambda one: one.waiting_tokens),
     ),
-    gauge("outrider:mirror_outbox_bytes", "Bytes waiting to be written to Redis.", _mirror(lambda one: one.outbox_bytes)),
-    counter("outrider:mirror_published_tokens", "Tokens written to Redis.", _mirror(lambda one: one.published_tokens)),
-    counter("outrider:mirror_applied_tokens", "Tokens received from Redis.", _mirror(lambda one: one.applied_tokens)),
+    gauge("outrider:cache_outbox_bytes", "Bytes waiting to be written to Redis.", _cache(lambda one: one.outbox_bytes)),
+    counter("outrider:cache_published_tokens", "Tokens written to Redis.", _cache(lambda one: one.published_tokens)),
+    counter("outrider:cache_applied_tokens", "Tokens received from Redis.", _cache(lambda one: one.applied_tokens)),
     counter(
-        "outrider:mirror_dropped_tokens", "Tokens dropped before they reached Redis.", _mirror(lambda one: one.dropped_tokens)
+        "outrider:cache_dropped_tokens",
+        "Tokens dropped before they reached Redis.",
+        _cache(lambda one: one.dropped_tokens),
     ),
     counter(
-        "outrider:mirror_lost_records", "Records that were written but never received.", _mirror(lambda one: one.lost_records)
+        "outrider:cache_lost_records",
+        "Records that were written but never received.",
+        _cache(lambda one: one.lost_records),
     ),
     counter(
-        "outrider:mirror_corrupt_records",
+        "outrider:cache_corrupt_records",
         "Records and snapshots that could not be read.",
-        _mirror(lambda one: one.corrupt_records + one.corrupt_snapshots),
+        _cache(lambda one: one.corrupt_records + one.corrupt_snapshots),
     ),
     counter(
-        "outrider:mirror_failures",
+        "outrider:cache_failures",
         "Failed attempts to access Redis, by kind.",
         lambda one: {} if one.replica.cache is None else _by(one.replica.cache.failures),
         ("kind",),

@@ -67,8 +67,8 @@ class Metrics(Collector):
     def __init__(self, replicas: Sequence[Description] | None, configured: int, api: ApiCounts) -> None:
         """Take descriptions of the replicas that answer; None if another API replica reports the engines."""
         self._answering, self._configured, self._api = None if replicas is None else len(replicas), configured, api
-        told = [ReplicaMetrics(replica, replica.metrics) for replica in replicas or () if replica.metrics is not None]
-        self._told = [((one.replica.info.served_name, one.metrics.engine), one) for one in told]
+        reported = [ReplicaMetrics(replica, replica.metrics) for replica in replicas or () if replica.metrics is not None]
+        self._reported = [((one.replica.info.served_name, one.metrics.engine), one) for one in reported]
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics; those of engines have no samples while no replica answers."""
@@ -83,14 +83,14 @@ class Metrics(Collector):
     def _family(self, family: Family) -> Metric:
         kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
         metric = kind(family.name, family.help, labels=(*_LABELS, *family.labels))
-        for labels, one in self._told:
+        for labels, one in self._reported:
             for more, value in family.samples(one).items():
                 metric.add_metric((*labels, *more), value)
         return metric
 
     def _histogram(self, name: str, help: str) -> Metric:
         metric = HistogramMetricFamily(f"vllm:{name}", help, labels=_LABELS)
-        for labels, one in self._told:
+        for labels, one in self._reported:
             counts = one.metrics.histograms[name]
             metric.add_metric(labels, _buckets(counts), counts.total)
         return metric

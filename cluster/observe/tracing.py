@@ -1,12 +1,12 @@
 """OpenTelemetry traces of generations, off unless ``server.otlp_endpoint`` is set. They hold no text, no key and no tenant.
 
-A request has a server span, whose children are ``queue``, ``prefill`` and ``decode`` of each choice. Their times are the
-engine's, from the last output of a choice. Attributes follow the gen_ai conventions and vLLM's additional names. A client's
-``traceparent`` (W3C Trace Context) is the parent, and the response names its own span.
-
 Example: an answer's last output comes 900 ms after it was asked for, with 200 ms of prefill and 600 ms of decoding in its
 counters. Its queue is 0-100 ms, its prefill 100-300 ms, its decoding 300-900 ms.
 """
+
+# A request has a server span, whose children are `queue`, `prefill` and `decode` of each choice. Their times are the engine's,
+# from the last output of a choice. Attributes follow the gen_ai conventions and vLLM's additional names. A client's `traceparent`
+# (W3C Trace Context) is the parent, and the response names its own span.
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Tracing:
     def __init__(self, provider: TracerProvider, model: str, strategy: str) -> None:
         self._provider, self._tracer = provider, provider.get_tracer("outrider")
         self._model, self._strategy = model, strategy
-        self._asked: ContextVar[_Exchange | None] = ContextVar("asked", default=None)
+        self._exchange: ContextVar[_Exchange | None] = ContextVar("asked", default=None)
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
         """Return the application with a span around each generation."""
@@ -82,7 +82,7 @@ class Tracing:
         attributes = {"gen_ai.operation.name": operation, "gen_ai.request.model": self._model}
         name = f"{operation} {self._model}"
         span = self._tracer.start_span(name, parent, SpanKind.SERVER, attributes, start_time=began_ns)
-        asked, carrier = _Exchange(span, began_ns), dict[str, str]()
+        exchange, carrier = _Exchange(span, began_ns), dict[str, str]()
         propagator.inject(carrier, set_span_in_context(span))
 
         async def named(message: Message) -> None:
@@ -93,37 +93,37 @@ class Tracing:
                     span.set_status(Status(StatusCode.ERROR))
             await send(message)
 
-        token = self._asked.set(asked)
+        token = self._exchange.set(exchange)
         try:
             await app(scope, receive, named)
         except asyncio.CancelledError:
             span.set_attribute("error.type", "cancelled")  # the client has left, or the server stops
             raise
         finally:
-            self._asked.reset(token)
-            span.set_attributes(_totals(asked))
+            self._exchange.reset(token)
+            span.set_attributes(_totals(exchange))
             span.end()
 
     def on_output(self, job: GenerationJob) -> Callable[[StepOutput], None] | None:
         """Return a listener that adds a choice's times to its request's span; None outside of a traced HTTP request."""
-        asked = self._asked.get()
-        if asked is None or not asked.span.is_recording():
+        exchange = self._exchange.get()
+        if exchange is None or not exchange.span.is_recording():
             return None
-        self._begin(asked, job)
+        self._begin(exchange, job)
 
         def hear(output: StepOutput) -> None:
-            asked.completion_tokens += len(output.token_ids)
+            exchange.completion_tokens += len(output.token_ids)
             if output.finish_reason is not None:
-                self._finish(asked, job, output)
+                self._finish(exchange, job, output)
 
         return hear
 
-    def _begin(self, asked: _Exchange, job: GenerationJob) -> None:
-        asked.choices += 1
+    def _begin(self, exchange: _Exchange, job: GenerationJob) -> None:
+        exchange.choices += 1
         params, answer_id = job.params, job.request_id.rpartition("/")[0]
-        if not any(job.prompt_ids is prompt for prompt in asked.prompts):
-            asked.prompts.append(job.prompt_ids)
-        asked.span.set_attributes(
+        if not any(job.prompt_ids is prompt for prompt in exchange.prompts):
+            exchange.prompts.append(job.prompt_ids)
+        exchange.span.set_attributes(
             {
                 "gen_ai.request.id": answer_id,
                 "gen_ai.response.id": answer_id,
@@ -131,57 +131,57 @@ class Tracing:
                 "gen_ai.request.max_tokens": params.max_tokens,
                 "gen_ai.request.temperature": params.temperature,
                 "gen_ai.request.top_p": params.top_p,
-                "gen_ai.request.n": asked.choices,
+                "gen_ai.request.n": exchange.choices,
                 "outrider.strategy": job.strategy or self._strategy,
             }
         )
 
-    def _finish(self, asked: _Exchange, job: GenerationJob, output: StepOutput) -> None:
-        asked.reasons.append(str(output.finish_reason))
+    def _finish(self, exchange: _Exchange, job: GenerationJob, output: StepOutput) -> None:
+        exchange.reasons.append(str(output.finish_reason))
         if output.finish_reason is FinishReason.ERROR and output.fault_field is None:
             from opentelemetry.trace import Status, StatusCode
 
-            asked.span.set_status(Status(StatusCode.ERROR))  # without the message, which may hold text of the client
+            exchange.span.set_status(Status(StatusCode.ERROR))  # without the message, which may hold text of the client
         if output.stats is not None:
-            self._write_times(asked, job, output.stats)
+            self._write_times(exchange, job, output.stats)
 
-    def _write_times(self, asked: _Exchange, job: GenerationJob, stats: SpecStats) -> None:
+    def _write_times(self, exchange: _Exchange, job: GenerationJob, stats: SpecStats) -> None:
         """Write the child spans of a choice whose last output has just arrived."""
         from opentelemetry.trace import set_span_in_context
 
         end_ns = time.time_ns()
         first_ns = end_ns - int(stats.decode_s * _NS)
         admitted_ns = first_ns - int(stats.prefill_s * _NS)
-        parent = set_span_in_context(asked.span)
+        parent = set_span_in_context(exchange.span)
         attributes = {"outrider.choice": int(job.request_id.rpartition("/")[2])}
-        bounds = (asked.began_ns, max(asked.began_ns, admitted_ns), max(asked.began_ns, first_ns), end_ns)
+        bounds = (exchange.began_ns, max(exchange.began_ns, admitted_ns), max(exchange.began_ns, first_ns), end_ns)
         for name, start, end in zip(("queue", "prefill", "decode"), bounds, bounds[1:], strict=False):
             self._tracer.start_span(name, parent, attributes=attributes, start_time=start).end(end)
-        if asked.choices == 1:  # of several choices, only the child spans have the times
-            asked.span.set_attributes(
+        if exchange.choices == 1:  # of several choices, only the child spans have the times
+            exchange.span.set_attributes(
                 {
                     "gen_ai.latency.time_in_queue": (bounds[1] - bounds[0]) / _NS,
                     "gen_ai.latency.time_to_first_token": (bounds[2] - bounds[0]) / _NS,
                     "gen_ai.latency.time_in_model_prefill": stats.prefill_s,
                     "gen_ai.latency.time_in_model_decode": stats.decode_s,
-                    "gen_ai.latency.e2e": (end_ns - asked.began_ns) / _NS,
+                    "gen_ai.latency.e2e": (end_ns - exchange.began_ns) / _NS,
                 }
             )
         for name in _COUNTED:
-            setattr(asked.counts, name, getattr(asked.counts, name) + getattr(stats, name))
+            setattr(exchange.counts, name, getattr(exchange.counts, name) + getattr(stats, name))
 
 
-def _totals(asked: _Exchange) -> dict[str, Any]:
+def _totals(exchange: _Exchange) -> dict[str, Any]:
     """Return the attributes that are known at the end of the answer."""
-    if not asked.choices:
+    if not exchange.choices:
         return {}
-    prompt, completion = sum(map(len, asked.prompts)), asked.completion_tokens
+    prompt, completion = sum(map(len, exchange.prompts)), exchange.completion_tokens
     usage = {"prompt_tokens": prompt, "input_tokens": prompt, "completion_tokens": completion, "output_tokens": completion}
-    own = {name: getattr(asked.counts, name) for name in _COUNTED}
+    own = {name: getattr(exchange.counts, name) for name in _COUNTED}
     return {
         **{f"gen_ai.usage.{name}": count for name, count in usage.items()},
         **{f"outrider.{name}": count for name, count in own.items()},
-        "gen_ai.response.finish_reasons": asked.reasons,
+        "gen_ai.response.finish_reasons": exchange.reasons,
     }
 
 

@@ -114,8 +114,8 @@ class CacheActor:
     """``CacheServerActor`` as an actor. It returns errors as values, like the engine replicas."""
 
     def __init__(self, engine: DeploymentHandle[Any], place: CacheSettings, quotas: dict[str, int]) -> None:
-        asked = for_threads(engine)
-        self._cache_server = CacheServerActor(place.access(), quotas, lambda: _identity(asked, place.version))
+        threaded = for_threads(engine)
+        self._cache_server = CacheServerActor(place.access(), quotas, lambda: _identity(threaded, place.version))
 
     async def call(self, verb: str, *arguments: object) -> object:
         """Return the result of a method of ``CacheAdmin``, or the exception that it raises."""
@@ -129,6 +129,7 @@ class CacheActor:
         self._cache_server.check_health()
 
     def __del__(self) -> None:
+        # Serve calls `__del__` when it stops a replica, and Python also after a constructor that failed.
         if hasattr(self, "_cache_server"):
             self._cache_server.stop()
 
@@ -139,6 +140,7 @@ def _identity(engine: DeploymentHandle[Any], version: str) -> Identity | None:
         description: Description = engine.describe.remote().result(timeout_s=_DESCRIBE_TIMEOUT_S)
     except (RayError, RayServeException, TimeoutError):
         return None
+    # During a redeploy, replicas of the former model answer, too; its namespaces are others.
     return identity_of(description.info) if description.version == version else None
 
 

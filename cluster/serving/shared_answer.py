@@ -17,15 +17,16 @@ class SharedAnswer(Generic[T]):
 
     def __init__(self, ask: Callable[[], Awaitable[T]], clock: Callable[[], float] = time.monotonic) -> None:
         self._ask, self._clock = ask, clock
-        self._asked: asyncio.Task[T] | None = None
+        self._pending: asyncio.Task[T] | None = None
         self._answered_s = 0.0
 
     async def __call__(self) -> T:
-        """Return the answer. A caller that is cancelled does not cancel the call."""
-        asked = self._asked
-        if asked is None or (asked.done() and self._clock() - self._answered_s >= FRESH_S):
-            asked = self._asked = asyncio.create_task(self._answer())
-        return await asyncio.shield(asked)
+        """Return the answer."""
+        answer = self._pending
+        if answer is None or (answer.done() and self._clock() - self._answered_s >= FRESH_S):
+            answer = self._pending = asyncio.create_task(self._answer())
+        # One caller's cancellation must not end the call for the others.
+        return await asyncio.shield(answer)
 
     async def _answer(self) -> T:
         try:

@@ -204,6 +204,7 @@ class SuffixDecodingDrafter(RequestDrafter[CountedAutomaton]):
         if request.request_id in self._states:
             kept, history = self._kept(request), self._histories.of(request.cache_namespace)
             if kept is not None and history is not None:
+                # A text that was deleted while the request ran does not come back.
                 if not history.removed(request.text):
                     kept.add(request.output_ids.tolist())
                 history.extend(request.text, 0, (), final=True)
@@ -215,6 +216,7 @@ class SuffixDecodingDrafter(RequestDrafter[CountedAutomaton]):
         if history is None or request.cache_namespace is None:
             return None
         kept = self._outputs.get(request.cache_namespace)
+        # Another version means that texts of the tenant were deleted: single texts cannot be removed from an automaton.
         if kept is None or kept.history_version is not history.version:
             kept = self._outputs[request.cache_namespace] = _Outputs(self._depth, self._capacity, history.version)
         self._outputs.move_to_end(request.cache_namespace)

@@ -35,7 +35,7 @@ class _OwnTexts:
     """Texts of one request, split at end tokens: prompt, references, texts of similar past requests; output if it is private."""
 
     def __init__(self, request: Request, end_tokens: tuple[int, ...], private: bool) -> None:
-        self.told = 0  # output tokens that are in the history
+        self.published = 0  # output tokens that are in the history
         self.history = History(request.params.max_tokens + BLOCK, end_tokens) if private else None
         self.history_version: object = None  # version of the tenant's history when the texts were written
 
@@ -136,7 +136,8 @@ class TrieDrafter(RequestDrafter[_OwnTexts]):
     def draft(self, request: Request, state: _OwnTexts, budget: int) -> DraftTree:
         """Return the tree below the text's end."""
         own = state
-        history = self._publish(request, own) if own.told < request.num_output else self._history(request, own)
+        # Published first, so that the request drafts from its own latest tokens too.
+        history = self._publish(request, own) if own.published < request.num_output else self._history(request, own)
         if own.history_version is not history.version:  # texts were deleted
             self._lay_out(request, own, history)
         size = min(self._decoding_length * self.ranks, _MAX_ROWS, budget + 1)
@@ -180,8 +181,8 @@ class TrieDrafter(RequestDrafter[_OwnTexts]):
 
     def _publish(self, request: Request, own: _OwnTexts, final: bool = False) -> History:
         history = self._history(request, own)
-        history.extend(request.text, own.told, request.output_ids[own.told :], final)
-        own.told = request.num_output
+        history.extend(request.text, own.published, request.output_ids[own.published :], final)
+        own.published = request.num_output
         return history
 
     def finish(self, request: Request) -> None:

@@ -122,11 +122,11 @@ def _four(
     o0 = o1 = o2 = o3 = splat(_FLOAT)
     if target == 0:
         for at in range(key_dim):
-            place, number, asked = source + at * step, load_splat(key + at * 4), load_splat(query + at * 4)
-            o0 = multiply_add(multiply_add(number, w0, multiply(load(place, _FLOAT), decay)), asked, o0)
-            o1 = multiply_add(multiply_add(number, w1, multiply(load(place + WIDTH * 4, _FLOAT), decay)), asked, o1)
-            o2 = multiply_add(multiply_add(number, w2, multiply(load(place + 2 * WIDTH * 4, _FLOAT), decay)), asked, o2)
-            o3 = multiply_add(multiply_add(number, w3, multiply(load(place + 3 * WIDTH * 4, _FLOAT), decay)), asked, o3)
+            place, number, queried = source + at * step, load_splat(key + at * 4), load_splat(query + at * 4)
+            o0 = multiply_add(multiply_add(number, w0, multiply(load(place, _FLOAT), decay)), queried, o0)
+            o1 = multiply_add(multiply_add(number, w1, multiply(load(place + WIDTH * 4, _FLOAT), decay)), queried, o1)
+            o2 = multiply_add(multiply_add(number, w2, multiply(load(place + 2 * WIDTH * 4, _FLOAT), decay)), queried, o2)
+            o3 = multiply_add(multiply_add(number, w3, multiply(load(place + 3 * WIDTH * 4, _FLOAT), decay)), queried, o3)
     elif output == 0:
         for at in range(key_dim):
             place, into, number = source + at * step, target + at * step, load_splat(key + at * 4)
@@ -137,7 +137,7 @@ def _four(
     else:
         for at in range(key_dim):
             place, into = source + at * step, target + at * step
-            number, asked = load_splat(key + at * 4), load_splat(query + at * 4)
+            number, queried = load_splat(key + at * 4), load_splat(query + at * 4)
             s0 = multiply_add(number, w0, multiply(load(place, _FLOAT), decay))
             s1 = multiply_add(number, w1, multiply(load(place + WIDTH * 4, _FLOAT), decay))
             s2 = multiply_add(number, w2, multiply(load(place + 2 * WIDTH * 4, _FLOAT), decay))
@@ -146,8 +146,8 @@ def _four(
             store(into + WIDTH * 4, s1, _FLOAT)
             store(into + 2 * WIDTH * 4, s2, _FLOAT)
             store(into + 3 * WIDTH * 4, s3, _FLOAT)
-            o0, o1 = multiply_add(s0, asked, o0), multiply_add(s1, asked, o1)
-            o2, o3 = multiply_add(s2, asked, o2), multiply_add(s3, asked, o3)
+            o0, o1 = multiply_add(s0, queried, o0), multiply_add(s1, queried, o1)
+            o2, o3 = multiply_add(s2, queried, o2), multiply_add(s3, queried, o3)
     if output:
         own = bytes_of(written)
         store(output, multiply_add(skip, v0, o0), written)
@@ -200,6 +200,7 @@ def _walk(rule: Any, walk: Any, head: int, like: Any, written: Any) -> None:
     keys, queries = np.empty((_TILE, key_dim), np.float32), np.empty((_TILE, key_dim), np.float32)
     decays, rates, values = np.empty(_TILE, np.float32), np.empty(_TILE, np.float32), np.empty(_TILE, np.int64)
     skip = splat(_float_at(rule.skip + head * 4) if rule.skip else _FLOAT)
+    # The inputs of some steps are prepared at once; then each block of the state goes through all of these steps in the cache.
     for begin in range(0, walk.num_steps, _TILE):
         count = min(_TILE, walk.num_steps - begin)
         for own_step in range(count):
@@ -222,6 +223,7 @@ def _walk(rule: Any, walk: Any, head: int, like: Any, written: Any) -> None:
                 rate = _float_at(rule.rate + (row * rule.heads + head) * 4)
             _prepare(key, keys[own_step].ctypes.data, key_dim, rule.normalise, _ONE, like)
             if rule.delta == 0:
+                # The step is a softplus, which cannot overflow in this form; its product with A is the logarithm of the decay.
                 x = float(decay) + float(_float_at(rule.bias + head * 4))
                 rate = np.float32(min(max(max(x, 0.0) + math.log1p(math.exp(-abs(x))), rule.least), rule.most))
                 decay = rate * _float_at(rule.rates + head * 4)

@@ -1,9 +1,7 @@
 """Structured output: grammars for JSON schemas, regular expressions and choices, compiled for the tokenizer of a model.
 
 llguidance computes the allowed next tokens: an Earley parser over a lexer of lazily built regular-expression derivatives, walked
-along a trie of the vocabulary (https://guidance-ai.github.io/llguidance/llg-go-brrr). States move back as well as forward, as the
-branches of a draft tree require. A grammar is sent as text in the library's notation (``SamplingParams.grammar``), so that every
-rank, and a replica that takes over a request, compiles the same one.
+along a trie of the vocabulary (https://guidance-ai.github.io/llguidance/llg-go-brrr).
 """
 
 from __future__ import annotations
@@ -238,6 +236,8 @@ def _checked(grammar: str, size: int) -> str:
     if grammar.startswith("{"):  # JSON, around a schema or Lark's notation
         (one,) = json.loads(grammar)["grammars"]
         rules = one["lark_grammar"] or f"start: %json {json.dumps(one['json_schema'])}"
+    # Grammars are sent as text in the library's notation (``SamplingParams.grammar``), so that every rank, and a replica that
+    # takes over a request, compiles the same one.
     return f"{_UNFORCED}\n{rules}"
 
 
@@ -310,6 +310,7 @@ class MatcherGrammar:
         behind = min(surplus, self._beyond)
         self._beyond -= behind
         if surplus > behind:
+            # States move back as well as forward, as the branches of a draft tree require.
             self._matcher.rollback(surplus - behind)
             self._size -= surplus - behind
 
@@ -432,6 +433,7 @@ class Grammars:
             if compiled is None and waited is None:
                 future = self._compiling[key] = Future()
         if compiled is None and waited is not None:
+            # Another thread compiles the same grammar: wait for it outside of the lock.
             compiled = waited.result()
         if compiled is None:
             try:

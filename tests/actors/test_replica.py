@@ -319,6 +319,7 @@ def test_stop_ends_the_thread_and_leaves_nobody_waiting(model: ModelOptions) -> 
     replica.stop()
 
 
+@pytest.mark.slow
 def test_what_was_put_off_is_done_between_requests_and_changes_no_answer(
     replica: Replica, model: ModelOptions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -67,7 +67,8 @@ def gone(pids: list[int]) -> bool:
 @pytest.mark.slow
 @has_deepspeed
 @pytest.mark.parametrize(
-    "compiler", [pytest.param("none", id="gloo"), pytest.param("c++", marks=has_compiler, id="shared memory")]
+    "compiler",
+    [pytest.param("none", id="gloo", marks=pytest.mark.proof), pytest.param("c++", marks=has_compiler, id="shared memory")],
 )
 def test_slices_say_what_the_whole_says_and_a_killed_rank_ends_the_group(compiler: str) -> None:
     with leading("tensor", "llama", CXX=compiler) as (leader, answers):

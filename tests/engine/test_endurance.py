@@ -63,7 +63,8 @@ def options_of(number: int) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.proof)])
 def test_no_request_no_slot_and_no_memory_is_lost(tmp_path: Path, count: int) -> None:
     # In a process of its own, where nothing else grows.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:

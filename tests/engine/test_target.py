@@ -116,6 +116,7 @@ def test_widths_outside_the_vocabulary(runner: ModelRunner, tmp_path: Path) -> N
     assert target.bigram_table(VOCAB).shape == (VOCAB, VOCAB)
 
 
+@pytest.mark.slow
 def test_latency_is_measured_once_and_kept(runner: ModelRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = LocalTarget(runner, info(), None, tmp_path)
     curve = target.latency()
@@ -166,6 +167,7 @@ def test_slots_serve_as_before(folder: str, loaded: LoadedModel) -> None:
     assert outputs[0] == outputs[1] and len(outputs[0]) == 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [

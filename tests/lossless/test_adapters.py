@@ -90,7 +90,8 @@ def plainly(model: ModelOptions, dtype: str) -> list[list[int]]:
     return [run(engine, [request])[0] for request in requests()]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.proof)])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_in_every_company_it_is_plain_decoding(models: dict[str, ModelOptions], family: str, dtype: str) -> None:
     expected = plainly(models[family], dtype)
@@ -102,7 +103,7 @@ def test_in_every_company_it_is_plain_decoding(models: dict[str, ModelOptions], 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.proof)])
 @pytest.mark.parametrize("strategy", DRAFTING)
 def test_with_every_strategy_it_is_plain_decoding(models: dict[str, ModelOptions], strategy: str, dtype: str) -> None:
     engine = load(models["llama"], strategy, dtype, (4, 64))
@@ -119,6 +120,7 @@ def test_ranks_that_share_the_steps_have_the_adapters(models: dict[str, ModelOpt
         assert any(len(step.rank_s) == 2 and min(step.rows) > 1 for step in group.times)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", CONFIGS)
 def test_it_says_what_the_merged_weights_say(models: dict[str, ModelOptions], family: str) -> None:
     model, engine = models[family], load(models[family], "auto")
@@ -140,6 +142,7 @@ def _texts() -> Iterator[tuple[DummySequence, str | None]]:
         yield DummySequence(slot, tokens[slot : slot + 30 + slot], who), who
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_modules", [False, True])
 @pytest.mark.parametrize("dtype", COMPILED)
 def test_a_row_has_the_same_bits_beside_any_others(models: dict[str, ModelOptions], dtype: torch.dtype, by_modules: bool) -> None:

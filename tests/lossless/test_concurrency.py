@@ -53,6 +53,7 @@ def assert_drafts_helped(watch: Watch, strategy: str, running: int) -> None:
     assert watch.accepted > 0 or strategy == "autoregressive" or (strategy == "auto" and running > 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "running"),
     [
@@ -73,6 +74,7 @@ def test_answers_at_every_concurrency_are_those_alone(load: Load, cases: list[Ca
     assert_drafts_helped(watch, strategy, running)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGY_NAMES)
 def test_arrivals_aborts_and_preemptions_change_no_other_answer(load: Load, cases: list[Case], strategy: str) -> None:
     """With few rows a step, so that prompts are computed in chunks between the others' tokens."""

@@ -88,6 +88,7 @@ def sampled(kind: str) -> Callable[[int], SamplingParams]:
     return lambda at: SamplingParams(MAX_TOKENS, seed=50 + at, **KINDS[kind])  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", ["target", "near", "far"])
 @pytest.mark.parametrize("strategy", [*EXACT, "speculative:sampling=rejection", "spectr", "mjsd:threshold=1.0"])
 def test_greedy_is_transformers_generate(folders: Folders, generated: list[list[int]], strategy: str, draft: str) -> None:
@@ -105,6 +106,7 @@ def test_greedy_is_transformers_generate(folders: Folders, generated: list[list[
         assert {name for one in wanted for name in one.stats.accepted_by_source} == {"draft_model"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "draft"), [*((strategy, "near") for strategy in EXACT), ("speculative", "far"), ("mjsd:threshold=1.0", "near")]
 )
@@ -118,6 +120,7 @@ def test_the_text_is_the_seeds(folders: Folders, plain: dict[str, list[list[int]
     assert accepted == 0 if lossy else accepted > 0 or draft == "far"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -137,6 +140,7 @@ def test_a_draft_model_that_is_the_target_is_always_right(folders: Folders, stra
         assert one.stats.steps == 1 + 20 // 5  # the prefill's token, then five a step
 
 
+@pytest.mark.slow
 def test_drafts_follow_the_requests_own_rules(folders: Folders, plain: dict[str, list[list[int]]]) -> None:
     """With its penalties and its noise the draft model chooses what the target chooses, else it would not."""
     for kind in ("penalties", "all"):
@@ -209,6 +213,7 @@ def test_arrivals_aborts_and_preemptions_change_no_answer(folders: Folders, case
     assert watch.preemptions > 0 and watch.ended[FinishReason.ABORT] > 0 and watch.accepted > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["speculative:sampling=rejection", "spectr", "bild:variant=mjsd", "bild", "mjsd"])
 def test_what_keeps_no_text_keeps_the_rules_of_requests(folders: Folders, strategy: str) -> None:
     """Lengths, end tokens, banned and barred tokens, in any batch; the text depends on nothing but the seed and the request."""

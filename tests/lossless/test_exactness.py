@@ -95,6 +95,7 @@ def outputs(engine: Engine, wanted: Sequence[Request], between: Callable[[int], 
     return [request.output_ids.tolist() for request in wanted]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("device", "dtype"), EVERYWHERE)
 def test_every_strategy_and_company_gives_the_tokens_of_plain_decoding(folder: str, device: str, dtype: str) -> None:
     plain = load(folder, "autoregressive", (1, 512), device, dtype)
@@ -141,6 +142,7 @@ def test_what_requests_in_other_words_brought_changes_no_token(folder: str, devi
             assert sum(one.stats.accepted_by_source.get("similar", 0) for one in wanted) > 0
 
 
+@pytest.mark.slow
 @compiled_only
 @pytest.mark.parametrize("strategy", ["autoregressive", "auto"])
 def test_a_second_turn_finds_the_first(folder: str, strategy: str) -> None:
@@ -187,6 +189,7 @@ def made(model: PreTrainedModel, **options: Any) -> ModelRunner:
     return make_runner(model, CONTEXT + 64, EngineOptions(max_running=2, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("device", "dtype"), EVERYWHERE)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_all_families_are_exact(family: str, device: str, dtype: str) -> None:
@@ -253,6 +256,7 @@ def put_in(monkeypatch: pytest.MonkeyPatch, where: tuple[Any, str], change: Chan
     monkeypatch.setattr(*where, lambda *args: change(original, *args))
 
 
+@pytest.mark.slow
 @compiled_only
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_depends_on_company_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,6 +286,7 @@ def test_what_depends_on_company_is_noticed_of_a_whole_forward(fault: str, monke
     assert str(exactness.check(runner)).endswith("rows changed with the other rows of the batch")
 
 
+@pytest.mark.slow
 @compiled_only
 @pytest.mark.parametrize("form", [16, 1])
 def test_an_engine_goes_on_in_a_form_that_is_exact(

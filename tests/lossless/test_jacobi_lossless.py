@@ -71,6 +71,7 @@ def expected(folder: str) -> dict[tuple[float, bool], list[list[int]]]:
     return {kind: [request.output_ids.tolist() for request in run(engine, params(*kind))] for kind in kinds}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize(("options", "budget"), SETTINGS)
 def test_output_is_that_of_plain_decoding(

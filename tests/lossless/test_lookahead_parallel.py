@@ -105,6 +105,7 @@ def test_the_cases_differ() -> None:
     assert sum(map(len, logprobs)) > 2 * MAX_TOKENS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES))
 def test_every_strategy_on_every_number_of_ranks(strategy: str, world: int) -> None:
@@ -140,6 +141,7 @@ def test_trees_grow_with_the_ranks(world: int) -> None:
     assert largest(group("trie", world)) > largest(group("trie", 1)) * world * 0.6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["auto", "hostile"])
 @pytest.mark.parametrize("family", ["gpt2", "mistral", "gemma2", "qwen3", "mixtral"])
 def test_model_families_on_three_ranks(family: str, strategy: str) -> None:
@@ -284,15 +286,16 @@ def test_contexts_filled_to_the_last_position() -> None:
             assert ranks.run(requests(expected, cases)) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not NATIVE, reason="numba is not installed")
 @pytest.mark.parametrize(("strategy", "fixed_rows"), [("auto", None), ("jacobi", None), ("trie", None), ("auto", 16)])
 def test_ranks_give_every_bit_of_plain_decoding_in_half_precision(strategy: str, fixed_rows: int | None) -> None:
     """Outputs, and log-probabilities to the last digit: rows on a rank with others than on one replica have the same bits."""
     found = []
     for world, drafter in ((1, "autoregressive"), (3, strategy)):
-        ready, options = prepared(build_drafter(drafter, {}), tiny_model("qwen3", "bfloat16")), replace(PATIENT, check_steps=1)
+        ready = prepared(build_drafter(drafter, {}), tiny_model("qwen3", "bfloat16"))
         rows = None if world == 1 else fixed_rows  # forwards of any number of rows and of sixteen say the same, too
-        with TinyGroup("qwen3", ready, world, dtype="bfloat16", options=options, strategy=drafter, fixed_rows=rows) as ranks:
+        with TinyGroup("qwen3", ready, world, dtype="bfloat16", check_steps=1, strategy=drafter, fixed_rows=rows) as ranks:
             wanted = requests([output for outputs, _ in found for output in outputs])
             found.append(ranks.answers(wanted))
             assert ranks.state.ready == tuple(range(world))

@@ -88,6 +88,7 @@ def load(folder: str, dtype: str, strategy: str, batch: int, step_tokens: int = 
 GREEDY = [SamplingParams(max_tokens=MAX_TOKENS)] * len(PROMPTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGY_NAMES)
 def test_greedy_is_transformers_generate(folder: str, reference: tuple[str, list[list[int]]], strategy: str) -> None:
     dtype, expected = reference
@@ -121,12 +122,14 @@ def test_another_seed_gives_another_text(folder: str, sampled: tuple[str, list[l
     assert generate(load(folder, dtype, "llma", 8), other_seeds) != outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGY_NAMES)
 def test_chunked_prefill_changes_nothing(folder: str, reference: tuple[str, list[list[int]]], strategy: str) -> None:
     dtype, expected = reference
     assert generate(load(folder, dtype, strategy, batch=4, step_tokens=16), GREEDY, expected) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hot", [False, True])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_hostile_trees_change_nothing(folder: str, hot: bool, batch: int) -> None:

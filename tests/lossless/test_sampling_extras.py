@@ -116,6 +116,7 @@ def naive_output(model: PreTrainedModel, params: SamplingParams, prompt: list[in
     return output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_every_strategy_gives_what_the_rules_give(
     engines: dict[str, Engine], model: PreTrainedModel, dtype: str, case: str
@@ -145,6 +146,7 @@ def plain(engines: dict[str, Engine]) -> dict[str, list[list[int]]]:
     return {case: generate(engines["autoregressive"], params_of(case))[0] for case in ("all_greedy", "all_sampled")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES))
 def test_registered_strategies_give_what_plain_decoding_gives(
     folder: str, dtype: str, plain: dict[str, list[list[int]]], strategy: str
@@ -162,8 +164,11 @@ def test_rules_change_the_output(engines: dict[str, Engine]) -> None:
         assert generate(engines["llma"], params_of(case))[0] != plain, case
     lengths = [len(output) for output in generate(engines["llma"], params_of("min_tokens"))[0]]
     assert min(lengths) > 20 and min(len(o) for o in generate(engines["llma"], params_of("min_tokens", min_tokens=0))[0]) < 20
+    ending = SamplingParams(max_tokens=MAX_TOKENS, min_tokens=5, logit_bias=((0, 100.0),))  # the end token as soon as it may come
+    assert {len(output) for output in generate(engines["llma"], ending)[0]} == {6}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [{"repetition_penalty": 1.25}, {"sequence_bias": BIAS}, {"min_new_tokens": 20}], ids=str)
 @pytest.mark.parametrize("strategy", ["autoregressive", "llma", "prompt_lookup"])
 def test_greedy_is_transformers_generate(

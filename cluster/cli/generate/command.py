@@ -97,6 +97,7 @@ def generate(
     except ValueError as error:
         fail_input(str(error))
     stdout = sys.stdout
+    # stdout holds results only, so that a pipe can read them.
     with contextlib.redirect_stdout(sys.stderr), _engine(settings) as engine:  # Ray prints the output of its processes
         started = time.perf_counter()
         for record in _run(engine, records, params, chat):

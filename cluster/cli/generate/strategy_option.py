@@ -8,10 +8,7 @@ __all__ = ["StrategyChoice", "chosen_strategies", "parse_strategy"]
 
 
 def chosen_strategies(texts: list[str] | None) -> list[StrategyChoice]:
-    """Return the requested strategies, or all of them with defaults; each is built once as a check.
-
-    Raises ValueError: see ``parse_strategy`` and ``StrategyChoice.build``; or a strategy was given twice.
-    """
+    """Return the requested strategies, or all with defaults. Raises ValueError: unknown, with a wrong option, or given twice."""
     from outrider.decoding.drafters.registry import STRATEGIES
 
     choices = [parse_strategy(text) for text in texts or STRATEGIES]
@@ -19,6 +16,7 @@ def chosen_strategies(texts: list[str] | None) -> list[StrategyChoice]:
     for label in labels:
         if labels.count(label) > 1:
             raise ValueError(f"--strategy {label} was given twice")
+    # Built once as a check: a wrong option is an error before the first measurement.
     for choice in choices:
         choice.build()
     return choices

@@ -69,8 +69,8 @@ def with_threads(config: Config) -> Config:
     alone = (
         server.ray_address is None and server.most_replicas * group_size(config.parallelism) == 1 and not config.baseline.enabled
     )
-    told = config.model.threads is not None or server.cpus_per_replica != ServerOptions().cpus_per_replica
-    if not alone or told or "OMP_NUM_THREADS" in os.environ:
+    configured = config.model.threads is not None or server.cpus_per_replica != ServerOptions().cpus_per_replica
+    if not alone or configured or "OMP_NUM_THREADS" in os.environ:
         return config
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = min(psutil.cpu_count(logical=False) or cores, cores)
@@ -81,6 +81,7 @@ def check_port(host: str, port: int, name: Literal["", "admin_"] = "") -> None:
     """Raise LaunchError unless a server can listen there; ``name`` prefixes the keys in messages, ``server.{name}port``."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
+        # Like the server's socket: a port that was just closed counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -1,9 +1,8 @@
-"""Parser of GPT-OSS's harmony format: messages in channels, split into reasoning, text and function calls.
+"""Parser of GPT-OSS's harmony format: messages in channels, split into reasoning, text and function calls."""
 
-A message is ``<|channel|>NAME<|message|>TEXT``, ended by ``<|end|>`` or the end of the output; the next one begins with
-``<|start|>assistant``. The part before ``<|message|>`` is the header. It may name a recipient (``to=functions.look``), before or
-after the channel, and the type of the text (https://cookbook.openai.com/articles/openai-harmony).
-"""
+# A message is `<|channel|>NAME<|message|>TEXT`, ended by `<|end|>` or the end of the output; the next one begins with
+# `<|start|>assistant`. The part before `<|message|>` is the header. It may name a recipient (`to=functions.look`), before or
+# after the channel, and the type of the text (https://cookbook.openai.com/articles/openai-harmony).
 
 from __future__ import annotations
 
@@ -30,10 +29,7 @@ Kind = Literal["thought", "text", "call", "dropped"]
 
 
 class HarmonyReader:
-    """Incremental parser of harmony output.
-
-    The channel ``analysis`` is reasoning, a message to a function is a call, and any other message is text. Malformed output,
-    for example without ``<|message|>``, is text. A blank line separates messages of the same kind.
+    """Incremental parser of harmony output: channel ``analysis`` is reasoning, a message to a function a call, the rest text.
 
     Example: ``push("<|channel|>analysis<|message|>Two")`` gives ``[Thought("Two")]``, and then
     ``push("<|end|><|start|>assistant to=functions.f<|channel|>commentary json<|message|>{")`` gives
@@ -74,6 +70,7 @@ class HarmonyReader:
             before, self._held = self._held[: mark.start()], self._held[mark.end() :]
             self._take(before, found)
             self._end(mark[0], found)
+        # The end of the text may be the beginning of a mark: hold it back.
         place = self._held.rfind("<")
         unsure = place >= 0 and any(mark.startswith(self._held[place:]) for mark in _MARKS)
         sure, self._held = (self._held[:place], self._held[place:]) if unsure else (self._held, "")
@@ -93,6 +90,7 @@ class HarmonyReader:
         if self._kind is not None:
             self._say(text, found)
             return
+        # Malformed output is text: a header that is too long, or does not begin like one.
         room = _LONGEST - len(self._header)
         self._header, rest = self._header + text[:room], text[room:]
         if _MARK.search(self._header) is None and not (
@@ -149,6 +147,7 @@ class HarmonyReader:
         if kind == "call":
             found.append(Arguments(text))
             return
+        # A blank line separates messages of the same kind.
         if self._is_first and kind in self._said:
             text = f"\n\n{text}"
         self._is_first = False

@@ -13,7 +13,7 @@ from outrider.cluster.http.answers.reasoning import Thought
 from outrider.cluster.http.answers.response_extras import ResponseExtras
 from outrider.cluster.http.answers.tool_calls import Arguments, Call, whole_calls
 from outrider.cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
-from outrider.cluster.serving.generation import Generation, GenerationJob
+from outrider.cluster.serving.generation import GenerationJob
 from outrider.decoding.request import StepOutput, StepReport
 from outrider.engine.loading.model_info import ModelInfo
 
@@ -203,8 +203,8 @@ class AnswerBuilder:
 
     def call(self, index: int, part: Call | Arguments, position: int) -> Answer:
         """Return a chunk with a tool call, or with more of its arguments; ``position`` is its index in the choice."""
-        told = _called(part) if isinstance(part, Call) else {"function": {"arguments": part.text}}
-        return self._object([self._chunk(index, "", Delta(tool_calls=[{"index": position, **told}]))])
+        fields = _called(part) if isinstance(part, Call) else {"function": {"arguments": part.text}}
+        return self._object([self._chunk(index, "", Delta(tool_calls=[{"index": position, **fields}]))])
 
     def end(self, index: int, reason: Any) -> Answer:
         """Return the last chunk of a choice."""
@@ -242,15 +242,6 @@ class AnswerBuilder:
                 for field, value in fields.items():
                     setattr(target, field, value)
         return answer
-
-
-def usage_of(generation: Generation) -> Usage:
-    """Return the token counts of a generation so far."""
-    prompt, completion = generation.prompt_tokens, generation.completion_tokens
-    details = PromptTokensDetails(cached_tokens=generation.cached_tokens)
-    return Usage(
-        prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion, prompt_tokens_details=details
-    )
 
 
 def reported_step(report: StepReport) -> bytes:

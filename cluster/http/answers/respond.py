@@ -12,7 +12,13 @@ from fastapi.responses import Response, StreamingResponse
 from outrider.cluster.http import errors
 from outrider.cluster.http.answers.harmony import HarmonyReader
 from outrider.cluster.http.answers.logprobs import TokenBytes
-from outrider.cluster.http.answers.openai_shapes import Answer, AnswerBuilder, CompletionTokensDetails, Usage, usage_of
+from outrider.cluster.http.answers.openai_shapes import (
+    Answer,
+    AnswerBuilder,
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    Usage,
+)
 from outrider.cluster.http.answers.pieces import Pauses
 from outrider.cluster.http.answers.predicted import Predicted, PredictionMatch
 from outrider.cluster.http.answers.reasoning import ReasoningReader, ReasoningTokens, Thought
@@ -189,12 +195,17 @@ async def _events(
     except Exception as error:  # noqa: BLE001  # logged_error logs it
         yield shape.pad(f"data: {json.dumps(errors.logged_error(error, 'a stream broke off').body())}\n\n")
     finally:
+        # Also when the client has left: the slots must be freed.
         await outputs.aclose()
         await generation.__aexit__()
 
 
 def usage_so_far(generation: Generation, readers: Sequence[ChoiceReader]) -> Usage:
-    usage = usage_of(generation)
+    """Return the token counts and the energy of a generation so far; each choice has a reader."""
+    prompt, completion = generation.prompt_tokens, generation.completion_tokens
+    cached = PromptTokensDetails(cached_tokens=generation.cached_tokens)
+    total = prompt + completion
+    usage = Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=total, prompt_tokens_details=cached)
     matches = [reader.match for reader in readers if reader.match is not None]
     reasoned = [reader.reasoned.count for reader in readers if reader.reasoned is not None]
     details: dict[str, int] = {"reasoning_tokens": sum(reasoned)} if reasoned else {}

@@ -72,10 +72,10 @@ class ResponseExtras:
             self._writers[index] = LogprobWriter(self._kind, self._bytes, self._skip_special)
         return self._writers[index]
 
-    def _add(self, index: int, told: dict[str, Any]) -> None:
-        found = self._logprobs.setdefault(index, told)
-        if found is not told:
-            for name, values in told.items():
+    def _add(self, index: int, logprobs: dict[str, Any]) -> None:
+        found = self._logprobs.setdefault(index, logprobs)
+        if found is not logprobs:
+            for name, values in logprobs.items():
                 if isinstance(values, list):
                     found[name] += values
 
@@ -96,18 +96,19 @@ class ResponseExtras:
 
     def _shown(self, entry: TokenLogprob, count: int) -> dict[str, dict[str, Any]]:
         """Return a prompt token and its alternatives by id, in vLLM's format; the token itself comes first."""
-        told = {entry.token_id: (entry.logprob, entry.rank)}
+        entries = {entry.token_id: (entry.logprob, entry.rank)}
         for rank, (token, logprob) in enumerate(entry.top[:count], start=1):
-            told.setdefault(token, (logprob, rank))
+            entries.setdefault(token, (logprob, rank))
         return {
             str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": self._bytes(token).decode("utf-8", "replace")}
-            for token, (logprob, rank) in told.items()
+            for token, (logprob, rank) in entries.items()
         }
 
 
 def _parts(entries: Sequence[TokenLogprob], count: int | None) -> Iterator[tuple[Sequence[TokenLogprob], int]]:
     """Yield slices of entries of about ``PIECE`` bytes of JSON, and their sizes, with ``count`` or all alternatives."""
     size = _ALTERNATIVE * (1 + len(entries[0].top[:count])) if entries else 1
+    # Entries are converted in slices, between which the event loop runs.
     step = max(1, PIECE // size)
     for start in range(0, len(entries), step):
         part = entries[start : start + step]

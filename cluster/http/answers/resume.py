@@ -1,14 +1,13 @@
 """Resumption of interrupted streams with SSE event ids: the client sends the last id back in ``Last-Event-ID``.
 
-Outputs are a function of prompt, parameters and seed. So an event id holds all that any API process needs, and the server stores
-nothing: the response id, from which the seed and the ids of tool calls follow, and the amount sent of each choice. The response
-is generated again from its beginning, and the part that was sent is skipped. The amounts are in units that do not depend on the
-division into steps, and have a checksum: if the text differs, the stream ends with an error. Streams of other models are refused.
-The id ends with a signature by a key of the API processes, so that clients cannot make ids.
-
 Example: ``chatcmpl-6f...e2.1764000000.91c3a0d2b47f65e8.5d10f3a7.0.2f-5ab1c3d4-c-0-1.SIGNATURE``: 47 characters and 12
 log-probabilities of the only choice, and its role.
 """
+
+# Outputs are a function of prompt, parameters and seed. So an event id holds all that any API process needs, and the server
+# stores nothing: the response id, from which the seed and the ids of tool calls follow, and the amount sent of each choice. The
+# response is generated again from its beginning, and the part that was sent is skipped. The amounts are in units that do not
+# depend on the division into steps, and have a checksum: if the text differs, the stream ends with an error.
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ MAX_EVENT_ID = 8192  # characters; enough for the maximum number of choices
 _ROLE, _END, _PROMPT_IDS, _PROMPT_LOGPROBS = 1, 2, 4, 8  # flags of fields that are sent once per choice
 _ID = re.compile(
     r"(?P<signed>(?P<answer>[a-z]+-[0-9a-f]{32})\.(?P<created>[0-9]{1,12})\.(?P<digest>[0-9a-f]{16})\.(?P<model>[0-9a-f]{8})\.(?P<usage>[01])"
-    r"(?P<told>(?:\.[0-9a-f]{1,8}(?:-[0-9a-f]{1,8}){4})+))(?:\.(?P<signature>[0-9a-f]{32}))?"
+    r"(?P<sent>(?:\.[0-9a-f]{1,8}(?:-[0-9a-f]{1,8}){4})+))(?:\.(?P<signature>[0-9a-f]{32}))?"
 )
 _UNSIGNED = (
     "this server does not sign events: set OUTRIDER_CACHE_SECRET to the same value for all of its processes, or leave it out"
@@ -93,10 +92,10 @@ class ResumePoint:
         begun = cls(f"{prefix}{secrets.token_hex(16)}", int(time.time()))
         if not (body.stream and headers.wants_ids and key):
             return begun
-        asked = hashlib.blake2b(to_json(tenant), digest_size=8)
+        hasher = hashlib.blake2b(to_json(tenant), digest_size=8)
         for piece in json_pieces(body):
-            asked.update(piece)
-        begun = dataclasses.replace(begun, digest=asked.hexdigest(), key=key)
+            hasher.update(piece)
+        begun = dataclasses.replace(begun, digest=hasher.hexdigest(), key=key)
         return begun if headers.last_event_id is None else begun._gone_on_with(prefix, headers.last_event_id)
 
     def _gone_on_with(self, prefix: str, event_id: str) -> ResumePoint:
@@ -104,6 +103,7 @@ class ResumePoint:
         found = _ID.fullmatch(event_id)
         if found is None or not found["answer"].startswith(prefix):
             raise _wrong("it is not an event id of this route: send the last received id unchanged, or leave it out")
+        # Only ids that an API process signed are accepted; the comparison's time reveals no part of a signature.
         if not hmac.compare_digest(found["signature"] or "", signature_of(found["signed"], self.key)):
             message = "its signature does not match this server's key (OUTRIDER_CACHE_SECRET must be the same for all "
             raise _wrong(
@@ -111,9 +111,9 @@ class ResumePoint:
             )
         if found["digest"] != self.digest:
             raise _wrong("it belongs to another request: send the same body with the same key as before, or leave it out")
-        told = tuple(SentOfChoice(*(int(value, 16) for value in each.split("-"))) for each in found["told"][1:].split("."))
+        sent = tuple(SentOfChoice(*(int(value, 16) for value in each.split("-"))) for each in found["sent"][1:].split("."))
         return ResumePoint(
-            found["answer"], int(found["created"]), self.digest, found["model"], told, found["usage"] == "1", self.key
+            found["answer"], int(found["created"]), self.digest, found["model"], sent, found["usage"] == "1", self.key
         )
 
     @property
@@ -124,6 +124,7 @@ class ResumePoint:
     def events(self, jobs: Sequence[GenerationJob], info: ModelInfo, paced: bool) -> EventIds | None:
         """Return the generator of event ids, one job per choice; None without ids. Raises ``ApiError`` if not resumable."""
         model = hashlib.blake2b(f"{info.model_revision} {info.tokenizer_revision}".encode(), digest_size=4).hexdigest()
+        # Another model writes another text, to which the amounts do not apply.
         if self.sent and self.model != model:
             message = f"{HEADER}: the model was replaced after this stream began: send the request again without it"
             raise ApiError(400, message, param=HEADER, code="resumed_otherwise")
@@ -166,23 +167,20 @@ class EventIds:
     def __init__(self, beginning: ResumePoint, model: str, choices: int, paced: bool) -> None:
         self._stream = f"{beginning.answer_id}.{beginning.created}.{beginning.digest}.{model}"
         self._has_usage, self._key = beginning.has_usage, beginning.key
-        self._choices = [_ChoiceFilter(told, paced) for told in beginning.sent or [SentOfChoice()] * choices]
+        self._choices = [_ChoiceFilter(sent, paced) for sent in beginning.sent or [SentOfChoice()] * choices]
 
     def rest(self, chunk: Answer) -> Answer | None:
-        """Remove content that was sent before from the next chunk, in place; return None if nothing is left.
-
-        Raises ApiError: the choice differs from the content that was sent.
-        """
+        """Remove content that was sent before from a chunk, in place; None if nothing is left. Raises ApiError if it differs."""
         if not chunk.choices:
-            told, self._has_usage = self._has_usage, True
-            return None if told else chunk
+            had_usage, self._has_usage = self._has_usage, True
+            return None if had_usage else chunk
         (choice,) = chunk.choices
         return chunk if self._choices[choice.index].take(chunk, choice) else None
 
     def line(self) -> str:
         """Return the ``id:`` line of the next event, which encodes the amounts sent up to and including it."""
-        told = (choice.told() for choice in self._choices)
-        choices = (f".{one.content:x}-{one.check:x}-{one.logprobs:x}-{one.token_ids:x}-{one.once:x}" for one in told)
+        sent = (choice.sent() for choice in self._choices)
+        choices = (f".{one.content:x}-{one.check:x}-{one.logprobs:x}-{one.token_ids:x}-{one.once:x}" for one in sent)
         name = f"{self._stream}.{self._has_usage:d}{''.join(choices)}"
         return f"id: {name}.{signature_of(name, self._key)}\n"
 
@@ -193,7 +191,7 @@ class _ChoiceFilter:
     def __init__(self, before: SentOfChoice, paced: bool) -> None:
         self._before, self._seen, self._paced = before, SentOfChoice(), paced  # sent by the earlier stream; generated so far
 
-    def told(self) -> SentOfChoice:
+    def sent(self) -> SentOfChoice:
         """Return the amounts that the client has."""
         before, seen = self._before, self._seen
         text = max(before, seen, key=lambda one: one.content)
@@ -206,15 +204,15 @@ class _ChoiceFilter:
         is_text = not (once & (_ROLE | _END) or choice.delta.tool_calls)
         content, count, ids = _content(choice), _count(choice.logprobs), choice.token_ids or []
         self._seen.once |= once
-        if told := self._take_content(content):
-            _keep_content(choice, content[told:])
+        if skipped := self._take_content(content):
+            _keep_content(choice, content[skipped:])
         if scored := self._take("logprobs", count):
             cut = {name: value[scored:] if isinstance(value, list) else value for name, value in (choice.logprobs or {}).items()}
             choice.logprobs = cut if scored < count else None
         if named := self._take("token_ids", len(ids)):
             choice.token_ids = ids[named:]
         _keep_once(chunk, choice, once & known)
-        gone = told + scored + named + (once & known).bit_count()
+        gone = skipped + scored + named + (once & known).bit_count()
         whole = len(content) + count + len(ids) + once.bit_count()
         return not gone or gone < whole or (self._paced and is_text)
 
@@ -227,17 +225,17 @@ class _ChoiceFilter:
     def _take_content(self, content: str) -> int:
         """Do the same as ``_take`` for content. Raises ``ApiError`` if it differs from the content that was sent."""
         before, seen = self._before, self._seen
-        told = self._take("content", len(content))
-        seen.check = zlib.crc32(content[:told].encode(), seen.check)
-        is_there = seen.content - len(content) + told == before.content
-        differs = told > 0 and is_there and seen.check != before.check
-        seen.check = zlib.crc32(content[told:].encode(), seen.check)
+        skipped = self._take("content", len(content))
+        seen.check = zlib.crc32(content[:skipped].encode(), seen.check)
+        is_there = seen.content - len(content) + skipped == before.content
+        differs = skipped > 0 and is_there and seen.check != before.check
+        seen.check = zlib.crc32(content[skipped:].encode(), seen.check)
         is_short = bool(seen.once & _END) and seen.content < before.content
         is_long = bool(before.once & _END) and seen.content > before.content
         if differs or is_short or is_long:
             message = "the answer differs from the one already sent when computed again"
             raise ApiError(500, f"{message}: send the request again without {HEADER}", param=HEADER, code="resumed_otherwise")
-        return told
+        return skipped
 
 
 def _once(chunk: Answer, choice: Choice) -> int:
@@ -251,14 +249,14 @@ def _once(chunk: Answer, choice: Choice) -> int:
     return sum(bit for bit, is_there in flags if is_there)
 
 
-def _keep_once(chunk: Answer, choice: Choice, told: int) -> None:
+def _keep_once(chunk: Answer, choice: Choice, sent_flags: int) -> None:
     """Remove the fields that the flags name from a chunk."""
-    if told & _ROLE:
+    if sent_flags & _ROLE:
         choice.delta = Delta()
-    if told & _END:
+    if sent_flags & _END:
         choice.finish_reason = None
     for bit, field in ((_PROMPT_IDS, "prompt_token_ids"), (_PROMPT_LOGPROBS, "prompt_logprobs")):
-        if told & bit:
+        if sent_flags & bit:
             chunk.model_fields_set.discard(field)
             choice.model_fields_set.discard(field)
 

@@ -371,6 +371,7 @@ class ToolCallReader:
         self._held += text
         found: list[str | Call | Arguments] = []
         while True:
+            # A call with JSON arguments is reported when its arguments begin, and these are streamed.
             if self._scan is not None:
                 end = self._scan.end(self._held)
                 if (length := self._scan.at) and self._is_told:
@@ -394,6 +395,7 @@ class ToolCallReader:
                         found.append(kept)
                         self._held = self._held[len(kept) :]
                     return found
+                # Text after a mark that is not a call, such as JSON without a `name`, remains text.
                 if not taken.calls:
                     if shown := (before if self._is_hidden else self._held[: start.rest]) + rest[: taken.length]:
                         found.append(shown)

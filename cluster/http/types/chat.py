@@ -93,6 +93,7 @@ class ChatMessage(Strict):
     @model_validator(mode="before")
     @classmethod
     def _fill_content(cls, data: Any) -> Any:
+        # `content` may be left out, or null, in messages of the assistant only.
         is_own = isinstance(data, dict) and data.get("role") == "assistant"
         return data | {"content": ""} if is_own and data.get("content") is None else data
 

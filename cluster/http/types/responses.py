@@ -276,6 +276,7 @@ class ResponsesRequest(CompletionFields):
         if self.store:
             raise unsupported("store", "store: true is not supported: this server keeps no responses; leave it out")
         try:
+            # Built here, so that an error of the chat becomes one of this request, with this request's field names.
             _ = self.chat
         except ValidationError as error:
             (first, *_) = error.errors()

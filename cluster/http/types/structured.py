@@ -112,6 +112,7 @@ class StructuredFields(Strict):
 
     def _bounds(self) -> list[tuple[str, Callable[[], str]]]:
         """Return the fields that constrain the response, each with a function that builds its grammar."""
+        # Functions, because a grammar takes time to build: only the one that is used is built, and later, in a thread.
         found: list[tuple[str, Callable[[], str]]] = []
         form = self.response_format
         if form is not None and form.type == "json_object":

@@ -53,13 +53,13 @@ class CallMarks:
 
 
 def call_grammar(tools: Sequence[Offered], required: bool, single: bool, marks: CallMarks | None = None) -> str:
-    """Return the grammar of text with tool calls, for ``SamplingParams.grammar``.
+    """Return the grammar of text with tool calls, for ``SamplingParams.grammar``. Raises GrammarError for too large schemas.
 
     Example: for the tool ``look`` without parameters, required and single, the text ``<tool_call>{"name": "look", "arguments":
     {}}</tool_call>`` is one of the language, with space where JSON may have it. With neither, so is any text before, between and
     behind such calls, as long as it does not hold ``<tool_call>``.
 
-    ``required``: only calls, at least one. ``single``: at most one. Raises GrammarError if the schemas together are too large.
+    ``required``: only calls, at least one. ``single``: at most one.
     """
     marks = marks or CallMarks()
     if marks.form == "harmony":
@@ -180,8 +180,7 @@ def _xml_rules(index: int, tool: Offered) -> list[str]:
 def tools_grammar(tools: Sequence[Tool], choice: str | NamedTool | None, single: bool, marks: CallMarks) -> str:
     """Return the grammar of the tool calls that a chat requests. ``choice``: ``required`` or a tool, else the model decides.
 
-    A tool's schema is enforced if the tool is strict or a call is required; otherwise the arguments are any object. Raises
-    RequestError naming a tool whose schema cannot be enforced.
+    Raises RequestError naming a tool whose schema cannot be enforced.
     """
     named, required = _binding(choice)
     bound = _bound(tools, choice)
@@ -221,6 +220,7 @@ def _binding(choice: str | NamedTool | None) -> tuple[str | None, bool]:
 
 def _bound(tools: Sequence[Tool], choice: str | NamedTool | None) -> list[tuple[str, Offered]]:
     """Return the fields of the tools that may be called, and the tools with the schemas to enforce. Raises ``RequestError``."""
+    # A schema is enforced if the tool is strict or a call is required; otherwise the arguments are any object.
     named, required = _binding(choice)
     found = []
     for index, tool in enumerate(tools):

@@ -57,15 +57,16 @@ def beam_search(
     """
     alive = [[Beam((), ())] for _ in requests]
     for level in range(max(depths)):
+        # Beams that could not be extended at an earlier level have ended.
         active = [at for at, depth in enumerate(depths) if level < depth and len(alive[at][0].tokens) == level]
         if not active:
             break
-        asked = [requests[at] for at in active]
+        active_requests = [requests[at] for at in active]
         trees = [
             tree_of(request.root, ((beam.tokens, source) for beam in alive[at]), beams * level)
-            for at, request in zip(active, asked, strict=True)
+            for at, request in zip(active, active_requests, strict=True)
         ]
-        for at, tree, logits in zip(active, trees, model.tree_logits(asked, trees), strict=True):
+        for at, tree, logits in zip(active, trees, model.tree_logits(active_requests, trees), strict=True):
             leaves = [_row_of(tree.tokens.tolist(), tree.parents.tolist(), beam.tokens) for beam in alive[at]]
             logprobs = score(requests[at], [beam.tokens for beam in alive[at]], logits[torch.tensor(leaves).to(logits.device)])
             added = None if noise is None else noise(requests[at], level, logprobs.numel()).to(logprobs)
@@ -83,6 +84,7 @@ def _extended(alive: Sequence[Beam], logprobs: torch.Tensor, count: int, noise: 
         if value > float("-inf"):
             beam, token = alive[at // logprobs.shape[1]], at % logprobs.shape[1]
             found.append(Beam((*beam.tokens, token), (*beam.logprobs, own), beam.score + own))
+    # Noise decides which beams are drawn; their order is by their own scores.
     return found if noise is None else sorted(found, key=lambda beam: -beam.score)
 
 

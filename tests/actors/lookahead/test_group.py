@@ -17,6 +17,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from outrider.actors.lookahead.executor import LookaheadParallelExecutor
 from outrider.actors.lookahead.group import Group
 from outrider.actors.offline_group import GroupShape, OfflineLeader, group_shape
 from outrider.actors.placement.pinning import own_cores
@@ -33,7 +34,7 @@ SPECULATION = SpeculationOptions(strategy="jacobi", max_draft_tokens=24)
 CORES = sorted(os.sched_getaffinity(0))
 PINNED = len(CORES) >= 2
 OPTIONS = ParallelismOptions(
-    mode="lookahead", world_size=2, rank_timeout_s=1.0, check_steps=4, adaptive=False, pin_threads=PINNED
+    mode="lookahead", world_size=2, rank_timeout_s=1.0, adaptive=False, pin_threads=PINNED
 )  # fmt: skip
 TOKENS = 96
 
@@ -101,6 +102,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelOptions:
     return ModelOptions(path=str(folder), dtype="float32", device="cpu", threads=1)
 
 
+@pytest.fixture(autouse=True)
+def often_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LookaheadParallelExecutor, "check_steps", 4)
+
+
 @pytest.fixture(scope="module")
 def bundles() -> Iterator[PlacementGroup]:
     """Places for a leader and a rank, on a Ray for all tests of this file."""
@@ -147,6 +153,7 @@ def test_two_ranks_say_what_one_says(running: Running, expected: list[list[int]]
         assert {CORES[1]} in [os.sched_getaffinity(thread.id) for thread in rank.threads()]
 
 
+@pytest.mark.slow
 def test_a_rank_that_stops_changes_no_token_and_comes_back(running: Running, expected: list[list[int]]) -> None:
     """One that is killed in the middle: ``test_parallel_service.py``, and without Ray ``test_lookahead_faults.py``."""
     (rank,) = processes("RankActor")
@@ -184,6 +191,7 @@ def test_a_rank_that_cannot_be_loaded_says_why(model: ModelOptions, tmp_path: Pa
     remove_placement_group(bundles)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("bundles")
 def test_a_rank_with_shorter_slots_than_the_leader_s_is_refused(model: ModelOptions) -> None:
     bundles = placement_group([{"CPU": 1}] * 2, strategy="STRICT_PACK")
@@ -195,7 +203,7 @@ def test_a_rank_with_shorter_slots_than_the_leader_s_is_refused(model: ModelOpti
     remove_placement_group(bundles)
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.usefixtures("bundles")
 def test_ranks_end_with_their_leader(model: ModelOptions) -> None:
     bundles = placement_group([{"CPU": 1}] * 2, strategy="STRICT_PACK")

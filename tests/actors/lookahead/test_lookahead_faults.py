@@ -28,7 +28,7 @@ from tests.helpers.waiting import eventually
 FAMILY = "llama"
 MAX_TOKENS = 40  # 14 steps
 # Busy machines make a rank late, not lost, except where losing it by the clock is what a test is about.
-STEADY = ParallelismOptions(mode="lookahead", rank_timeout_s=30.0, step_timeout_s=120.0, check_steps=8, adaptive=False)
+STEADY = ParallelismOptions(mode="lookahead", rank_timeout_s=30.0, step_timeout_s=120.0, adaptive=False)
 IMPATIENT = replace(STEADY, rank_timeout_s=1.5)
 LOSSES = pytest.mark.parametrize(
     ("number", "options"), [(signal.SIGKILL, STEADY), (signal.SIGSTOP, IMPATIENT)], ids=["kill", "stop"]
@@ -97,6 +97,7 @@ def test_the_cases_differ() -> None:
     assert len({tuple(output) for output in plain()}) == len(CASES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 6])
 @LOSSES
 def test_a_rank_that_dies_or_stops_between_two_steps(
@@ -114,6 +115,7 @@ def test_a_rank_that_dies_or_stops_between_two_steps(
         check_group(group, [2], (0, 1), "nothing received" if number is signal.SIGSTOP else "connection ended|sending a message")
 
 
+@pytest.mark.slow
 @LOSSES
 def test_all_ranks_at_once(number: signal.Signals, options: ParallelismOptions) -> None:
     with (
@@ -135,6 +137,7 @@ def test_all_ranks_at_once(number: signal.Signals, options: ParallelismOptions) 
         assert group.executor.begin_step() == 1
 
 
+@pytest.mark.slow
 @LOSSES
 def test_a_rank_lost_while_nothing_runs(sound: Sound, number: signal.Signals, options: ParallelismOptions) -> None:
     with group_of_three(sound, options) as (group, victim):
@@ -150,6 +153,7 @@ def tended(group: TinyGroup) -> GroupState:
     return group.state
 
 
+@pytest.mark.slow
 @LOSSES
 def test_a_rank_lost_in_the_middle_of_a_step(sound: Sound, number: signal.Signals, options: ParallelismOptions) -> None:
     """It has the step's message and is held up in its forward until the signal comes; the leader waits for it meanwhile."""
@@ -166,6 +170,7 @@ def test_a_rank_lost_in_the_middle_of_a_step(sound: Sound, number: signal.Signal
         check_group(group, [2], (0, 1), ".")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 2, 7])
 def test_a_forward_that_raises(sound: Sound, at: int) -> None:
     with group_of_three(sound, STEADY, Fault("raise", at), step_tokens=64) as (group, victim):
@@ -201,6 +206,7 @@ def test_a_text_that_is_not_the_leaders(sound: Sound, caplog: pytest.LogCaptureF
         assert any(all(one in error for one in hashes) for error in errors)
 
 
+@pytest.mark.slow
 @LOSSES
 def test_a_rank_lost_while_it_computes_what_it_missed(sound: Sound, number: signal.Signals, options: ParallelismOptions) -> None:
     with RankProcess(FAMILY, options=options, fault=Fault("hang", 2)) as late, leader(options, step_tokens=16) as group:

@@ -54,6 +54,7 @@ print(json.dumps(folder | {"listening": sorted(listening), "token": len(token), 
 """
 
 
+@pytest.mark.slow
 def test_nobody_else_reaches_its_ports_its_token_and_its_folder_and_it_runs_our_code(tmp_path: Path) -> None:
     (tmp_path / "outrider").mkdir()
     (tmp_path / "outrider" / "__init__.py").touch()  # the user's own

@@ -45,6 +45,7 @@ def test_it_is_this_users_alone_and_goes_at_the_end(base: Path) -> None:
     assert list(base.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_after_a_failure_the_logs_are_kept_for_this_user_and_only_the_last_ones(base: Path) -> None:
     kept = [with_logs(RayFolder.make()).end(keep_logs=True) for _ in range(7)]
     left = sorted(base.iterdir())

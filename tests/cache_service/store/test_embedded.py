@@ -58,6 +58,7 @@ def test_it_serves_and_stop_leaves_nothing() -> None:
     server.stop()
 
 
+@pytest.mark.slow
 def test_it_is_this_users_alone_and_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "hidden")
     with EmbeddedRedis.start() as server, EmbeddedRedis.start() as other:
@@ -110,6 +111,7 @@ def test_it_outlives_the_thread_that_started_it() -> None:
         assert client.ping()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_killed_parent_leaves_nothing(number: signal.Signals) -> None:
     parent = subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True)
@@ -147,6 +149,7 @@ def process_id(server: EmbeddedRedis) -> int | None:
             return None
 
 
+@pytest.mark.slow
 def test_a_dead_server_comes_back_under_the_same_address_and_leaves_nothing() -> None:
     with EmbeddedRedis.start() as server:
         seen, folder = {server.pid}, folder_of(server.pid)

@@ -22,6 +22,7 @@ from tests.cluster.circle import Server, save_saying, speaking
 from tests.cluster.commands import COMMAND, ENVIRONMENT, error_line, outrider, outrider_apart
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("modules", "heavy"),
     [
@@ -150,6 +151,7 @@ class Terminal:
         self._unread = self._unread.partition(wanted)[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("term", ["dumb", "xterm"])  # on the second one Markdown is drawn
 def test_ctrl_c_stops_the_answer_but_not_the_chat(api_server: Server, term: str) -> None:
     master, slave = pty.openpty()
@@ -181,6 +183,7 @@ def test_version_is_that_of_the_distribution() -> None:
     assert (run.returncode == 0) is bool(run.stdout)
 
 
+@pytest.mark.slow
 def test_simulate_refuses_in_one_line() -> None:
     of = ("none.jsonl", "--tokenizer", "none", "--gpu", "H100", "--model", "llama-2-7b", "--rate", "1")
     assert "tokenizer 'none'" in error_line(outrider_apart("simulate", *of), 2)

@@ -35,6 +35,7 @@ def told(*arguments: object) -> dict[str, Any]:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config", [llama_config(), LATENT, WINDOWS, HYBRIDS["qwen3_5"]], ids=["llama", "latent", "windows", "states"]
 )

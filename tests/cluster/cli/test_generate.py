@@ -18,6 +18,7 @@ FIELDS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_one_object_a_record_then_a_summary(model: Path, prompts: Path) -> None:
     run = outrider_apart(
         "generate", "--model", model, "--prompts", prompts, "--max-tokens", 20, "--strategy", "prompt_lookup", "--json"
@@ -166,6 +167,7 @@ def test_a_broken_record_names_file_and_line(model: Path, tmp_path: Path, line: 
     assert run.returncode == 2 and "broken.jsonl:2" in run.stderr
 
 
+@pytest.mark.slow
 def test_flags_win_over_the_file(model: Path, prompts: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(

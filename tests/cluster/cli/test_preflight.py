@@ -86,6 +86,7 @@ def test_check_model(tmp_path: Path) -> None:
     check_model(str(file))
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_fetched_ends_the_launch_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for variable, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}.items():

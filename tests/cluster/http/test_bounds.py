@@ -44,6 +44,7 @@ def drawn(rng: random.Random, depth: int = 0) -> Any:
     return parts if kind == 3 else {f'{at}"\\{{': part for at, part in enumerate(parts)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chars", [1, 2, 3, 7, 64])
 def test_what_a_body_holds_is_counted_in_pieces_as_it_is_parsed(chars: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checked_bodies, "_PIECE_CHARS", chars)

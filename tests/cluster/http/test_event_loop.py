@@ -208,6 +208,7 @@ async def posted(service: Service, path: str, content: bytes, **headers: str) ->
     return answer, calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BODIES)
 def test_a_large_body_is_checked_in_a_thread(circle_engine: LocalEngine, name: str) -> None:
     path, body, field = BODIES[name]

@@ -94,6 +94,7 @@ def test_models_say_whether_all_that_they_offer_is_lossless(metered: Metered) ->
     assert model["lossless_strategies"] == ["llma", "speculative", "autoregressive"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 def test_each_answer_and_each_chunk_says_whether_it_is_lossless(metered: Metered, path: str) -> None:
     for speculation, lossless in CHOICES:
@@ -113,6 +114,13 @@ def test_openai_s_client_reads_the_marks(metered: Metered) -> None:
         stream = client.completions.create(model="circle", prompt="<", stream=True, temperature=0, extra_body=extra)
         assert [chunk.model_extra for chunk in stream][-1] == {"lossless": False}
         assert client.models.retrieve("circle").model_extra is not None
+
+
+def test_both_sides_of_a_comparison_have_their_energy(metered: Metered) -> None:
+    began_j, body = metered.joules(), BODY | {"prompt": "<", "max_tokens": 100}
+    answer = httpx.post(f"{metered.url}/v1/compare", json=body, timeout=60).raise_for_status().json()
+    used = [answer[side]["usage"]["energy_joules"] for side in ("accelerated", "baseline")]
+    assert min(used) > 0 and sum(used) <= metered.joules() - began_j
 
 
 def test_energy_is_in_the_usage_and_adds_up(metered: Metered) -> None:

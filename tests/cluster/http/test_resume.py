@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from outrider.cache_service.namespace import hash_key
+from outrider.cluster.http.answers import stream_guard
 from outrider.cluster.http.answers.logprobs import TokenBytes
 from outrider.cluster.http.answers.reasoning import Thought
 from outrider.cluster.http.answers.respond import ChoiceReader, ReasoningFormat, ResponseForm, ToolCallFormat
@@ -207,6 +208,7 @@ def check_cut_anywhere(services: Pair, path: str, body: dict[str, Any]) -> list[
     return events
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CIRCLES)
 def test_a_stream_goes_on_wherever_it_is_cut(circles: Pair, name: str) -> None:
     path, body = CIRCLES[name]
@@ -215,6 +217,7 @@ def test_a_stream_goes_on_wherever_it_is_cut(circles: Pair, name: str) -> None:
     assert len(events) > (name != "scored")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_reasoning_and_calls_go_on(callers: Pair, name: str) -> None:
     body = {"model": "caller", "messages": MESSAGES, "temperature": 0, "max_tokens": 40} | CALLS[name]
@@ -241,8 +244,9 @@ def test_ids_come_only_where_events_are_asked_for(circles: Pair) -> None:
     assert whole["choices"][0]["text"] == "abcd"
 
 
-def test_a_guarded_stream_stays_guarded(circle_engine: LocalEngine) -> None:
-    guard = StreamGuard(ServerOptions(stream_guard="both", stream_period_s=0.02, stream_pad_bytes=512))
+def test_a_guarded_stream_stays_guarded(circle_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_guard, "PERIOD_S", 0.02)
+    guard = StreamGuard(ServerOptions(stream_guard="both"))
     body = TEXT | {"max_tokens": 60, "stream": True, "speculation": {"max_draft_tokens": 0}} | USAGE
     with client_of(signing(circle_engine, TOKENIZER, guard=guard)) as http:
         whole = stream(http, COMPLETIONS, body)
@@ -257,6 +261,7 @@ def refused(http: httpx.Client, body: dict[str, Any], last: str, *words: str, pa
     check_error(answer, 400, LAST, *words, param=LAST, code="invalid_value")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_gone_on_with(circles: Pair) -> None:
     http, body = circles.second, TEXT | {"stream": True}
     last = stream(http, COMPLETIONS, body)[1][0]

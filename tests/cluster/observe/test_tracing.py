@@ -198,6 +198,7 @@ def test_refused_and_abandoned_requests_have_spans_too(traced: Traced) -> None:
     assert left.get("gen_ai.response.finish_reasons", []) == []
 
 
+@pytest.mark.slow
 def test_a_collector_that_is_away_costs_nothing(circle_engine: EnginePort) -> None:
     with collecting() as collector:
         gone = collector.endpoint

@@ -102,8 +102,7 @@ def test_many_streams_at_once_say_what_each_says_alone(twins: Twins, questions: 
     twins.becomes(status="ok", running=0, waiting=0, free_slots=2 * TWIN_RUNNING)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_5", "granite4"])
+@pytest.mark.parametrize("family", ["qwen3_5", *(pytest.param(each, marks=pytest.mark.proof) for each in ("lfm2", "granite4"))])
 def test_conversations_with_a_model_that_keeps_states(family: str, api_server: Server, tmp_path: Path) -> None:
     """Two at once that begin alike, drafted for, behind snapshots of the state: their texts are those of plain decoding."""
     shape = copy.deepcopy(HYBRIDS[family])

@@ -32,7 +32,6 @@ def group_command(model: Path, prompts: Path, tmp_path: Path, *arguments: object
     return ["generate", "--prompts", str(prompts), "--config", str(config), "--json", *(str(argument) for argument in arguments)]
 
 
-@pytest.mark.slow
 def test_two_ranks_change_no_token(model: Path, prompts: Path, tmp_path: Path) -> None:
     command = group_command(model, prompts, tmp_path, "--max-tokens", 100, "--temperature", 0.8, "--seed", 3)
     records, summary = lines(outrider_apart(*command))
@@ -45,7 +44,6 @@ def test_two_ranks_change_no_token(model: Path, prompts: Path, tmp_path: Path) -
     assert 0.0 < summary["group"]["exchange_share"] < 1.0
 
 
-@pytest.mark.slow
 def test_a_pipeline_changes_no_token(model: Path, prompts: Path, tmp_path: Path) -> None:
     command = group_command(model, prompts, tmp_path, "--max-tokens", 40, "--temperature", 0.8, "--seed", 3, mode="pipeline")
     records, summary = lines(outrider_apart(*command))
@@ -55,7 +53,7 @@ def test_a_pipeline_changes_no_token(model: Path, prompts: Path, tmp_path: Path)
     assert max(record.get("tokens_per_step", 0.0) for record in records) > 1.0
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_ctrl_c_leaves_no_rank(model: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "many.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": f"record {index} of many"}) for index in range(1_000)))

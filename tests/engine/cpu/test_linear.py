@@ -191,6 +191,7 @@ def test_a_model_says_the_same_and_can_be_copied(family: str) -> None:
     assert row_linears(tiny(family, torch.float64)) == 0
 
 
+@pytest.mark.slow
 @bfloat16_only
 @pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 576), (torch.float32, 48)])  # smaller ones torch rounds alike
 def test_torch_in_its_place_is_noticed(dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +209,7 @@ def test_torch_in_its_place_is_noticed(dtype: torch.dtype, size: int, monkeypatc
 @pytest.mark.slow
 @bfloat16_only
 @pytest.mark.parametrize(
-    "kind", [*(pytest.param(kind, marks=pytest.mark.proof) for kind in ("avx512bf16", "avx512")), "avx2", "sse2"]
+    "kind", [*(pytest.param(kind, marks=pytest.mark.proof) for kind in ("avx512bf16", "avx512", "avx2")), "sse2"]
 )
 def test_processors_with_less(tmp_path: Path, kind: str) -> None:
     """With as much as this one has, the other tests are."""

@@ -23,7 +23,8 @@ from tests.helpers.models import COMPILED, CONTEXT
 gguf = pytest.importorskip("gguf")
 
 bfloat16_only = pytest.mark.skipif(not has_kernels(torch.device("cpu"), torch.bfloat16), reason="numba is not installed")
-FAST = "Q4_1", "Q8_0", "Q6_K"  # the others are compiled for the slow tests: each takes seconds
+FAST = "Q4_1", "Q8_0", "Q6_K"  # the code of each takes seconds to compile
+OLD = "Q5_0", "Q5_1"  # rare in files of today
 HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where a block's are; else at 0
 
 
@@ -61,8 +62,15 @@ def check_same(name: str, dtype: torch.dtype, outputs: int, size: int) -> None:
     assert torch.equal(torch.nn.functional.embedding(tokens, made), expected[tokens])
 
 
+@pytest.mark.slow
 @bfloat16_only
-@pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in FAST else pytest.mark.proof if name in OLD else pytest.mark.slow)
+        for name in FORMATS
+    ],
+)
 def test_it_says_what_the_unpacked_weight_says(name: str) -> None:
     for outputs, size in ((70, 512), (5, 256)):
         check_same(name, torch.bfloat16, outputs, size)
@@ -71,6 +79,7 @@ def test_it_says_what_the_unpacked_weight_says(name: str) -> None:
     assert form.block_bytes / form.block / 32 <= 1.03 * file_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", COMPILED)
 @pytest.mark.parametrize("name", ["Q4_1", "Q6_K"])
 def test_every_type(name: str, dtype: torch.dtype) -> None:
@@ -134,6 +143,7 @@ def unpacked(model: PreTrainedModel) -> PreTrainedModel:
     return made
 
 
+@pytest.mark.slow
 @bfloat16_only
 @pytest.mark.parametrize("family", KNOWN)
 @pytest.mark.parametrize("weights", ["int8", "int4"])

@@ -70,6 +70,7 @@ def works(rng: np.random.Generator) -> list[list[ScheduledRequest]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 @pytest.mark.parametrize("fixed_rows", [None, 7])
 def test_logits_are_those_of_a_forward_of_any_shape(family: str, fixed_rows: int | None) -> None:
@@ -110,6 +111,7 @@ def test_what_all_rows_of_a_part_see_counts_as_committed() -> None:
     assert third.rows == 2 and third.start >= 100 and third.start + len(third.before) == 102
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["autoregressive", "llma", "trie", "jacobi", "auto", "recycling", "racer", "adapld"])
 @pytest.mark.parametrize("fixed_rows", [None, 7])
 def test_outputs_are_those_of_plain_decoding(strategy: str, fixed_rows: int | None) -> None:

@@ -208,6 +208,7 @@ def ids(path: Path, dtype: str) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", MERGED_CONFIGS)
 def test_an_adapter_s_folder_is_the_merged_model(tmp_path: Path, family: str, dtype: Any) -> None:

@@ -84,6 +84,7 @@ def assert_entries_are_fresh(model: LocalDraftModel, family: str, owner: Request
     torch.testing.assert_close(values, expected_values[:, :, : len(held)], atol=1e-9, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_history_says_what_a_fresh_forward_says(family: str) -> None:
     """Chains, trees, acceptance of any part, other requests in the same slot, and requests that move to another slot."""

@@ -197,6 +197,7 @@ def test_what_is_damaged_or_of_another_version_is_made_anew(
     assert is_whole(Path(find_files(NAME)), model)
 
 
+@pytest.mark.slow
 def test_two_processes_at_once(model: PackagedModel) -> None:
     both = [other(model) for _ in range(2)]
     said = [process.communicate(timeout=200) for process in both]

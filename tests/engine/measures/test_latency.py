@@ -92,6 +92,7 @@ def test_a_fit_has_no_negative_part_and_needs_two_steps_of_one_sequence() -> Non
     assert timings.spread == 1.5  # of 2.0, 1.0 and 1.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
 def test_all_slots_of_a_real_model_are_timed(family: str) -> None:
     runner = tiny_model(family, "float32").runner
@@ -130,6 +131,7 @@ def test_steps_are_what_the_engine_packs(monkeypatch: pytest.MonkeyPatch) -> Non
         assert segment.mask is not None and (segment.mask == star).all()
 
 
+@pytest.mark.slow
 def test_a_slow_device_leaves_the_large_steps_out_and_reports_progress(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -148,6 +148,7 @@ def told(asked: Sequence[Request]) -> list[tuple[list[int], FinishReason | None,
     return [(each.output_ids.tolist(), each.finish_reason, [one.token_id for one in each.prompt_scores]) for each in asked]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("room", [2, 7, 40])
 def test_steps_that_run_out_of_memory_are_computed_in_smaller_ones(folder: str, room: int, late: bool) -> None:

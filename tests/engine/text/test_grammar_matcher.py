@@ -227,6 +227,7 @@ def test_rules_that_refer_to_one_another_in_a_long_row_end_nothing(grammars: Gra
     assert isinstance(grammars.start(json_grammar(schema)), MatcherGrammar)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("grammar", "words"),
     [

@@ -142,6 +142,7 @@ def test_each_kind_is_read() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "says"),
     [

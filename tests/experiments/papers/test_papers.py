@@ -268,9 +268,7 @@ def small(key: str, model: Path, files: list[Path], folder: Path, *more: str) ->
     return ["paper", key, "--prompts", *prompts, *options, "--kept", str(folder / "kept.jsonl"), *drafts, *more]
 
 
-@pytest.mark.parametrize(
-    "key", [pytest.param(key, marks=pytest.mark.slow) if key in ("ngrammys", "trie") else key for key in PAPERS]
-)
+@pytest.mark.parametrize("key", PAPERS)
 def test_each_paper_runs_from_end_to_end(key: str, tiny_model: Path, files: list[Path], tmp_path: Path) -> None:
     assert main(small(key, tiny_model, files, tmp_path)) == 0
     results = record_of(tmp_path / "out", key)
@@ -379,7 +377,6 @@ def test_energy_and_texts_of_a_sampled_race() -> None:
     assert all(row["J/token"].mean == 3.0 / 3 and row["J/token"].samples == ((6.0, 6.0),) * 4 for row in rows.values())
 
 
-@pytest.mark.slow
 def test_an_interrupted_run_goes_on_and_its_hours_end_it(
     tiny_model: Path, files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

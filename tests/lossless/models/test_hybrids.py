@@ -19,9 +19,7 @@ from tests.lossless.models.asked import DTYPES, GREEDY, LONG, MAX_TOKENS, REPEAT
 
 _QUICK = ("lfm2", "qwen3_5", "falcon_h1")  # one of each rule
 _ONE_CALL = ("lfm2", "qwen3_5", "granite4")  # their forwards are one call, those of the others modules'
-every_family = pytest.mark.parametrize(
-    "family", [pytest.param(family, marks=() if family in _QUICK else pytest.mark.slow) for family in HYBRIDS]
-)
+every_family = pytest.mark.parametrize("family", HYBRIDS)
 quick_families = pytest.mark.parametrize(
     "family", [pytest.param(family, marks=() if family in _QUICK else pytest.mark.proof) for family in HYBRIDS]
 )
@@ -30,11 +28,15 @@ PROMPTS, requests, plain = ASKED.prompts, ASKED.requests, ASKED.plain
 
 
 @every_family
-def test_plain_decoding_is_generate(family: str) -> None:
-    outputs = plain(family, "float32")
+def test_plain_decoding_is_generate_and_auto_gives_its_output(family: str) -> None:
+    model, outputs = tiny_model(family, "float32"), plain(family, "float32")
+    assert (
+        run(engine_over(model.runner, prepared(build_drafter("auto", {}), model), 2, step_tokens=24), *requests(outputs))
+        == outputs
+    )
     for prompt, output in zip(PROMPTS, outputs, strict=False):
         with torch.inference_mode():
-            stock = tiny_model(family, "float32").stock
+            stock = model.stock
             stock.generation_config.eos_token_id = None
             mask = torch.ones(1, len(prompt))
             given = stock.generate(torch.tensor([prompt]), attention_mask=mask, max_new_tokens=MAX_TOKENS, do_sample=False)
@@ -50,7 +52,7 @@ def test_the_check_of_exactness_finds_nothing(family: str, dtype: torch.dtype) -
     assert exactness.check(runner) is None
 
 
-@every_family
+@quick_families
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_strategy_gives_the_plain_output(family: str, dtype: torch.dtype) -> None:
     model, expected = tiny_model(family, name_of(dtype)), plain(family, name_of(dtype))

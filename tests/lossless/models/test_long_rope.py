@@ -28,10 +28,17 @@ from tests.helpers.ranks import BranchingDrafter, TinyGroup, rank_runner
 from tests.lossless.models.asked import DTYPES, LONG, MAX_TOKENS, REPEATED, TWICE, Asked, name_of
 
 _QUICK = "phi3_long"
-FAMILIES = pytest.mark.parametrize(
-    "family", [pytest.param(family, marks=() if family == _QUICK else pytest.mark.slow) for family in ROPES]
+FAMILIES = pytest.mark.parametrize("family", ROPES)
+# Every family with every type is a long proof.
+EVERY_CASE = pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        pytest.param(family, *dtype.values, marks=[*dtype.marks, *(() if family == _QUICK else marks)])
+        for family in ROPES
+        for dtype, marks in zip(DTYPES, ([], [pytest.mark.proof]), strict=True)
+    ],
 )
-RECOMPUTING = pytest.mark.parametrize("family", [_QUICK, pytest.param("phimoe_long", marks=pytest.mark.slow)])
+RECOMPUTING = pytest.mark.parametrize("family", [_QUICK, "phimoe_long"])
 ASKED = Asked([7], REPEATED, TWICE, LONG[:BORDER], LONG[: BORDER + 1], LONG, ignore_eos=True)
 PROMPTS, requests, plain = ASKED.prompts, ASKED.requests, ASKED.plain
 
@@ -49,16 +56,14 @@ def test_plain_decoding_is_generate(family: str) -> None:
     assert len({tuple(output) for output in outputs}) == len(outputs)  # prompts and parameters matter
 
 
-@FAMILIES
-@pytest.mark.parametrize("dtype", DTYPES)
+@EVERY_CASE
 def test_the_checks_of_the_start_find_nothing(family: str, dtype: torch.dtype) -> None:
     runner = tiny_model(family, name_of(dtype)).runner
     assert exactness.check_attention(runner) is None
     assert exactness.check(runner) is None
 
 
-@FAMILIES
-@pytest.mark.parametrize("dtype", DTYPES)
+@EVERY_CASE
 def test_every_strategy_gives_the_plain_output(family: str, dtype: torch.dtype) -> None:
     model, expected = tiny_model(family, name_of(dtype)), plain(family, name_of(dtype))
     found = {}
@@ -71,8 +76,7 @@ def test_every_strategy_gives_the_plain_output(family: str, dtype: torch.dtype) 
     assert min(found[strategy] for strategy in ("auto", "llma")) > 0, found  # else nothing was shown
 
 
-@FAMILIES
-@pytest.mark.parametrize("dtype", DTYPES)
+@EVERY_CASE
 def test_hostile_drafts_change_nothing(family: str, dtype: torch.dtype) -> None:
     expected = plain(family, name_of(dtype))
     answers = {str(at): output for at, output in enumerate(expected)}
@@ -81,8 +85,7 @@ def test_hostile_drafts_change_nothing(family: str, dtype: torch.dtype) -> None:
         assert run(engine, *requests()) == expected, batch
 
 
-@FAMILIES
-@pytest.mark.parametrize("dtype", DTYPES)
+@EVERY_CASE
 def test_prompts_may_be_cut_anywhere(family: str, dtype: torch.dtype) -> None:
     expected = plain(family, name_of(dtype))
     for step_tokens in (4, 13, 31):
@@ -92,8 +95,7 @@ def test_prompts_may_be_cut_anywhere(family: str, dtype: torch.dtype) -> None:
     assert run(engine_over(cut, build_drafter("llma", {}), 3), *requests(expected)) == expected
 
 
-@FAMILIES
-@pytest.mark.parametrize("dtype", DTYPES)
+@EVERY_CASE
 def test_preemption_changes_nothing(family: str, dtype: torch.dtype) -> None:
     expected = plain(family, name_of(dtype))
     for tenant in (None, "t"):
@@ -161,8 +163,7 @@ def sharing(family: str, dtype: str) -> tuple[list[list[int]], list[list[int]], 
     return expected, given, [request.stats.cached_tokens for request in asked]
 
 
-@FAMILIES
-@pytest.mark.parametrize("dtype", DTYPES)
+@EVERY_CASE
 def test_prefixes_are_reused_by_texts_of_the_same_frequencies_alone(family: str, dtype: torch.dtype) -> None:
     expected, given, cached = sharing(family, name_of(dtype))
     assert given == expected
@@ -181,8 +182,7 @@ def test_what_is_reused_across_the_border_would_be_seen(family: str, monkeypatch
     assert given != expected and cached[2] > 0
 
 
-@FAMILIES
-@pytest.mark.parametrize("dtype", DTYPES)
+@EVERY_CASE
 def test_ranks_share_steps(family: str, dtype: torch.dtype) -> None:
     expected = plain(family, name_of(dtype))
     answers = {str(at): output for at, output in enumerate(expected)}

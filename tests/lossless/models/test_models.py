@@ -80,7 +80,7 @@ def test_plain_decoding_is_generate(family: str, dtype: str) -> None:
     assert outputs == plain(family, "float64")
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.proof)])
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_strategy_gives_the_plain_output(family: str, strategy: str, dtype: str) -> None:

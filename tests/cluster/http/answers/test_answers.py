@@ -89,6 +89,7 @@ ANSWERS: list[tuple[dict[str, Any], list[str], str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafted", DRAFTED, ids=["nothing to draft", "drafts", "no drafts", "another strategy", "an embedding"])
 @pytest.mark.parametrize(("body", "texts", "reason"), ANSWERS)
 def test_the_answer(http: httpx.Client, body: dict[str, Any], texts: list[str], reason: str, drafted: dict[str, Any]) -> None:
@@ -114,6 +115,7 @@ def test_what_can_be_copied_comes_several_tokens_at_a_time(http: httpx.Client) -
         assert any(len(chunk["choices"][0]["text"]) > 1 for chunk in chunks) is bursts
 
 
+@pytest.mark.slow
 def test_sampled_choices_differ_and_each_is_what_its_seed_gives_alone(http: httpx.Client) -> None:
     def said(path: str = COMPLETIONS, **changes: Any) -> list[str]:
         body = {"temperature": 1.0, "seed": 5, "max_tokens": 60, "ignore_eos": True} | changes

@@ -320,6 +320,7 @@ LOOK: dict[str, Any] = {
 LOOK["parameters"] |= {"additionalProperties": False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "said"), SPOKEN)
 def test_calls_of_a_served_model(circle_model: Path, tmp_path: Path, form: CallForm, said: list[str | AddedToken]) -> None:
     words = "".join(map(str, said)) + ("<parameter=" if form == "qwen3_coder" else "")

@@ -77,6 +77,7 @@ def served_saying(circle_model: Path, tmp_path_factory: pytest.TempPathFactory) 
     return serve
 
 
+@pytest.mark.slow
 def test_a_call(served_saying: Speaking) -> None:
     with served_saying(CALLS) as speaker:
         client, engine, tokenizer = speaker.client, speaker.engine, speaker.tokenizer
@@ -124,6 +125,7 @@ def test_a_call(served_saying: Speaking) -> None:
         assert f"{MESSAGE}Hm.{END}{START}assistant{CHANNEL}final{MESSAGE}So.{END}" in tokenizer.decode(engine.jobs[-1].prompt_ids)
 
 
+@pytest.mark.slow
 def test_reasoning_and_the_form_of_what_follows(served_saying: Speaking) -> None:
     with served_saying(ANSWERS) as speaker:
         tokenizer = speaker.tokenizer

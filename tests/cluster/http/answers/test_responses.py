@@ -15,6 +15,7 @@ from openai import OpenAI
 from openai.types.responses import Response
 
 from outrider.cluster.admission.controller import AdmissionOptions
+from outrider.cluster.http.answers import stream_guard
 from outrider.cluster.http.answers.stream_guard import StreamGuard
 from outrider.cluster.http.api import Service
 from outrider.cluster.http.types.responses import ResponsesRequest
@@ -280,8 +281,9 @@ def test_limits_and_deadlines_hold(saying: Speaker) -> None:
 
 
 @pytest.mark.parametrize("guard", ["pad", "cadence"])
-def test_a_guarded_stream(saying: Speaker, guard: Any) -> None:
-    server = ServerOptions(stream_guard=guard, stream_period_s=0.005, stream_pad_bytes=512)
+def test_a_guarded_stream(saying: Speaker, guard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_guard, "PERIOD_S", 0.005)
+    server = ServerOptions(stream_guard=guard)
     with client_of(Service(saying.engine, saying.tokenizer, guard=StreamGuard(server))) as client:
         wire = client.post(RESPONSES, json=BODY | {"stream": True}).raise_for_status().text
         events = [event + "\n\n" for event in wire.split("\n\n")[:-1]]

@@ -84,6 +84,7 @@ def test_who_drafted_is_told_by_what_was_copied(http: httpx.Client) -> None:
     assert sources(speculation={"report": True, "max_draft_tokens": 0}) == {"model"}
 
 
+@pytest.mark.slow
 def test_the_same_asked_in_other_words_is_drafted_for_by_its_embedding(circle_engine: LocalEngine) -> None:
     def sources(prompt: str, embedding: list[float] | None, **more: Any) -> set[str]:
         more |= {"prompt": prompt, "reference_documents": None, "reference_embedding": embedding}

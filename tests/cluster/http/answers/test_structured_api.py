@@ -90,6 +90,7 @@ PATTERNS = {"allOf": [{"type": "string", "pattern": f".*{letter}.*"} for letter 
 INTERSECTED = "start: T\nT: " + " & ".join(f"/(?s:.*)a{number}(?s:.*)/" for number in range(40))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "stream"), [(CHATS, True), (COMPLETIONS, False)])
 @pytest.mark.parametrize(
     ("body", "param"),

@@ -87,6 +87,7 @@ def calls_of(choice: Any) -> list[tuple[str, Any]]:
     return [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speculation", [{}, {"max_draft_tokens": 0}])
 def test_a_call_that_must_come(caller: Speaker, speculation: dict[str, Any]) -> None:
     extra = {"speculation": speculation, "reference_documents": [CALL]}
@@ -121,6 +122,7 @@ def tool(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "param"),
     [

@@ -149,7 +149,7 @@ def test_a_deadline_ends_what_runs(http: httpx.Client) -> None:
     check_error(http.post(COMPLETIONS, json=ENDLESS | {"timeout": 0.5}), 504, code="deadline_exceeded")
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_a_replica_that_dies(api_server: Server, http: httpx.Client) -> None:
     """/health says 503 until the next replica is there, and a stream that the former one was at goes on then."""
     seen: set[int] = set()
@@ -196,7 +196,6 @@ def pair(api_server: Server, circle_model: Path) -> Iterator[str]:
     serve.delete("pair")
 
 
-@pytest.mark.slow
 def test_a_replica_that_is_full_is_left_for_another(pair: str) -> None:
     two = TEXT | {"n": 2, "max_tokens": 40, "ignore_eos": True}
     with httpx.Client(base_url=pair, timeout=60) as http:
@@ -207,7 +206,6 @@ def test_a_replica_that_is_full_is_left_for_another(pair: str) -> None:
         assert http.post(COMPLETIONS, json=two | {"n": 3}).status_code == 429
 
 
-@pytest.mark.slow
 def test_headers_that_do_not_come_close_the_connection(api_server: Server) -> None:
     where = urlsplit(api_server.url)
     with socket.create_connection((where.hostname, where.port), timeout=3 * HEADER_TIMEOUT_S) as slow:

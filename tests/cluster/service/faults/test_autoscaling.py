@@ -13,10 +13,10 @@ from outrider.cluster.serving import autoscaling
 from tests.cluster.circle import Server
 from tests.cluster.service.applications import serving, tiny_config
 
-pytestmark = pytest.mark.slow
 TOKENS, CLIENTS = 200, 6
 
 
+@pytest.mark.proof
 def test_a_second_engine_comes_under_load_and_goes_after_it(
     api_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,7 +85,6 @@ def failures(of: Application) -> dict[str, float]:
     return {kind: float(count) for kind, count in re.findall(r'device_failures_total\{error="(\w+)"\} (\S+)', text)}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [EVERY_TIME, *(pytest.param(kind, marks=pytest.mark.proof) for kind in FURTHER)])
 def test_answers_go_on_elsewhere_when_a_device_fails(
     fragile: Application, tmp_path: Path, kind: str, proof: dict[str, Any]

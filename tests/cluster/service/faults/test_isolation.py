@@ -75,7 +75,7 @@ def signs(first: OpenAI, second: OpenAI, pairs: int, start: int) -> dict[str, fl
     return {name: chance(*([getattr(one, name) for one in of] for of in seen.values())) for name in Seen.__annotations__}
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_a_tenant_cannot_tell_what_another_has_just_asked(twins: Twins) -> None:
     twins.becomes_whole()
     with twins.client("watched") as watched, twins.client("watching") as watching:

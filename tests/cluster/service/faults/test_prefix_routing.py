@@ -106,7 +106,7 @@ def test_choices_of_an_answer_are_computed_by_all_replicas(twins: Twins) -> None
     assert sorted((served(twins) - before).values()) == [ASKED, ASKED]
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_answers_to_one_prefix_are_whole_when_their_replica_is_killed(twins: Twins) -> None:
     twins.becomes_whole()
     running = 3
@@ -122,7 +122,6 @@ def test_answers_to_one_prefix_are_whole_when_their_replica_is_killed(twins: Twi
     twins.becomes_whole()
 
 
-@pytest.mark.slow
 def test_a_replica_that_hangs_loses_its_prefixes_to_the_others(twins: Twins) -> None:
     """One request waits for it; those after it do not, though Serve takes it for alive still."""
     twins.becomes_whole()

@@ -24,7 +24,6 @@ from outrider.configs.slices import EngineOptions, ModelOptions, ServerOptions, 
 from tests.cluster.circle import TEXT, Server
 from tests.helpers.network import free_port
 
-pytestmark = pytest.mark.slow
 NAME = "redeployed"
 STOP_S = 90.0
 TOKENS = 2000
@@ -110,6 +109,7 @@ def two_at_a_time(circle_model: Path, path: Path) -> Path:
     return path
 
 
+@pytest.mark.proof
 def test_redeploy_with_another_model_mixes_no_tokens(deployed: Deployed, tmp_path: Path) -> None:
     expected, old = pieces(deployed.stream(TOKENS)), deployed.ask().json()["choices"][0]["text"]
     other = two_at_a_time(deployed.model, tmp_path / "other")

@@ -51,7 +51,7 @@ def test_a_stream_goes_on_at_the_other_replica_when_its_own_is_killed(twins: Twi
     assert killed[0] not in twins.engines()
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_all_choices_of_an_answer_go_on_when_their_replicas_are_killed(twins: Twins) -> None:
     twins.becomes_whole()
     before = twins.engines()
@@ -65,7 +65,6 @@ def test_all_choices_of_an_answer_go_on_when_their_replicas_are_killed(twins: Tw
     assert twins.engines().isdisjoint(before)
 
 
-@pytest.mark.slow
 def test_a_request_that_makes_steps_fail_ends_alone(twins: Twins) -> None:
     twins.becomes_whole()
     engine = HandleEngine(serve.get_deployment_handle("engine", twins.name), resume_timeout_s=60.0)
@@ -96,7 +95,6 @@ def test_a_request_that_makes_steps_fail_ends_alone(twins: Twins) -> None:
     asyncio.run(asyncio.wait_for(run(), 180))
 
 
-@pytest.mark.slow
 def test_a_request_is_drafted_for_as_it_asked_also_at_the_replica_that_goes_on_with_it(twins: Twins) -> None:
     twins.becomes_whole()
     engine = HandleEngine(serve.get_deployment_handle("engine", twins.name), resume_timeout_s=120.0)
@@ -150,7 +148,6 @@ def fragile(twins: Twins, tmp_path: Path) -> Iterator[HandleEngine]:
     serve.delete("fragile")
 
 
-@pytest.mark.slow
 def test_a_request_that_ends_its_replica_is_tried_once_more_alone_and_then_refused(fragile: HandleEngine, tmp_path: Path) -> None:
     prompt = np.arange(5, 25, dtype=np.int32)
     params = SamplingParams(max_tokens=FEW, ignore_eos=True)
@@ -183,7 +180,7 @@ async def lost_with_its_replica(twins: Twins) -> ApiError:
     return raised.value
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_answers_survive_the_loss_of_every_replica_unless_none_comes_back_in_time(twins: Twins) -> None:
     twins.becomes_whole()
     before = twins.engines()

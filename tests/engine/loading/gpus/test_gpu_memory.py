@@ -229,6 +229,7 @@ def served(
     return loaded.max_model_len, *made[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "length"),
     [(LLAMA_8B, 8192), (QWEN3_8B, 8192), (MISTRAL_7B, 8192), (GEMMA2_9B, 4096)],
@@ -367,6 +368,7 @@ def refusal(model: str, card: str = "A100-80", **options: Any) -> str:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", SERVED)
 def test_the_usual_models_start_with_graphs_on_80_gb(model: str) -> None:
     found = planned_for(model)
@@ -400,6 +402,7 @@ def test_what_is_too_large_for_a_card() -> None:
         plan(length, EngineOptions(), SpeculationOptions(), ParallelismOptions("tensor", 2), CARDS["L4"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ALL)
 def test_a_configuration_has_the_published_number_of_parameters(model: str) -> None:
     config = served_config(str(CONFIGS / model))
@@ -407,6 +410,7 @@ def test_a_configuration_has_the_published_number_of_parameters(model: str) -> N
     assert outline(config).parameters == getattr(config, "_parameters", outline(config).parameters)
 
 
+@pytest.mark.slow
 @on_double
 @pytest.mark.parametrize("model", ALL)
 def test_bytes_are_those_that_the_engine_asks_a_gpu_for(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -524,6 +528,7 @@ def test_a_card_is_found_however_it_is_written() -> None:
         assert 0.9 * card.sheet_gb < card.memory_gib < card.sheet_gb and card.sources
 
 
+@pytest.mark.slow
 def test_the_document_says_what_the_plans_say() -> None:
     """``python -m experiments.gpu_suite.plan_table`` prints it."""
     text = (Path(__file__).resolve().parents[4] / "docs" / "gpu.md").read_text(encoding="utf-8")
