@@ -26,7 +26,8 @@ F = TypeVar("F", bound=Callable[..., object])
 _ROOM = Path(__file__).parent
 _PROCESS = uuid.uuid4().hex[:12]
 _FORMAT = b"sealed"  # part of the cache key: change it with the format of the files
-NATIVE = importlib.util.find_spec("numba") is not None  # without numba the same functions run as plain Python, many times slower
+# Without numba, or with its switch for debuggers and coverage, the same functions run as plain Python, many times slower.
+NATIVE = importlib.util.find_spec("numba") is not None and os.environ.get("NUMBA_DISABLE_JIT", "0") in ("", "0")
 IMAGE = Path(sys.prefix) / "share" / "outrider"  # compiled code in an image: one folder for each of its ``KINDS``
 NAME_VARIABLE, FEATURES_VARIABLE = "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"
 # An image ships compiled code (``BROUGHT``) for several kinds of processors, because numba's own cache only matches code that was

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cluster.cli.client import ADMIN_KEY, API_KEY, RefusedError, checked, connected
+from outrider.cluster.cli.client import ADMIN_KEY, API_KEY, RefusedError, checked, connected, lines_of
 from outrider.cluster.cli.generate.prompt_file import PromptFileError, PromptRecord, read_prompts
 from outrider.cluster.cli.terminal import fail, fail_input, print_rows, progress
 from outrider.cluster.observe.replay_check import difference
@@ -90,7 +90,7 @@ def _replays(client: httpx.Client, last: int | None) -> Iterator[dict[str, Any]]
     with client.stream("POST", "/admin/audit", json={} if last is None else {"last": last}) as response:
         checked(response)
         ended = False
-        for line in response.iter_lines():
+        for line in lines_of(response):
             entry = json.loads(line)
             ended = "summary" in entry
             if not ended:

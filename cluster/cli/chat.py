@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from outrider.cluster.cli.client import RefusedError, checked, served_model
+from outrider.cluster.cli.client import RefusedError, checked, lines_of, served_model
 from outrider.cluster.cli.terminal import MarkdownStream, fail, fail_input
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class ServerBackend:
         """See ``ChatBackend``."""
         body = {**self.options, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
         with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
-            for line in checked(response).iter_lines():
+            for line in lines_of(checked(response)):
                 data = line.removeprefix("data:").strip()
                 if not line.startswith("data:") or data == "[DONE]":
                     continue

@@ -28,6 +28,16 @@ def checked(response: httpx.Response) -> httpx.Response:
     return response
 
 
+def lines_of(response: httpx.Response) -> Iterator[str]:
+    """Yield the lines of a streamed response. They end at line feeds alone, as in server-sent events and JSON Lines."""
+    held = ""
+    for text in response.iter_text():
+        *lines, held = (held + text).split("\n")
+        yield from (line.removesuffix("\r") for line in lines)
+    if held:
+        yield held
+
+
 def served_model(client: httpx.Client) -> str:
     """Return the name of a server's first model. Raise ``RefusedError`` if it lists none."""
     response = checked(client.get("/v1/models", timeout=10.0))

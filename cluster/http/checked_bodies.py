@@ -59,18 +59,37 @@ class _CheckedBody(Request):
         self.refusal: ApiError | None = None
 
     async def json(self) -> Any:
-        """Parse and validate the body. Raises the errors of ``json.loads``."""
-        body = await self.body()
+        """Parse and validate the body. Raises ``json.JSONDecodeError``."""
         try:
+            check_encoding(self)
+            body = await self.body()
             return self._check(body) if len(body) <= SHORT else await self._threads.run(self._check, body)
         except ApiError as error:  # FastAPI would replace it by its own error for unreadable bodies
             self.refusal = error
-            return None
+        except json.JSONDecodeError:
+            raise
+        except (ValueError, RecursionError) as error:
+            self.refusal = ApiError(400, f"the body is not JSON: {_fault(error)}", code="invalid_json")
+        return None
 
     def _check(self, body: bytes) -> Any:
         self.parsed = parse(body)
         value, self.errors = self._field.validate(self.parsed, {}, loc=("body",))
         return value
+
+
+def check_encoding(request: Request) -> None:
+    """Raise ``ApiError`` (415) if the body of a request is compressed."""
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        message = f"Content-Encoding: bodies in {encoding[:20]!r} are not supported: send the body uncompressed"
+        raise ApiError(415, message, param="Content-Encoding", code="unsupported_content_encoding")
+
+
+def _fault(error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8"
+    return "it is nested too deeply" if isinstance(error, RecursionError) else "it holds an integer with too many digits"
 
 
 def parse(body: bytes) -> Any:

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; chats default to the rest of the context
 
 
+_LEAST_TOP_P = 1e-9  # less than the probability of the most likely token of any vocabulary
+
+
 def choice_seed(seed: int, choice: int) -> int:
     """Return the seed of a prompt's choice: the request's for choice 0, else 63 bits of the BLAKE2b hash of ``SEED/CHOICE``."""
     # So `n` does not change the first choice. With a hash, each of the others can be requested alone, and neighbouring seeds do
@@ -116,6 +119,7 @@ class RequestPlanner:
         adapter: str | None = None,
     ) -> None:
         self._adapter = adapter
+        self.left_out: list[str] = []  # what the response's grammar does not enforce; set with its jobs
         self._threads, self._grammars, self._tokenizer, self.info = threads, grammars, threads.tokenizer, info
         self._format, self._begins_within = chat_format, False if chat_format.reasoning is None else None
         self.beginning, self._sharing, self._session = beginning, sharing, session
@@ -228,6 +232,7 @@ class RequestPlanner:
             if field is None and isinstance(body, ChatCompletionRequest):
                 field = faulty_tool(body.tools or (), body.tool_choice, fault)
             raise RequestError(field or "tools", reason_of(reason))
+        self.left_out = body.left_out()
         return grammar
 
     def _grammar(self, body: ChatCompletionRequest | CompletionRequest) -> str | None:
@@ -319,7 +324,7 @@ class RequestPlanner:
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=1.0 if body.temperature is None else body.temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
+            top_p=1.0 if body.top_p is None else max(body.top_p, _LEAST_TOP_P),
             top_k=max(0, body.top_k or 0),
             min_p=body.min_p or 0.0,
             repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
@@ -327,7 +332,7 @@ class RequestPlanner:
             frequency_penalty=body.frequency_penalty or 0.0,
             logit_bias=logit_bias,
             logprobs=body.num_logprobs,
-            seed=self.beginning.seed if body.seed is None else body.seed,
+            seed=self.beginning.seed if body.seed is None else body.seed % 2**63,
             min_tokens=body.min_tokens or 0,
             stop=tuple(body.stop or ()),
             stop_token_ids=(*(body.stop_token_ids or ()), *self._ends(body)),

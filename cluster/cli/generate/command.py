@@ -372,11 +372,16 @@ def _speculation(config: Config, flags: Mapping[str, Any]) -> SpeculationOptions
     options = config.speculation.options if strategy == config.speculation.strategy else {}
     drafted = flags.get("max_draft_tokens", config.speculation.max_draft_tokens)
     draft_model = flags.get("draft_model", config.speculation.draft_model)
+    options = {**options, **_pairs(flags.get("option") or ())}
+    if options:  # refuse a wrong one before the model is loaded
+        from outrider.decoding.drafters.registry import build_drafter
+
+        build_drafter(strategy, options)
     return dataclasses.replace(
         config.speculation,
         strategy=strategy,
         max_draft_tokens=drafted,
-        options={**options, **_pairs(flags.get("option") or ())},
+        options=options,
         strategies=(),
         draft_model=None if draft_model is None else find_model(draft_model),
         exact=flags.get("exact", config.speculation.exact),

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Literal
 
 from outrider.cluster.http.answers.reasoning import Thought
@@ -38,14 +39,18 @@ class HarmonyReader:
     is_over = False  # reasoning may follow at any time
     has_thought = False
 
-    def __init__(self, begins_within: bool | None, reads_calls: bool = False, most: int | None = None) -> None:
+    def __init__(
+        self, begins_within: bool | None, reads_calls: bool = False, most: int | None = None, names: Collection[str] = ()
+    ) -> None:
         """Set the state at the end of the prompt.
 
         Args:
             begins_within: true if the prompt ends in channel ``analysis``, false for ``final``; None: before a header.
             reads_calls: parse messages to functions as calls instead of text.
             most: maximum calls to report, later ones are dropped; None for no limit.
+            names: of the tools; messages to other functions are text. Empty for any.
         """
+        self._names = names
         self._kind: Kind | None = None if begins_within is None else "thought" if begins_within else "text"  # None in a header
         self._reads_calls, self._most, self._calls = reads_calls, most, 0
         self._held = self._header = ""
@@ -113,7 +118,7 @@ class HarmonyReader:
         """Begin the text of a message, after its complete header."""
         recipient = _RECIPIENT.search(self._header)
         name = recipient[1].removeprefix("functions.") if recipient and recipient[1].startswith("functions.") else ""
-        if name and self._reads_calls:
+        if name and self._reads_calls and (not self._names or name in self._names):
             self._kind = "call" if self._most is None or self._calls < self._most else "dropped"
             if self._kind == "call":
                 self._calls += 1

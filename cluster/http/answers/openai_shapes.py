@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from outrider.cluster.http.answers.logprobs import TokenBytes
-from outrider.cluster.http.answers.pieces import Pauses, to_json, written
+from outrider.cluster.http.answers.pieces import Pauses, event_data, to_json, written
 from outrider.cluster.http.answers.reasoning import Thought
 from outrider.cluster.http.answers.response_extras import ResponseExtras
 from outrider.cluster.http.answers.tool_calls import Arguments, Call, whole_calls
@@ -106,6 +106,7 @@ class Answer(BaseModel):
     lossless: bool  # whether the output has the distribution of plain decoding
     choices: list[Choice]
     usage: Usage | None = None
+    unenforced: list[str] | None = None  # keywords of schemas without strict that the answer need not follow; absent if none
     obfuscation: str | None = None  # padding of a chunk, see stream_guard.py
     prompt_token_ids: list[int] | None = None  # chats only, on request, like prompt_logprobs
     prompt_logprobs: list[dict[str, Any] | None] | None = None
@@ -122,7 +123,7 @@ class Answer(BaseModel):
             self.usage = None  # marks the field as set: like OpenAI, chunks before the usage chunk have null
         data = await self.to_json(pauses)
         await pauses.after(len(data))  # the copy below counts as a piece too
-        return f"data: {data.decode()}\n\n"
+        return event_data(data)
 
     @property
     def _is_small(self) -> bool:
@@ -144,11 +145,13 @@ class AnswerBuilder:
         token_bytes: TokenBytes,
         jobs: Sequence[GenerationJob],  # one per choice
         echoes: Sequence[str] = (),  # prompt that the text of each choice begins with; empty without ``echo``
+        left_out: Sequence[str] = (),  # keywords of schemas that are not enforced
     ) -> None:
         self.id, self._model, self._created = answer_id, body.model, created
         self._kind: Literal["chat", "text"] = "chat" if isinstance(body, ChatCompletionRequest) else "text"
         self._lossless = info.is_lossless(body.drafting.strategy, body.drafting.max_draft_tokens)
         self.pauses = Pauses()
+        self._left_out = list(left_out)  # until the first object has it
         self._extras = ResponseExtras(body, jobs, token_bytes, self.pauses, echoes)
         self._steps: dict[int, list[bytes]] = {}  # by choice: unsent step reports as JSON
 
@@ -231,6 +234,8 @@ class AnswerBuilder:
         )
         if usage is not None:
             answer.usage = usage
+        if self._left_out:
+            answer.unenforced, self._left_out = self._left_out, []
         for choice in choices:
             of_choice, of_answer = self._extras.take(choice.index)
             for target, fields in ((choice, of_choice), (answer, of_answer)):

@@ -50,7 +50,9 @@ class ReasoningFormat:
         """Return a new parser for one choice; that of harmony parses calls too."""
         if self.tags is not HARMONY:
             return ReasoningReader(self.tags, self.begins_within)
-        return HarmonyReader(self.begins_within, calls is not None, None if calls is None else calls.most)
+        if calls is None:
+            return HarmonyReader(self.begins_within)
+        return HarmonyReader(self.begins_within, True, calls.most, calls.schemas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +131,9 @@ class ChoiceReader:
         return found
 
     def reason(self, reason: FinishReason | None) -> Any:
-        """Return OpenAI's finish reason of the choice."""
-        return "tool_calls" if self._called and reason is FinishReason.STOP else reason
+        """Return OpenAI's finish reason of the choice: ``stop`` if a stop string cut a call's arguments."""
+        is_cut = self._calls is not None and self._calls.is_within
+        return "tool_calls" if self._called and not is_cut and reason is FinishReason.STOP else reason
 
 
 async def respond(answer: AnswerBuilder, generation: Generation, form: ResponseForm) -> Response:
@@ -189,7 +192,7 @@ async def _events(
         if include_usage and (event := await form.event(answer.usage(usage_so_far(generation, readers)), answer.pauses)):
             yield event
         yield "data: [DONE]\n\n"
-    except Exception as error:  # noqa: BLE001  # told_error logs it
+    except Exception as error:  # noqa: BLE001  # logged_error logs it
         yield shape.pad(f"data: {json.dumps(errors.logged_error(error, 'a stream broke off').body())}\n\n")
     finally:
         # Also when the client has left: the slots must be freed.

@@ -32,7 +32,7 @@ _UNTOLD: dict[str, tuple[Any, ...]] = {
     "moderation": (),
     "prompt": (),
     "prompt_cache_options": (),
-    "prompt_cache_retention": (),
+    "prompt_cache_retention": ("in-memory", "in_memory"),
     "service_tier": ("auto", "default"),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
@@ -63,6 +63,7 @@ class OutputText(Strict):
 
     type: Literal["output_text"]
     text: Text
+    parsed: JsonObject | None = None  # copy of the text by typed clients; without effect
 
 
 class ThoughtText(Strict):
