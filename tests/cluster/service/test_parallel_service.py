@@ -75,6 +75,7 @@ def test_a_follower_killed_in_the_middle_of_a_stream_is_replaced(group: Applicat
     assert len(after) == 1 and after.isdisjoint(before)
 
 
+@pytest.mark.proof
 def test_the_leader_killed_in_the_middle_of_answers_is_replaced_with_its_group(group: Application) -> None:
     becomes_whole(group)
     leaders, followers = group.engines(), processes(FOLLOWER)

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from outrider.configs.schema import REPOSITORY
 from outrider.experiments.bench.__main__ import main
 
@@ -42,6 +44,7 @@ def test_strategies_that_remember_draft_from_a_corpus(tiny_model: Path, tmp_path
     assert reached["trie"]["mean_tokens_per_step"] > 2 * reached["suffix"]["mean_tokens_per_step"]
 
 
+@pytest.mark.proof
 def test_replicas_that_share_are_warm_from_their_first_request(tmp_path: Path) -> None:
     words = (
         "the library opens at nine", "seven ships left the harbour", "glass melts slowly in small ovens",

@@ -219,6 +219,7 @@ def test_mistakes_end_a_command_with_one_line(tmp_path: Path, monkeypatch: pytes
     assert said == "error: langchain_text_splitters is not installed: pip install 'outrider[rag]'\n"
 
 
+@pytest.mark.proof
 def test_the_commands_of_the_documentation(url: str, tmp_path: Path) -> None:
     """The ten commands, from the first document on, print the output of the page on the server of these tests."""
     commands = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)[0].splitlines()

@@ -95,6 +95,7 @@ def test_a_request_that_makes_steps_fail_ends_alone(twins: Twins) -> None:
     asyncio.run(asyncio.wait_for(run(), 180))
 
 
+@pytest.mark.proof
 def test_a_request_is_drafted_for_as_it_asked_also_at_the_replica_that_goes_on_with_it(twins: Twins) -> None:
     twins.becomes_whole()
     engine = HandleEngine(serve.get_deployment_handle("engine", twins.name), resume_timeout_s=120.0)
