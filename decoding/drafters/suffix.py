@@ -11,7 +11,7 @@ from outrider.decoding.budget.latency import StepLoad
 from outrider.decoding.drafters.base import CopyDrafter, RequestDrafter, check_choice, check_least
 from outrider.decoding.drafters.recycling import RecyclingDrafter
 from outrider.decoding.request import Request
-from outrider.decoding.sources.history import Histories
+from outrider.decoding.sources.history import Histories, History
 from outrider.decoding.sources.ranked.successors import MAX_TENANTS
 from outrider.decoding.sources.suffix_automaton import CountedAutomaton, SuffixAutomaton
 from outrider.decoding.tree import SOURCES, DraftTree
@@ -165,7 +165,7 @@ class SuffixDecodingDrafter(RequestDrafter[CountedAutomaton]):
         # Of suffixes with the same occurrences the longest drafts most, until the depth limit leaves it no room.
         self._roomy = int((max_tree_depth - max_spec_offset) / (1.0 + max_spec_factor))
         self._outputs: OrderedDict[str, _Outputs] = OrderedDict()
-        self.histories = self._histories = Histories(1)  # only notified of deletions; holds no texts
+        self.histories = Histories(1)  # only notified of deletions; holds no texts
 
     def keeps_output(self, request: Request) -> bool:
         """Return False: the outputs are not in the history."""
@@ -173,7 +173,7 @@ class SuffixDecodingDrafter(RequestDrafter[CountedAutomaton]):
 
     def begin(self, request: Request) -> CountedAutomaton:
         """Return an automaton of the request's references; prompt and output are added by ``draft``."""
-        history = self._histories.of(request.cache_namespace)
+        history = self._history(request)
         if history is not None:
             history.start(request.text)
         own = CountedAutomaton(self._depth)
@@ -202,7 +202,7 @@ class SuffixDecodingDrafter(RequestDrafter[CountedAutomaton]):
     def finish(self, request: Request) -> None:
         """Keep the output for the tenant's other requests, and forget the request."""
         if request.request_id in self._states:
-            kept, history = self._kept(request), self._histories.of(request.cache_namespace)
+            kept, history = self._kept(request), self._history(request)
             if kept is not None and history is not None:
                 # A text that was deleted while the request ran does not come back.
                 if not history.removed(request.text):
@@ -210,9 +210,13 @@ class SuffixDecodingDrafter(RequestDrafter[CountedAutomaton]):
                 history.extend(request.text, 0, (), final=True)
         super().finish(request)
 
+    def _history(self, request: Request) -> History | None:
+        # Read anew each time: an engine with several strategies sets one history for all of them.
+        return None if self.histories is None else self.histories.of(request.cache_namespace)
+
     def _kept(self, request: Request) -> _Outputs | None:
         """Return the outputs of the request's tenant, or None without a tenant."""
-        history = self._histories.of(request.cache_namespace)
+        history = self._history(request)
         if history is None or request.cache_namespace is None:
             return None
         kept = self._outputs.get(request.cache_namespace)

@@ -370,7 +370,7 @@ def test_automata_and_windows_of_deleted_texts_go_too(strategy: str, options: di
 
 @pytest.mark.parametrize("most_rows", [None, 16], ids=["all rows", "rows that pay"])
 def test_a_deletion_reaches_every_strategy_of_an_engine(most_rows: int | None) -> None:
-    drafter = build_drafters("recycling", {}, ["auto:all_rows=true,recycling=false", "trie"], most_rows)
+    drafter = build_drafters("recycling", {}, ["auto:all_rows=true,recycling=false", "trie", "suffix_decoding"], most_rows)
     drafter.prepare(Target(VOCAB, (END,)))
 
     def offered(strategy: str, root: int, tenant: str | None = "a") -> set[tuple[int, ...]]:
@@ -390,8 +390,14 @@ def test_a_deletion_reaches_every_strategy_of_an_engine(most_rows: int | None) -
     assert (31,) in offered("recycling", 40) and (41,) in offered("trie", 40) and (41,) in offered("auto", 40)
     for strategy, tenant in itertools.product(("recycling", "trie", "auto"), ("b", None)):
         assert offered(strategy, 40, tenant) == set()
+    counted = Request("counted", [9], SamplingParams(max_tokens=900), tenant="a", strategy="suffix_decoding")
+    for token in (40, 41, 42):
+        drafter.propose([counted], [4])
+        counted.commit([token])
+    drafter.finish(counted)
+    assert (41,) in offered("suffix_decoding", 40)
     history(drafter, "a").remove(said.text)
-    assert offered("recycling", 40) == offered("trie", 40) == offered("auto", 40) == set()
+    assert not any(offered(strategy, 40) for strategy in ("recycling", "trie", "auto", "suffix_decoding"))
 
 
 @settings(max_examples=40)
