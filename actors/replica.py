@@ -382,9 +382,8 @@ class Replica:
             self._deliver(output, now_s, period_s)
         delivered = {output.request_id for output in outputs}
         for request_id, live in self._live.items():
-            if (
-                live.held is not None and request_id not in delivered
-            ):  # the time of its next step is unknown, so send held output now
+            # The time of its next step is unknown, so send held output now.
+            if live.held is not None and request_id not in delivered:
                 live.put(StepOutput(request_id, (), ""))
 
     def _notify_quarantine(self, alone: Request | None) -> None:

@@ -103,7 +103,7 @@ class ShardServer:
             logger.info("lost the leader: %s", one_line(error))
         except Exception as error:  # any error of the model, DeepSpeed or device: the group cannot continue without this rank
             logger.exception("rank %d failed", self._shard.rank)
-            self._tell(link, str(error) if isinstance(error, GroupError) else one_line(error))
+            self._report(link, str(error) if isinstance(error, GroupError) else one_line(error))
         self._finish()
 
     def _follow(self, link: Link) -> None:
@@ -127,7 +127,7 @@ class ShardServer:
         readable([link], None)  # without limit: the leader may be idle
         return link.take()
 
-    def _tell(self, link: Link | None, reason: str) -> None:
+    def _report(self, link: Link | None, reason: str) -> None:
         if link is not None:
             try:
                 link.send(Failure(reason))

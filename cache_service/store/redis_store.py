@@ -325,10 +325,8 @@ class RedisStore:
         client: Any = self._client()
         nodes = {"target_nodes": RedisCluster.PRIMARIES} if isinstance(client, RedisCluster) else {}
         persistence = client.execute_command("INFO", "persistence", **nodes)
-        if not any(
-            int(one["aof_enabled"])
-            for one in (persistence.values() if nodes and "aof_enabled" not in persistence else [persistence])
-        ):
+        replies = persistence.values() if nodes and "aof_enabled" not in persistence else [persistence]
+        if not any(int(one["aof_enabled"]) for one in replies):
             return True
         try:
             client.execute_command("BGREWRITEAOF", **nodes)

@@ -205,10 +205,10 @@ class CompareService:
                     reader.read(output)
                 return run, usage_so_far(generation, [reader])
         except Exception as error:  # the other side's response is still returned
-            told = errors.api_error(error)
-            if told.status == 500:
+            reported = errors.api_error(error)
+            if reported.status == 500:
                 logger.exception("a side of a comparison failed")
-            return told
+            return reported
 
     def _judged(self, accelerated: Run, baseline: Run) -> dict[str, Any]:
         found, first = difference(accelerated.token_ids, baseline.token_ids), None

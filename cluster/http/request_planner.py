@@ -196,7 +196,7 @@ class RequestPlanner:
         """Return the jobs of all prompts, each given as (token ids, maximum output tokens)."""
         self.info.check_strategy(body.drafting.strategy)
         self._check_ids("stop_token_ids", body.stop_token_ids or ())
-        self._check_told(body, prompts)
+        self._check_report_size(body, prompts)
         bound = body.bound_by or (isinstance(body, ChatCompletionRequest) and body.binds_calls)
         grammar = await self._grammars.build(self.info, functools.partial(self._checked_grammar, body)) if bound else None
         params = [self._params(body, most, grammar) for _, most in prompts]
@@ -358,7 +358,9 @@ class RequestPlanner:
         calls = CALL_MARKS[form.calls] if form.calls is not None and body.shown_tools else ()
         return not form.hidden.isdisjoint((*(form.reasoning or ()), *calls))
 
-    def _check_told(self, body: ChatCompletionRequest | CompletionRequest, prompts: Sequence[tuple[list[int], int]]) -> None:
+    def _check_report_size(
+        self, body: ChatCompletionRequest | CompletionRequest, prompts: Sequence[tuple[list[int], int]]
+    ) -> None:
         """Raise ``RequestError`` if the response could hold too many log-probabilities and reported tokens."""
         n, is_chat, limit = body.n or 1, isinstance(body, ChatCompletionRequest), self._limits.max_output_tokens
         emitted = n * sum(tokens if limit is None else min(tokens, limit) for _, tokens in prompts)

@@ -232,5 +232,5 @@ def verdict(kind: str, pairs: int, found: Mapping[str, Figure], texts: Mapping[s
         ahead = f"The {kind} baseline is ahead of the engine, with {turned} its tokens per second"
     else:
         ahead = f"Neither is ahead: the engine has {speed} the {kind} baseline's tokens per second"
-    told = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in texts.items() if count)
-    return f"{ahead} over {speed.pairs} requests, and its first token comes after {first} as long; texts: {told}."
+    agreement = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in texts.items() if count)
+    return f"{ahead} over {speed.pairs} requests, and its first token comes after {first} as long; texts: {agreement}."

@@ -223,7 +223,7 @@ class AuditService:
     async def counters(self, request: Request) -> dict[str, Any]:
         """Return the results of all audits since the start, and the latest audits that found a difference."""
         auditor = self._allowed(request)
-        differences = [self._told(found) for found in auditor.differences()]
+        differences = [self._as_json(found) for found in auditor.differences()]
         return {"kept": auditor.num_kept, "audits": auditor.counts(), "last_differences": differences}
 
     async def run(self, request: Request) -> Response:
@@ -240,18 +240,18 @@ class AuditService:
         for one in served:
             found = await auditor.audit(one)
             results[found.result] += 1
-            yield json.dumps(self._told(found)) + "\n"
+            yield json.dumps(self._as_json(found)) + "\n"
         yield json.dumps({"summary": {result.value: results[result] for result in Result if result is not Result.DROPPED}}) + "\n"
 
-    def _told(self, found: Audit) -> dict[str, Any]:
-        told: dict[str, Any] = {
+    def _as_json(self, found: Audit) -> dict[str, Any]:
+        fields: dict[str, Any] = {
             "request": found.request_id, "strategy": found.strategy, "result": found.result.value, "tokens": found.tokens,
         }  # fmt: skip
         if found.detail is not None:
-            told["detail"] = found.detail
+            fields["detail"] = found.detail
         if found.difference is not None:
-            told["difference"] = found.difference.as_dict(self._token)
-        return told
+            fields["difference"] = found.difference.as_dict(self._token)
+        return fields
 
     def _token(self, token: int) -> dict[str, Any]:
         return {"id": token, "text": self.token_bytes(token).decode("utf-8", "backslashreplace")}

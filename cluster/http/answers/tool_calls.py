@@ -52,16 +52,16 @@ def whole_calls(parts: Sequence[Any]) -> list[Call]:
     return [replace(call, arguments="".join(texts)) for call, texts in found]
 
 
-class _Taken(NamedTuple):
+class _Parsed(NamedTuple):
     """Parsed text after an opening mark, or after the arguments of a call."""
 
     calls: list[Call]  # empty if the text is not a call
     length: int  # parsed characters
     is_begun: bool = False  # whether the arguments of the last call follow
-    goes_on: bool = False  # whether more of the call's form follows: its closing mark, or the next call of a list
+    is_continued: bool = False  # whether more of the call's form follows: its closing mark, or the next call of a list
 
 
-class _Start(NamedTuple):
+class _CallStart(NamedTuple):
     """Start of a possible call in a text."""
 
     shown: int  # end of the text before it
@@ -84,27 +84,27 @@ class _Objects:
     def __init__(self, schemas: Schemas) -> None:
         self._schemas = schemas
 
-    def begin(self, held: str) -> _Start | None:
+    def begin(self, held: str) -> _CallStart | None:
         """Return the first opening mark; None if there is none."""
         place = held.find(self.openings[0])
-        return None if place < 0 else _Start(place, place + len(self.openings[0]), True)
+        return None if place < 0 else _CallStart(place, place + len(self.openings[0]), True)
 
-    def _begun(self, rest: str, start: int) -> _Taken | None:
+    def _begun(self, rest: str, start: int) -> _Parsed | None:
         """Parse the beginning of a call at ``start``, up to its arguments; None if it does not match or is incomplete."""
         head = self._HEAD.match(rest, start)
         if head is None or not self._knows(head[1]):
             return None
         self._scan, self._is_open = None, True
-        return _Taken([Call(head[1], "")], head.end(), is_begun=True)
+        return _Parsed([Call(head[1], "")], head.end(), is_begun=True)
 
-    def _whole(self, rest: str, start: int) -> _Taken | None:
+    def _whole(self, rest: str, start: int) -> _Parsed | None:
         """Parse the object or list at ``start``; None if it is incomplete."""
         self._scan = self._scan or _JsonScan(start)
         end = self._scan.end(rest)
         if end is None:
             return None
         self._scan, self._is_open = None, False
-        return _Taken(self._calls_of(rest[start:end]), end)
+        return _Parsed(self._calls_of(rest[start:end]), end)
 
     def _end_of_object(self, text: str) -> int | None:
         """Return the end of the object whose arguments were streamed; None if incomplete, 0 if the text is not its end."""
@@ -151,17 +151,17 @@ class _Hermes(_Objects):
     openings: tuple[str, ...] = (OPENING,)
     _BEHIND = re.compile(r"\s*\}*\s*")  # some models close one bracket too many
 
-    def take(self, rest: str) -> _Taken | None:
+    def take(self, rest: str) -> _Parsed | None:
         """Parse the calls at the beginning of ``rest``, which follows an opening mark; None if more text is needed."""
         start = len(rest) - len(rest.lstrip())
         if start == len(rest):
             return None
         if rest[start] not in "{[":
-            return _Taken([], start)
-        taken = self._begun(rest, start) or self._whole(rest, start)
-        return taken and taken._replace(goes_on=bool(taken.calls))
+            return _Parsed([], start)
+        parsed = self._begun(rest, start) or self._whole(rest, start)
+        return parsed and parsed._replace(is_continued=bool(parsed.calls))
 
-    def behind(self, text: str) -> _Taken | None:
+    def behind(self, text: str) -> _Parsed | None:
         """Parse the text after a call or its streamed arguments; None if more text is needed."""
         end = self._end_of_object(text)
         if end is None:
@@ -169,8 +169,8 @@ class _Hermes(_Objects):
         surplus = self._BEHIND.match(text, end)
         closing = end if surplus is None else surplus.end()
         if text.startswith(CLOSING, closing):
-            return _Taken([], closing + len(CLOSING))
-        return None if CLOSING.startswith(text[closing:]) else _Taken([], end)
+            return _Parsed([], closing + len(CLOSING))
+        return None if CLOSING.startswith(text[closing:]) else _Parsed([], end)
 
 
 class _Qwen3Coder(_Hermes):
@@ -192,31 +192,31 @@ class _Qwen3Coder(_Hermes):
         self._arguments: dict[str, str] = {}  # JSON of the parsed values
         self._at = self._value_at = 0  # end of the parsed text; where to look for the end of the value that begins there
 
-    def begin(self, held: str) -> _Start | None:
+    def begin(self, held: str) -> _CallStart | None:
         """Return the first ``<tool_call>`` or ``<function=``; None if there is none."""
         marked, bare = super().begin(held), held.find(self.openings[1])
         if bare < 0 or (marked is not None and marked.shown < bare):
             return marked
-        return _Start(bare, bare, True)
+        return _CallStart(bare, bare, True)
 
-    def take(self, rest: str) -> _Taken | None:
+    def take(self, rest: str) -> _Parsed | None:
         """Do the same as ``_Hermes.take``."""
         head = self._FUNCTION.match(rest)
         if head is None:
             start = len(rest) - len(rest.lstrip())
             is_tag = rest.startswith(self.openings[1], start)
-            return None if self._may_be_tag(rest) else _Taken([], start + is_tag * len(self.openings[1]))
+            return None if self._may_be_tag(rest) else _Parsed([], start + is_tag * len(self.openings[1]))
         if not self._knows(head[1]):
-            return _Taken([], head.end())
+            return _Parsed([], head.end())
         self._at = max(self._at, head.end())
         while (end := self._FUNCTION_END.match(rest, self._at)) is None:
             parameter = self._PARAMETER.match(rest, self._at)
             if parameter is None:
                 if self._may_be_tag(rest[self._at :]):
                     return None
-                taken = _Taken([], self._at)
+                parsed = _Parsed([], self._at)
                 self._reset()
-                return taken
+                return parsed
             value_end = self._end_of_value(rest, max(self._value_at, parameter.end()))
             if value_end is None:
                 return None
@@ -227,7 +227,7 @@ class _Qwen3Coder(_Hermes):
             self._at = value_end + len(self._VALUE_END)
         arguments = ", ".join(f"{dumped(name)}: {value}" for name, value in self._arguments.items())
         self._reset()
-        return _Taken([Call(head[1], f"{{{arguments}}}")], end.end(), goes_on=True)
+        return _Parsed([Call(head[1], f"{{{arguments}}}")], end.end(), is_continued=True)
 
     def _end_of_value(self, rest: str, at: int) -> int | None:
         """Return the place of the ``</parameter>`` that ends a value, searched from ``at``; None if more text is needed."""
@@ -258,42 +258,42 @@ class _Json(_Objects):
     openings = ("",)
     _is_list = False  # whether the objects are in a list
 
-    def take(self, rest: str) -> _Taken | None:
+    def take(self, rest: str) -> _Parsed | None:
         """Do the same as ``_Hermes.take``."""
         start = len(rest) - len(rest.lstrip())
         if start == len(rest):
             return None
         if rest[start] == "[":
             inner = rest[start + 1 :].lstrip()
-            taken = self._take_object(rest, len(rest) - len(inner)) if inner else None
-            self._is_list = bool(taken and taken.calls)
-            return taken._replace(goes_on=self._is_list) if taken else None
+            parsed = self._take_object(rest, len(rest) - len(inner)) if inner else None
+            self._is_list = bool(parsed and parsed.calls)
+            return parsed._replace(is_continued=self._is_list) if parsed else None
         self._is_list = False
         return self._take_object(rest, start)
 
-    def behind(self, text: str) -> _Taken | None:
+    def behind(self, text: str) -> _Parsed | None:
         """Do the same as ``_Hermes.behind``; in a list, the next call may follow."""
         end = self._end_of_object(text)
         if end is None:
             return None
         if not self._is_list:
-            return _Taken([], end)
+            return _Parsed([], end)
         bare = text[end:].lstrip()
         if not bare:
             return None
         start = len(text) - len(bare)
         if bare[0] == "]":
-            return _Taken([], start + 1)
+            return _Parsed([], start + 1)
         if bare[0] == ",":
             inner = text[start + 1 :].lstrip()
-            taken = self._take_object(text, len(text) - len(inner)) if inner else None
-            if taken is None or taken.calls:
-                return taken and taken._replace(goes_on=True)
-        return _Taken([], end)
+            parsed = self._take_object(text, len(text) - len(inner)) if inner else None
+            if parsed is None or parsed.calls:
+                return parsed and parsed._replace(is_continued=True)
+        return _Parsed([], end)
 
-    def _take_object(self, rest: str, start: int) -> _Taken | None:
+    def _take_object(self, rest: str, start: int) -> _Parsed | None:
         if rest[start] != "{":
-            return _Taken([], start)
+            return _Parsed([], start)
         return self._begun(rest, start) or self._whole(rest, start)
 
 
@@ -304,16 +304,16 @@ class _Mistral(_Json):
     _NAMED = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\]\w*\s*)?\[ARGS\]\s*(?=\{)")
     _MAY_BE_NAMED = re.compile(r"\s*[\w.\-]{0,300}\s*(?:\[[A-Z_]*\]?\w*\s*)*")
 
-    def take(self, rest: str) -> _Taken | None:
+    def take(self, rest: str) -> _Parsed | None:
         """Do the same as ``_Hermes.take``."""
         bare = rest.lstrip()
         if not bare or bare[0] in "[{":
             return super().take(rest)
         head = self._NAMED.match(rest)
         if head is None:
-            return None if self._MAY_BE_NAMED.fullmatch(rest) else _Taken([], len(rest) - len(bare))
+            return None if self._MAY_BE_NAMED.fullmatch(rest) else _Parsed([], len(rest) - len(bare))
         self._is_open = self._is_list = False
-        return _Taken([Call(head[1], "")], head.end(), is_begun=True) if self._knows(head[1]) else _Taken([], head.end())
+        return _Parsed([Call(head[1], "")], head.end(), is_begun=True) if self._knows(head[1]) else _Parsed([], head.end())
 
 
 class _Llama3(_Json):
@@ -358,7 +358,7 @@ class ToolCallReader:
         self._next = self._is_llama  # whether a call may begin without a mark
         self._scan: _JsonScan | None = None  # set within the arguments of a call
         self._is_behind = False  # whether the text follows arguments, or a call in a list
-        self._is_told = True  # whether the last call was reported
+        self._is_reported = True  # whether the last call was reported
         self.calls = 0  # reported calls
 
     @property
@@ -374,35 +374,35 @@ class ToolCallReader:
             # A call with JSON arguments is reported when its arguments begin, and these are streamed.
             if self._scan is not None:
                 end = self._scan.end(self._held)
-                if (length := self._scan.at) and self._is_told:
+                if (length := self._scan.at) and self._is_reported:
                     found.append(Arguments(self._held[:length]))
                 self._held, self._scan.at = self._held[length:], 0
                 if end is None:
                     return found
                 self._scan, self._is_behind = None, True
             if self._is_behind:
-                taken = self._form.behind(self._held)
-                if taken is None:
+                parsed = self._form.behind(self._held)
+                if parsed is None:
                     return found
-                self._tell(taken, self._held, found)
+                self._report(parsed, self._held, found)
                 self._next = self._is_llama
             elif (start := self._begin()) is not None:
                 before, rest = self._held[: start.shown], self._held[start.rest :]
-                taken = self._form.take(rest)
+                parsed = self._form.take(rest)
                 marked = before if start.is_marked else ""  # without a mark, it is only the separator of two calls
-                if taken is None:
+                if parsed is None:
                     if kept := marked.rstrip():
                         found.append(kept)
                         self._held = self._held[len(kept) :]
                     return found
                 # Text after a mark that is not a call, such as JSON without a `name`, remains text.
-                if not taken.calls:
-                    if shown := (before if self._is_hidden else self._held[: start.rest]) + rest[: taken.length]:
+                if not parsed.calls:
+                    if shown := (before if self._is_hidden else self._held[: start.rest]) + rest[: parsed.length]:
                         found.append(shown)
                 elif marked.strip():
                     found.append(marked.rstrip())
-                self._tell(taken, rest, found)
-                self._next = self._is_llama and bool(taken.calls)
+                self._report(parsed, rest, found)
+                self._next = self._is_llama and bool(parsed.calls)
             else:
                 break
         shown = self._held[: len(self._held) - self._unsure()]
@@ -421,22 +421,22 @@ class ToolCallReader:
             left = left.replace(self._form.openings[0], "")
         return [left] if left and not (self.calls and not left.strip(_BETWEEN if self._next else None)) else []
 
-    def _tell(self, taken: _Taken, text: str, found: list[str | Call | Arguments]) -> None:
+    def _report(self, parsed: _Parsed, text: str, found: list[str | Call | Arguments]) -> None:
         """Report the calls at the beginning of a text, and hold back the rest."""
-        for call in taken.calls:
-            self._is_told = self._most is None or self.calls < self._most
-            if self._is_told:
+        for call in parsed.calls:
+            self._is_reported = self._most is None or self.calls < self._most
+            if self._is_reported:
                 found.append(call)
                 self.calls += 1
-        self._held = text[taken.length :]
-        self._scan, self._is_behind = _JsonScan(0) if taken.is_begun else None, taken.goes_on and not taken.is_begun
+        self._held = text[parsed.length :]
+        self._scan, self._is_behind = _JsonScan(0) if parsed.is_begun else None, parsed.is_continued and not parsed.is_begun
 
-    def _begin(self) -> _Start | None:
+    def _begin(self) -> _CallStart | None:
         """Return the start of a possible call; None if there is none."""
         if self._next:
             bare = self._held.lstrip(_BETWEEN if self.calls else None)
             if bare.startswith("{"):
-                return _Start(start := len(self._held) - len(bare), start, False)
+                return _CallStart(start := len(self._held) - len(bare), start, False)
         return self._form.begin(self._held)
 
     def _unsure(self) -> int:
