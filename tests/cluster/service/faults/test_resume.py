@@ -169,7 +169,8 @@ def test_a_request_that_ends_its_replica_is_tried_once_more_alone_and_then_refus
         assert await asyncio.gather(*answers) == [expected] * 4
 
     asyncio.run(asyncio.wait_for(run(), 240))
-    assert (tmp_path / "started").read_text() == "x" * 3  # it ended two
+    # It ended two. The third may start after the last answer: the others may run to their ends before it is tried alone.
+    eventually(lambda: (tmp_path / "started").read_text() == "x" * 3, 120)
 
 
 async def lost_with_its_replica(twins: Twins) -> ApiError:
