@@ -24,6 +24,7 @@ class DeviceLostError(ReplicaError):
 
     def __init__(self, engine: str, kind: str, reason: str) -> None:
         """Store the fault: ``kind`` is one of ``DEVICE_FAULTS``; ``engine`` identifies a failure reported several times."""
+        # All arguments: pickle, with which the error travels between processes, calls the class with the exception's `args`.
         super().__init__(engine, kind, reason)
         self.engine, self.kind, self.reason = engine, kind, reason
 

@@ -57,6 +57,7 @@ class OfflineEngine:
             try:
                 self._engine = Engine.load(model, engine, speculation, ranks.world_size, ranks.executor, ranks.runner)
                 ranks.start()
+            # Also after Ctrl-C, which is no `Exception`: the ranks' processes would go on.
             except BaseException:
                 ranks.close()
                 raise

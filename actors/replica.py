@@ -1,8 +1,7 @@
-"""Replica: one engine and the one thread that steps it, behind an async generator.
+"""Replica: one engine and the one thread that steps it, behind an async generator."""
 
-The engine is not thread-safe and steps are long, so the event loop never calls it. Requests reach the engine's thread through an
-inbox, outputs return through ``loop.call_soon_threadsafe``.
-"""
+# The engine is not thread-safe and steps are long, so the event loop never calls it. Requests reach the engine's thread through
+# an inbox, outputs return through `loop.call_soon_threadsafe`.
 
 from __future__ import annotations
 
@@ -126,7 +125,7 @@ class Replica:
         Raises ModelLoadError, GroupError, or ValueError for an option or Redis address.
         """
         self._ranks, self._end = ranks, end
-        self._mirror: CacheClient | None = None
+        self._cache_client: CacheClient | None = None
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._live: dict[str, RunningRequest] = {}  # by request id; for the engine's thread, except in `_close`
         self._closing = threading.Lock()  # after the inbox was drained for the last time, no command may enter it
@@ -145,37 +144,35 @@ class Replica:
             else:
                 self._engine = Engine.load(model, engine, speculation, ranks.world_size, ranks.executor, ranks.runner)
             self._info, self._counts = self._engine.info, self._engine.counts()
-            self._mirror = self._open_cache_client(cache)
+            self._cache_client = self._open_cache_client(cache)
             if ranks is not None:
                 ranks.start()
             if meter is not None:
                 self._open_meter(meter)
+            # All parts have started: from here on, `stop` closes them.
             parts.pop_all()
         self._engine.on_step = self._notify_quarantine
         if ranks is not None and end is not None:
             ranks.device_failed = self._lose_device
-        self._chores_from_s = time.monotonic() + SETTLED_S
+        self._warmup_from_s = time.monotonic() + SETTLED_S
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     async def generate(
         self, request: Request, resumed: bool = False, announced: bool = False
     ) -> AsyncGenerator[StepOutput, None]:
-        """Yield the outputs of one request as they are computed; the last has a finish reason.
+        """Yield the outputs of one request as they are computed; the first is empty, the last has a finish reason.
 
-        The first output is empty: it confirms that the engine took the request. If the consumer stops, the slot is freed at the
-        next step. Tokens that the request emitted on another replica (``Request.emitted``) are not yielded again.
+        Tokens that the request emitted on another replica (``Request.emitted``) are not yielded again.
 
         Args:
-            resumed: abort a running request of the same id and account, whose consumer may have disconnected unnoticed. That
-                request ends with a ``StreamTakenError``; if it was itself resumed within ``RESUME_PERIOD_S``, this one gets the
-                error instead.
+            resumed: abort a running request of the same id and account, which ends with a ``StreamTakenError``; this one gets the
+                error instead if that one was itself resumed within ``RESUME_PERIOD_S``.
             announced: also yield outputs without tokens that report whether the next step runs this quarantined request alone.
 
         Raises:
             engine.errors.QueueFullError, engine.errors.RequestError: the engine refuses the request (before the first output).
-            ReplicaError: the replica has failed or stopped (``DeviceLostError``: its device failed). Another one can continue the
-                request.
+            ReplicaError: the replica has failed or stopped (``DeviceLostError``: its device failed); another one can continue.
         """
         if request.params.grammar is not None:
             try:
@@ -202,6 +199,7 @@ class Replica:
                 yield item
         finally:
             if not finished:
+                # The consumer has stopped reading: the engine frees the slot before its next step.
                 self._send(AbortRequest(live))
 
     async def _compile(self, request: Request) -> None:
@@ -216,7 +214,7 @@ class Replica:
     def describe(self) -> Description:
         """Return the model info and the counts after the last step. Raises the errors of ``check_health``."""
         self.check_health()
-        cache = None if self._mirror is None else self._mirror.counts()
+        cache = None if self._cache_client is None else self._cache_client.counts()
         group = None if self._ranks is None else self._ranks.state()
         engine = self._engine
         return Description(self._info, self._counts, cache, group, engine.by_strategy(), engine.energy(), engine.metrics())
@@ -240,8 +238,8 @@ class Replica:
     def _close_parts(self) -> None:
         if self._ranks is not None:
             self._ranks.close()
-        if self._mirror is not None:
-            self._mirror.close()
+        if self._cache_client is not None:
+            self._cache_client.close()
 
     def _open_meter(self, opened: Callable[[Sequence[str]], EnergyMeter]) -> None:
         """Enable energy metering if every device of the replica and its ranks has a counter. Takes ``IDLE_S``."""
@@ -272,11 +270,11 @@ class Replica:
         try:
             while self._take_commands():
                 self._counts = self._engine.counts()
-                self._unapplied = self._mirror is not None and self._mirror.apply()
+                self._unapplied = self._cache_client is not None and self._cache_client.apply()
                 self._tell_ranks()
                 if self._engine.has_work:
                     self._step()
-                    self._chores_from_s = max(self._chores_from_s, time.monotonic() + QUIET_S)
+                    self._warmup_from_s = max(self._warmup_from_s, time.monotonic() + QUIET_S)
                     self._counts = self._engine.counts()
                     self._tell_ranks()
                 elif self._until_warmup_s() == 0.0:
@@ -302,6 +300,7 @@ class Replica:
                 command = self._inbox.get(wait, self._until_warmup_s() if wait else None)
             except queue.Empty:
                 return True
+            # Wait for the first command only, then drain the inbox: one step serves all requests that have arrived.
             wait = False
             if command is None:
                 return False
@@ -314,7 +313,7 @@ class Replica:
         """Return the seconds until background warm-up may continue; None if it is complete."""
         if not self._engine.has_warmup:
             return None
-        return max(self._chores_from_s - time.monotonic(), 0.0)
+        return max(self._warmup_from_s - time.monotonic(), 0.0)
 
     def _add(self, live: RunningRequest) -> None:
         request_id = live.request.request_id
@@ -325,6 +324,7 @@ class Replica:
                     raise RequestError("request_id", f"{request_id!r} is in use by a live request")
                 if other.resumed and time.monotonic() - other.began_s < RESUME_PERIOD_S:
                     raise StreamTakenError(_LAST_EVENT, "another client resumed this stream less than a second ago")
+                # The consumer of the older stream may have disconnected unnoticed.
                 self._abort(other)
                 other.put(StreamTakenError(_LAST_EVENT, "another client has resumed this stream"))
             self._engine.add(live.request)
@@ -336,6 +336,7 @@ class Replica:
             live.put(_failure(request_id, error))
             return
         self._live[request_id] = live
+        # The empty output confirms that the engine took the request: a response may start now.
         live.put(StepOutput(request_id, (), ""))
 
     def _abort(self, live: RunningRequest) -> None:
@@ -349,19 +350,19 @@ class Replica:
     def _publish(self, live: RunningRequest, final: bool) -> None:
         """Send the tokens emitted since the last call to the tenant's other replicas."""
         request = live.request
-        if self._mirror is None or request.cache_namespace is None or not self._engine.keeps_output(request):
+        if self._cache_client is None or request.cache_namespace is None or not self._engine.keeps_output(request):
             return
         # The first call also sends tokens that another replica emitted: that replica may have crashed before it sent them.
         # Receivers ignore duplicates.
         if request.num_output:
-            self._mirror.publish(
+            self._cache_client.publish(
                 request.cache_namespace, request.text, live.published, request.output_ids[live.published :], final
             )
             live.published = request.num_output
         history = self._engine.histories.of(request.cache_namespace) if final and self._engine.histories is not None else None
         for key, tokens in [] if history is None else history.notes(request):
             if tokens.max() < self._info.vocab_size:  # in very small vocabularies a note's numbers may not be valid tokens
-                self._mirror.publish(request.cache_namespace, key, 0, tokens, True)
+                self._cache_client.publish(request.cache_namespace, key, 0, tokens, True)
 
     def _step(self) -> None:
         self._step_began = time.monotonic()
@@ -381,9 +382,8 @@ class Replica:
             self._deliver(output, now_s, period_s)
         delivered = {output.request_id for output in outputs}
         for request_id, live in self._live.items():
-            if (
-                live.held is not None and request_id not in delivered
-            ):  # the time of its next step is unknown, so send held output now
+            # The time of its next step is unknown, so send held output now.
+            if live.held is not None and request_id not in delivered:
                 live.put(StepOutput(request_id, (), ""))
 
     def _notify_quarantine(self, alone: Request | None) -> None:
@@ -428,6 +428,7 @@ class Replica:
         if self._close(DeviceLostError(self._engine.metrics().engine, error.kind, error.reason)):
             text = "device_failed: %s on %s, %d requests move to other replicas and this process ends: %s"
             logger.critical(text, error.kind, device, count, error.reason, exc_info=error)
+            # Not `_send`, which refuses commands now: the engine's thread may be waiting for one, and has to end.
             self._inbox.put(None)
             if self._end is not None:
                 self._end()
@@ -443,6 +444,7 @@ class Replica:
                 command = self._inbox.get_nowait()
                 if isinstance(command, RunningRequest):
                     command.put(_again(fault))
+        # A copy: this may run in another thread than the engine's.
         for live in list(self._live.values()):
             live.put(_again(fault))
         self._live.clear()
@@ -450,6 +452,7 @@ class Replica:
 
 
 def _again(fault: ReplicaError) -> ReplicaError:
+    # A new object for each consumer: one that several tasks raise collects all their tracebacks.
     return type(fault)(*fault.args)
 
 

@@ -33,16 +33,16 @@ class Message:
 def encode(message: Message) -> bytes:
     """Return a message as bytes."""
     kind: Any = type(message)
-    told = kind.__name__, _form(kind).pack(message)
-    data: bytes = msgpack.packb(told, unicode_errors="surrogatepass")  # ids and stop strings may contain lone surrogates
+    packed = kind.__name__, _form(kind).pack(message)
+    data: bytes = msgpack.packb(packed, unicode_errors="surrogatepass")  # ids and stop strings may contain lone surrogates
     return data
 
 
 def decode(data: bytes) -> Message:
     """Return the message that bytes encode. Raises ``WireError`` if they are not a message."""
     try:
-        name, told = msgpack.unpackb(data, use_list=False, unicode_errors="surrogatepass")
-        message: Message = _form(_MESSAGES[name]).build(told)
+        name, packed = msgpack.unpackb(data, use_list=False, unicode_errors="surrogatepass")
+        message: Message = _form(_MESSAGES[name]).build(packed)
     except (ValueError, TypeError, LookupError, msgpack.UnpackException) as error:
         raise WireError(f"not a message of a group: {type(error).__name__}: {error}") from None
     return message
@@ -70,15 +70,23 @@ def _form(hint: Any) -> _Codec:
         return _sequence(_form(arguments[0]))
     if origin is tuple:
         forms = [_form(one) for one in arguments]
-        return _Codec(_as_is, lambda value: tuple(form.build(one) for form, one in zip(forms, value, strict=True)))
+        return _Codec(_as_is, lambda packed: tuple([form.build(one) for form, one in zip(forms, _tuple(packed), strict=True)]))
     if origin in (Union, types.UnionType):
-        return _optional(_form(arguments[0])) if types.NoneType in arguments else _one_of(arguments)
-    return _plain((int, float) if hint is float else hint)
+        kinds = [kind for kind in arguments if kind is not types.NoneType]
+        form = _form(kinds[0]) if len(kinds) == 1 else _one_of(kinds)
+        return form if len(kinds) == len(arguments) else _optional(form)
+    return _plain((int, float) if hint is float else (hint,))
 
 
-def _plain(kinds: Any) -> _Codec:
+def _tuple(packed: Any) -> tuple[Any, ...]:
+    if type(packed) is not tuple:
+        raise ValueError(f"expected a tuple, got {type(packed).__name__}")
+    return packed
+
+
+def _plain(kinds: tuple[type, ...]) -> _Codec:
     def build(value: Any) -> Any:
-        if not isinstance(value, kinds):
+        if type(value) not in kinds:  # True is not a number
             raise ValueError(f"expected {kinds}, got {type(value).__name__}")
         return value
 
@@ -94,8 +102,10 @@ def _object(kind: Any) -> _Codec:
     def pack(value: Any) -> list[Any]:
         return [getattr(value, name) if inner is None else inner(getattr(value, name)) for name, inner in packs]
 
-    def build(told: Sequence[Any]) -> Any:
-        return kind(*[inner(value) for inner, value in zip(builds, told, strict=True)])
+    def build(packed: Any) -> Any:
+        if type(packed) is not tuple:
+            raise ValueError(f"expected fields of {kind.__name__}, got {type(packed).__name__}")
+        return kind(*[inner(value) for inner, value in zip(builds, packed, strict=True)])
 
     return _Codec(pack, build)
 
@@ -103,25 +113,26 @@ def _object(kind: Any) -> _Codec:
 def _array(dtype: np.dtype[Any]) -> _Codec:
     little = dtype.newbyteorder("<")
 
-    def build(told: Sequence[Any]) -> Any:
-        shape, data = told
+    def build(packed: Sequence[Any]) -> Any:
+        shape, data = packed
+        if shape and min(shape) < 0:
+            raise ValueError(f"an array of shape {shape}")
         return np.frombuffer(data, little).reshape(shape).astype(dtype)
 
     return _Codec(lambda array: (array.shape, array.astype(little, copy=False).tobytes()), build)
 
 
 def _sequence(form: _Codec) -> _Codec:
-    def build(told: Any) -> tuple[Any, ...]:
-        if not isinstance(told, tuple):
-            raise ValueError(f"expected a tuple, got {type(told).__name__}")
-        return tuple([form.build(one) for one in told])
+    def build(packed: Any) -> tuple[Any, ...]:
+        build_one = form.build
+        return tuple([build_one(one) for one in _tuple(packed)])
 
     return _Codec(_as_is if form.pack is _as_is else lambda values: [form.pack(one) for one in values], build)
 
 
 def _optional(form: _Codec) -> _Codec:
     return _Codec(
-        lambda value: None if value is None else form.pack(value), lambda told: None if told is None else form.build(told)
+        lambda value: None if value is None else form.pack(value), lambda packed: None if packed is None else form.build(packed)
     )
 
 
@@ -133,8 +144,10 @@ def _one_of(kinds: Sequence[Any]) -> _Codec:
         number = kinds.index(type(value))
         return number, forms[number].pack(value)
 
-    def build(told: Sequence[Any]) -> Any:
-        number, fields = told
+    def build(packed: Sequence[Any]) -> Any:
+        number, fields = packed
+        if type(number) is not int or not 0 <= number < len(kinds):
+            raise ValueError(f"class {number!r} of {len(kinds)}")
         return forms[number].build(fields)
 
     return _Codec(pack, build)

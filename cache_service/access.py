@@ -37,6 +37,7 @@ class CacheAccess:
     def namespaces(self, identity: Identity) -> dict[str, str]:
         """Return the namespaces of all tenants and of the public corpus, by memory name."""
         found: dict[str, str] = {}
+        # The public corpus has a namespace in every model, too: its texts are tokens of that model's tokenizer.
         for tenant in (*self.tenants, PUBLIC):
             found |= self.of_tenant(tenant, identity)
         return found

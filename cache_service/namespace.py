@@ -20,15 +20,15 @@ class Identity:
 
 
 def namespace(secret: bytes, tenant: str, model_revision: str, tokenizer_revision: str) -> str:
-    """Return the name under which a tenant's texts are stored: 32 hex characters.
+    """Return the name under which a tenant's texts are stored: 32 hex characters. Raises ``ValueError`` for an empty secret.
 
-    HMAC-SHA-256 (RFC 2104) with the cluster's secret over tenant, both revisions and schema version, cut to 16 bytes. Each field
-    is prefixed by its length in bytes (4 bytes, big endian) and encoded as UTF-8, so that different fields never form the same
-    message: tenant ``ab`` of model ``c`` is ``00000002 6162 00000001 63 ...``, tenant ``a`` of model ``bc`` is ``00000001 61
-    00000002 6263 ...``. Without the secret, names cannot be linked to tenants. Raises ``ValueError`` for an empty secret.
+    HMAC-SHA-256 (RFC 2104) over tenant, both revisions and schema version, each field after its length in bytes (4 bytes, big
+    endian), cut to 16 bytes: of tenant ``ab`` and model ``c`` the message is ``00000002 6162 00000001 63 ...``.
     """
     if not secret:
         raise ValueError("secret must not be empty: set OUTRIDER_CACHE_SECRET, for example to what `openssl rand -hex 32` prints")
+    # Without the secret, names cannot be linked to tenants. The lengths keep different fields from forming the same message:
+    # tenant `a` of model `bc` is not `ab` of `c`.
     message = b""
     for name in (tenant, model_revision, tokenizer_revision, str(SCHEMA)):
         field = name.encode()

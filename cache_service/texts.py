@@ -30,15 +30,15 @@ class AdmittedBatch:
 
 
 class Ledger:
-    """Deletions of a tenant. Mirror and service share these rules, so both keep the same texts in any order of batches.
-
-    A batch of an older epoch is dropped; one of a newer epoch clears everything first. Within an epoch the sets of removed
-    requests and evicted texts only grow (2P-set of Shapiro et al., INRIA RR-7506: removal always wins, and nothing removed
-    returns, which is right because request ids are used once and deleted documents must stay deleted). So the result depends only
-    on the set of batches, not on duplicates or order.
+    """Deletions of a tenant. Cache client and service share these rules, so both keep the same texts in any order of batches.
 
     Example: a batch that removes request 5 and one with a delta of text ``5 << 16`` leave nothing of it, whichever comes first.
     """
+
+    # A batch of an older epoch is dropped; one of a newer epoch clears everything first. Within an epoch the sets of removed
+    # requests and evicted texts only grow (2P-set of Shapiro et al., INRIA RR-7506: removal always wins, and nothing removed
+    # returns, which is right because request ids are used once and deleted documents must stay deleted). So the result depends
+    # only on the set of batches, not on duplicates or order.
 
     def __init__(self, epoch: int = 0, removed: Iterable[tuple[int, float]] = (), evicted: Iterable[int] = ()) -> None:
         self.epoch = epoch
@@ -195,7 +195,6 @@ class TenantTexts:
     def expire(self, ttl_s: float, now_s: float, share: float = 0.1) -> list[int]:
         """Drop up to a fraction ``share`` of the texts, oldest first, that did not grow for ``ttl_s``. Return their keys."""
         # Unfinished texts and old removals, too; at least one text; not all at once, so that a wrong clock is noticed in time.
-        # Not all at once, so that a wrong clock is noticed in time.
         old = [key for key, text in self._texts.items() if text.updated_s < now_s - ttl_s]
         keys = sorted(old, key=lambda key: (self._texts[key].updated_s, key))[: max(1, int(share * len(self._texts)))]
         self._drop(keys)
@@ -204,21 +203,20 @@ class TenantTexts:
         return keys
 
     def evict(self, max_tokens: int, half_life_s: float, now_s: float) -> list[int]:
-        """Drop the texts of least worth (``eviction.worths``) until at most ``max_tokens`` are left. Return their keys.
-
-        Passages count a tenth, and unfinished texts go last. Ties: the older text, then the smaller key. All texts are examined,
-        so evict somewhat more than the quota requires. Raises ``ValueError`` for a half-life that is not positive.
-        """
+        """Drop the texts of least ``worths`` until at most ``max_tokens`` are left; return their keys. Raises ``ValueError``."""
         if not half_life_s > 0:
             raise ValueError(f"half_life_s must be above 0, got {half_life_s}")
         if self.num_tokens <= max_tokens:
             return []
+        # All texts are examined, so callers evict somewhat more than the quota requires. Ties: the older text, then the smaller
+        # key.
         keys = sorted(self._texts, key=lambda key: (self._texts[key].updated_s, key))
         texts = [self._texts[key] for key in keys]
         ages_s = now_s - np.array([text.updated_s for text in texts])
         growing = np.array([not text.final for text in texts])
         worth = worths([text.tokens for text in texts], ages_s, half_life_s)
         worth *= np.where([is_passage(key) for key in keys], _PASSAGE_WORTH, 1.0)
+        # Unfinished texts go last: dropping one also loses the pieces that are still to come.
         order = np.lexsort((np.arange(len(keys)), worth, growing))
         freed = np.cumsum([texts[index].num_tokens for index in order])
         count = int(np.searchsorted(freed, self.num_tokens - max_tokens)) + 1

@@ -57,6 +57,7 @@ from outrider.decoding.request import PLAIN
 from outrider.engine.text.tokenizer import load_tokenizer_alone
 
 INGRESS_ONGOING = 100_000  # the ingress holds all queued requests and must still answer /health
+ENGINE_ONGOING = 512  # requests that Serve sends to a replica at once; the engine's own queue does the admission
 GRAIN = 0.001  # amount of `server.api_resource` that one actor reserves
 _POLL_S = 0.25
 HEALTH_PERIOD_S = 3.0
@@ -141,8 +142,7 @@ class Ingress:
 def build_app(config: Config) -> serve.Application:
     """Build the application for ``serve.run`` and for Serve configuration files (``cluster.app:build_app``).
 
-    Each deployment gets its slices as plain data. Without ``redis_url`` replicas share nothing. Raises ``ConfigError`` for a
-    value that is not allowed, an unusable key file, or shared outputs without a secret in the environment.
+    Raises ``ConfigError`` for a value that is not allowed, an unusable key file, or shared outputs without a secret.
     """
     check_values(config)
     check_address(config)
@@ -210,7 +210,7 @@ def _engines(
         name=name,
         **_number(replicas, most_replicas, config),
         ray_actor_options={"num_cpus": server.cpus_per_replica, "num_gpus": gpus},
-        max_ongoing_requests=max(server.max_ongoing_requests, most + 64),
+        max_ongoing_requests=max(ENGINE_ONGOING, most + 64),
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         graceful_shutdown_timeout_s=server.stop_timeout_s,

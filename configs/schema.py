@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from outrider.configs.server_checks import server_faults, upload_faults
+from outrider.configs.server_checks import server_faults
 from outrider.configs.slices import (
     AuditOptions,
     BaselineOptions,
@@ -52,11 +52,8 @@ _BOUNDS: dict[str, tuple[float, float]] = {  # lowest and highest allowed value
     # Below the two minutes after which a waiting leader itself counts as hanging.
     "parallelism.rank_timeout_s": (0.2, 100),
     "parallelism.step_timeout_s": (0.2, 100),
-    "parallelism.check_steps": (1, 2**31),
     "server.port": (1, 65535),
     "server.admin_port": (1, 65535),
-    "server.stream_period_s": (0.01, 10),
-    "server.stream_pad_bytes": (64, 65536),
     "server.max_queued": (1, 2**20),
     "server.replicas": (0, 1024),
     "server.max_replicas": (1, 1024),
@@ -64,29 +61,19 @@ _BOUNDS: dict[str, tuple[float, float]] = {  # lowest and highest allowed value
     "server.target_tokens_per_s": (0.001, 2**30),
     "server.cpus_per_replica": (0, 4096),
     "server.gpus_per_replica": (0, 64),
-    "server.max_ongoing_requests": (1, 2**20),
     "server.start_timeout_s": (1, 86400),
     "server.stop_timeout_s": (0, 3600),
     "server.resume_timeout_s": (0, 86400),
     "cache.tenant_mib": _MIB,
     "cache.public_mib": _MIB,
     "cache.ttl_s": (1, _CENTURY_S),
-    "cache.half_life_s": (1, _CENTURY_S),
-    "cache.flush_s": (0, 10),
-    "cache.outbox_mib": _MIB,
-    "cache.snapshot_s": (0.01, 86400),
     "cache.services": (1, 64),
-    "cache.lease_s": (0.1, 3600),
     "cache.timeout_s": (0.01, 60),
-    "cache.retry_s": (0.01, 3600),
     "cache.start_timeout_s": (0, 86400),
     "limits.requests_per_minute": LIMIT_BOUNDS,
     "limits.tokens_per_minute": LIMIT_BOUNDS,
     "limits.max_concurrent": LIMIT_BOUNDS,
     "limits.max_request_bytes": (1024, 2**31),
-    "limits.max_upload_bytes": (1024, 2**40),
-    "limits.max_key_upload_bytes": (1024, 2**40),
-    "limits.body_timeout_s": (0.01, 86400),
     "limits.max_prompt_tokens": (1, 2**24),
     "limits.max_reference_tokens": (0, 2**24),
     "limits.max_output_tokens": (1, 2**24),
@@ -204,7 +191,7 @@ def check_values(config: Config) -> None:
         raise ConfigError(
             f"baseline.shadow is {config.baseline.shadow:g}, but there is no baseline: set baseline.enabled=true, or leave it out"
         )
-    for fault in (*server_faults(config.server), *upload_faults(config.limits)):
+    for fault in server_faults(config.server):
         raise ConfigError(fault)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from outrider.configs.slices import LimitsOptions, ServerOptions
+from outrider.configs.slices import ServerOptions
 from outrider.configs.tenancy_checks import is_loopback
 
 _LAST_PORT = 65535
@@ -35,14 +35,6 @@ def allowed_names(server: ServerOptions, host: str) -> frozenset[str] | None:
 def admin_names(server: ServerOptions) -> frozenset[str] | None:
     """Return ``allowed_names`` of the operator's port; None (any) if it is not on loopback, because it is scraped remotely."""
     return allowed_names(server, server.admin_host) if is_loopback(server.admin_host) else None
-
-
-def upload_faults(limits: LimitsOptions) -> Iterator[str]:
-    """Yield one sentence for each upload limit that is below the limit of a single body."""
-    for name in ("max_upload_bytes", "max_key_upload_bytes"):
-        value = getattr(limits, name)
-        if value is not None and value < limits.max_request_bytes:
-            yield f"limits.{name} is {value}; allowed: at least limits.max_request_bytes, which is {limits.max_request_bytes}"
 
 
 def server_faults(server: ServerOptions) -> Iterator[str]:

@@ -131,7 +131,6 @@ class ParallelismOptions:
     world_size: int | Literal["auto"] = "auto"  # ranks of one group; auto: the replicas of a node, as many as the load allows
     rank_timeout_s: float = 2.0  # a rank without a sign of life for this long is lost
     step_timeout_s: float = 60.0  # a rank that does not answer a step for this long is lost, even with signs of life
-    check_steps: int = 64  # steps between comparisons of the committed texts' hashes
     placement: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"  # placement of a group's ranks on nodes
     adaptive: bool = True  # share a step only if that was faster recently; false: always
     pin_threads: bool = False  # CPU: pin each rank's compute thread to separate cores
@@ -163,13 +162,10 @@ class ServerOptions:
     # Choice of the replica for a request. prefix: the one with most of its prompt cached, unless it is much busier than others;
     # load: of two, the one with fewer requests
     routing: Literal["prefix", "load"] = "prefix"
-    max_ongoing_requests: int = 512  # requests that Serve sends to a replica at once; the engine's own queue does the admission
     start_timeout_s: float = 600.0  # a model that is not ready by then is an error
     stop_timeout_s: float = 5.0  # for running requests to finish when the server stops
     resume_timeout_s: float = 120.0  # for another replica to take over a request whose replica was lost
     stream_guard: Literal["none", "cadence", "pad", "both"] = "none"  # hides decoding steps in the packets of a stream
-    stream_period_s: float = 0.1  # cadence: time between two chunks
-    stream_pad_bytes: int = 512  # pad: lengths of events are multiples of it
     otlp_endpoint: str | None = None  # OTLP/HTTP collector for traces, such as http://127.0.0.1:4318; none when absent
     api_replicas: int = 1  # API processes, each on a different node, with its share of max_queued and of rate limits
     api_resource: str | None = None  # custom resource of Ray: processes without a model run only on nodes that offer it
@@ -207,14 +203,8 @@ class CacheOptions:
     tenant_mib: float = 64.0  # tokens kept per tenant; a token takes 2 bytes, 3 in vocabularies above 65,536
     public_mib: float = 256.0  # tokens of the public corpus
     ttl_s: float = 30 * 86400.0  # older outputs are deleted
-    half_life_s: float = 7 * 86400.0  # age at which a text counts half in evictions
-    flush_s: float = 0.02  # delay of new tokens, to send several together
-    outbox_mib: float = 8.0  # tokens of one tenant kept for sending while Redis is away
-    snapshot_s: float = 60.0  # delay until changes are in a snapshot
     services: int = 1  # actors that maintain Redis; one works, the others stand by
-    lease_s: float = 5.0  # a service that is silent for this long is replaced by one on standby
     timeout_s: float = 1.0  # limit per operation in Redis; none is on the decoding path
-    retry_s: float = 1.0  # pause after a failure of Redis
     start_timeout_s: float = 30.0  # longest wait of a new replica for the shared cache
 
 
@@ -255,9 +245,6 @@ class LimitsOptions:
     tokens_per_minute: int | None = None  # prompts, reference documents and answers count; the longest answer is reserved
     max_concurrent: int | None = None  # choices at once
     max_request_bytes: int = 8 * 2**20  # size of a request's body
-    max_upload_bytes: int | None = None  # total of bodies being received; 32 times max_request_bytes when absent
-    max_key_upload_bytes: int | None = None  # the same for one key; 8 times max_request_bytes when absent
-    body_timeout_s: float = 60.0  # limit for receiving a body
     max_prompt_tokens: int | None = None  # the model's context when absent
     max_reference_tokens: int = 2**18  # total of reference_documents and prediction of a request
     # limit per choice: larger requests are refused; also the limit of requests without max_tokens

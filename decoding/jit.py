@@ -1,8 +1,4 @@
-"""Compilation of array loops with numba, if installed, and the on-disk cache of the compiled code.
-
-An image ships compiled code (``BROUGHT``) for several kinds of processors, because numba's own cache only matches code that was
-compiled on a processor with exactly the same features.
-"""
+"""Compilation of array loops with numba, if installed, and the on-disk cache of the compiled code."""
 
 from __future__ import annotations
 
@@ -30,9 +26,12 @@ F = TypeVar("F", bound=Callable[..., object])
 _ROOM = Path(__file__).parent
 _PROCESS = uuid.uuid4().hex[:12]
 _FORMAT = b"sealed"  # part of the cache key: change it with the format of the files
-NATIVE = importlib.util.find_spec("numba") is not None  # without numba the same functions run as plain Python, many times slower
+# Without numba, or with its switch for debuggers and coverage, the same functions run as plain Python, many times slower.
+NATIVE = importlib.util.find_spec("numba") is not None and os.environ.get("NUMBA_DISABLE_JIT", "0") in ("", "0")
 IMAGE = Path(sys.prefix) / "share" / "outrider"  # compiled code in an image: one folder for each of its ``KINDS``
 NAME_VARIABLE, FEATURES_VARIABLE = "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"
+# An image ships compiled code (``BROUGHT``) for several kinds of processors, because numba's own cache only matches code that was
+# compiled on a processor with exactly the same features.
 _AVX2 = ("avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "popcnt")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 # Kinds of processors, the best first: LLVM's name of the target processor, and its features.
@@ -53,11 +52,7 @@ _ARCH_PRCTL, _ASK_FOR_STATE, _TILE_DATA = 158, 0x1023, 18  # Linux: a system cal
 
 
 def compiled(function: F) -> F:
-    """Compile a function of numbers, arrays and named tuples of arrays at its first call.
-
-    The machine code is cached on disk under a hash of all sources in this package (or in the function's folder, outside of it).
-    If nothing can be written, every process compiles again; damaged files are compiled again.
-    """
+    """Compile a function of numbers, arrays and named tuples of arrays at its first call."""
     if not NATIVE:
         return function
     import numba
@@ -85,6 +80,7 @@ def _with_cache(made: Any, function: Callable[..., object]) -> Any:
     # The hash covers all sources: numba notices a change in a function's own file, but not in the functions it calls.
     folder = cache_folder() / f"native-{_version(_sources(Path(function.__code__.co_filename)))}"
     _take_over(folder)
+    # If nothing can be written, every process compiles again.
     if _writable(folder):
         from outrider.decoding.compiled_files import FunctionCache
 
@@ -93,10 +89,7 @@ def _with_cache(made: Any, function: Callable[..., object]) -> Any:
 
 
 def cache_folder() -> Path:
-    """Return the cache folder: ``$XDG_CACHE_HOME/outrider``, or ``~/.cache/outrider``.
-
-    If other users may write to it, or there is no home, this is a temporary folder: see ``private_folder``.
-    """
+    """Return the cache folder, ``$XDG_CACHE_HOME/outrider`` or ``~/.cache/outrider``, or a temporary one (``private_folder``)."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not base.is_absolute():
         try:
@@ -156,10 +149,7 @@ def compile_for(kind: str) -> dict[str, str]:
 
 
 def _brought() -> Path | None:
-    """Return the image's folder of compiled code for this processor, or None, and set numba to compile for the same kind.
-
-    None if the image has no code for the processor's best kind.
-    """
+    """Return the image's compiled code for this processor's best kind, or None, and set numba to compile for the same kind."""
     kinds = kinds_of_processor() if NATIVE else []
     wanted = compile_for(kinds[0]) if kinds else {}
     if any(os.environ.get(name, value) != value for name, value in wanted.items()):
@@ -216,12 +206,10 @@ def _warn_unkept(folder: Path, reason: str) -> None:
 
 
 def _sources(path: Path) -> Path:
-    """Return the folder of everything that a function in a file may call: this package, or the file's own folder.
-
-    This is the parent of the file's folder if that has compiled code (``native_*.py``), too.
-    """
+    """Return the folder of everything that a function in a file may call: this package, or the file's own folder."""
     if path.is_relative_to(_ROOM):
         return _ROOM
+    # The parent of the file's folder, if that has compiled code (``native_*.py``), too.
     return path.parent.parent if any(path.parent.parent.glob("native_*.py")) else path.parent
 
 

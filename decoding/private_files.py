@@ -1,7 +1,4 @@
-"""Files that one process keeps for later processes of the same user, protected against other users and against damage.
-
-They include code and pickles, so loading another user's file would run that user's commands.
-"""
+"""Files that one process keeps for later processes of the same user, protected against other users and against damage."""
 
 from __future__ import annotations
 
@@ -30,9 +27,6 @@ _SEAL_BYTES = 32
 def private_folder(wanted: Path | None) -> Path:
     """Return ``wanted``, created if needed, if only this user can write to it; else a temporary folder.
 
-    The folder must belong to this user and not be writable by group or others. Each folder and link above must belong to the user
-    or root. A folder above that others may write to must be sticky, or a mount point of root's, as container volumes are.
-
     Returns:
         A temporary folder is removed when this process ends, and a warning gives the reason. If there is none either, the result
         is a path at which nothing can be written. If ``wanted`` cannot be created it is still returned: writing there raises.
@@ -59,6 +53,7 @@ def open_private(path: Path) -> BinaryIO:
     # O_NONBLOCK: a named pipe would wait for its writer.
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     found = os.fstat(handle)
+    # The files include code and pickles: loading another user's file would run that user's commands.
     if stat.S_ISREG(found.st_mode) and found.st_uid in (0, os.geteuid()) and not found.st_mode & _OTHERS_WRITE:
         return os.fdopen(handle, "rb")
     os.close(handle)
@@ -75,6 +70,7 @@ def save_file(path: Path, content: bytes | memoryview) -> None:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()
+            # On the disk before the rename: after a power cut the name holds the old or the whole new content.
             os.fsync(file.fileno())
         os.replace(name, path)
     except BaseException:
@@ -111,6 +107,8 @@ def _refusal(folder: Path) -> str | None:
         way = list(_way(folder))
     except OSError:
         return None  # nothing can be read there, and writing raises an error
+    # Each folder and link above must belong to the user or root. A folder above that others may write to must be sticky, or a
+    # mount point of root's, as container volumes are.
     for at, found in way[:-1]:
         if found.st_uid not in (0, os.geteuid()):
             return f"{at} belongs to user {found.st_uid}"
@@ -128,6 +126,7 @@ def _way(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
     while left:
         part = left.pop()
         if part == "..":
+            # Links are resolved already, so that the lexical parent is the kernel's.
             at = at.parent
             continue
         found = os.lstat(at / part)
@@ -165,6 +164,7 @@ def _temporary(reason: str) -> Path:
         made = Path(tempfile.mkdtemp(prefix="outrider-"))
     except OSError:
         made = _NOWHERE
+    # The system's folder for temporary files may itself be unsafe.
     if made != _NOWHERE and _refusal(made) is not None:
         made.rmdir()
         made = _NOWHERE

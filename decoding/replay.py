@@ -136,8 +136,7 @@ class _Replay:
 
     def _step(self, tree: DraftTree) -> None:
         request, counts = self._request, self._counts
-        upcoming: Iterator[int] = iter(self._known[request.num_output :])
-        acceptance = verify_exact(tree, lambda row: next(upcoming), request.remaining, frozenset())
+        acceptance = verify_known(tree, request, self._known)
         rows = acceptance.rows
         request.commit([*tree.tokens[list(rows)].tolist(), acceptance.next_token])
         counts.tokens += acceptance.count
@@ -147,6 +146,12 @@ class _Replay:
             started = self._clock()
             self._drafter.observe(request, tree, target, acceptance)
             counts.observe_s.append(self._clock() - started)
+
+
+def verify_known(tree: DraftTree, request: Request, known: Sequence[int]) -> Acceptance:
+    """Return the rows of a tree that continue a request's known output, with the next token."""
+    upcoming: Iterator[int] = iter(known[request.num_output :])
+    return verify_exact(tree, lambda row: next(upcoming), request.remaining, frozenset())
 
 
 def known_rows(tree: DraftTree, acceptance: Acceptance) -> TargetRows:

@@ -375,6 +375,7 @@ class Request:
         self.text = text_key(request_id)  # key of its output in histories
         self.references: tuple[Int32Array, ...] = tuple(np.asarray(r, np.int32) for r in references if len(r))
         self.num_prompt, self.num_given = len(prompt_ids), len(emitted)  # num_given: tokens that an earlier engine emitted
+        # Allocated once for prompt and longest output, so that ``tokens`` and ``output_ids`` are views.
         self._buffer = np.empty(self.num_prompt + params.max_tokens, np.int32)
         self._buffer[: self.num_prompt] = prompt_ids
         self._length = self.num_prompt + len(emitted)

@@ -82,16 +82,14 @@ class DraftTree:
         return [row + 1 for row in hits if self.parents[row + 1] in rows]
 
     def clipped(self, max_rows: int, max_depth: int, vocab_size: int, max_window_depth: int | None = None) -> DraftTree:
-        """Return the tree without rows outside the vocabulary, too deep, too many, or below such a row, in the same order.
-
-        ``max_rows`` includes the root; ``max_window_depth`` applies to the rows behind the candidates, default ``max_depth``.
-        """
+        """Return the tree without rows outside the vocabulary, too deep, too many (root included), or below one, in order."""
         n = len(self.tokens)
         if n == 1:
             return self
         from outrider.decoding.tree_rows import keep_rows
 
         kept = np.empty(n, np.bool_)
+        # The rows behind the candidates, a window, may reach deeper than what is emitted.
         window = max_depth if max_window_depth is None else max_window_depth
         tokens, parents = _own(self.tokens), _own(self.parents)
         if keep_rows(tokens, parents, int(self.num_candidates), max_rows, max_depth, window, vocab_size, kept) == n:
@@ -113,9 +111,7 @@ class DraftTree:
         """Return one part for each rank that shares the step (lookahead parallelism, arXiv 2402.02057, section 3.4).
 
         Leaves are partitioned as runs in depth-first order (children in order of their rows), each with its ancestors, so that
-        the largest part has as few rows as such runs allow. Every row is in some part, every leaf in exactly one, and every part
-        holds the root. So the verification of a part is a valid step by itself, and the longest accepted path over all parts is
-        the longest in the tree. If there are fewer runs than ranks, the last parts are the root alone.
+        the largest part has as few rows as such runs allow. With fewer runs than ranks the last parts are the root alone.
 
         Example: root 7 with the branches 1 2, 3 4 and 5. Of two ranks the first gets 1 2 (three rows), the second 3 4 and 5 (four
         rows); with 3 4 the first would have five.
@@ -124,6 +120,8 @@ class DraftTree:
             return [TreePart(np.arange(len(self.tokens), dtype=np.int32), self)] * ranks
         from outrider.decoding.tree_rows import partition  # imported here because it loads numba
 
+        # Every row is in some part, every leaf in exactly one, and every part holds the root. So the verification of a part is a
+        # valid step by itself, and the longest accepted path over all parts is the longest in the tree.
         own = _own(self.tokens), _own(self.parents), self.sources.astype(np.int8)
         bounds, counts, rows, tokens, parents, sources = partition(*own, int(self.num_candidates), ranks)
         at, candidates = bounds.tolist(), counts.tolist()
@@ -202,6 +200,7 @@ def permitted(tree: DraftTree, grammar: Grammar) -> DraftTree:
     stack = [(row, begin) for row in children.get(0, ())]
     while stack:
         row, length = stack.pop()
+        # Back to the prefix of the parent, wherever the last branch ended.
         grammar.truncate(length)
         if grammar.push(tokens[row]):
             kept[row] = True

@@ -88,6 +88,7 @@ def lay_rows(
                     masks[line : line + row + 1] = 1
                 else:
                     seen = cell + (spine - 1 + parents[below + row - spine + 1]) * rows
+                    # A tree row sees what its parent sees, and itself.
                     masks[line : line + row] = masks[seen : seen + row]
                     masks[line + row] = 1
             cell += rows * rows
@@ -112,29 +113,24 @@ Partition = tuple[Int32Array, Int32Array, Int32Array, Int32Array, Int32Array, In
 
 @compiled
 def lay_out(parents: Int32Array, places: Int32Array, ends: Int32Array, depths: Int32Array) -> None:
-    """Fill each row's place in depth-first order, children in order of their rows, and its depth.
-
-    The subtree of row r has the places from ``places[r]`` to ``ends[r] - 1``.
-    """
+    """Fill each row's place in depth-first order (children in order of their rows), the end of its subtree, and its depth."""
     n = len(parents)
     sizes, free = np.ones(n, np.int32), np.empty(n, np.int32)  # free: the place of the next child
+    # From the last row on, because children come after their parents.
     for row in range(n - 1, 0, -1):
         sizes[parents[row]] += sizes[row]
     # Ordering heavy subtrees first does not yield smaller parts.
     places[0], free[0], ends[0], depths[0] = 0, 1, n, 0
     for row in range(1, n):
         parent = parents[row]
+        # The subtree of row r has the places from ``places[r]`` to ``ends[r] - 1``.
         places[row], ends[row], depths[row] = free[parent], free[parent] + sizes[row], depths[parent] + 1
         free[row], free[parent] = places[row] + 1, ends[row]
 
 
 @compiled
 def list_leaves(places: Int32Array, ends: Int32Array, depths: Int32Array, firsts: Int32Array, lasts: Int32Array) -> int:
-    """List the leaves in depth-first order and return their number.
-
-    Fills ``firsts`` with place minus depth, and ``lasts`` with place plus 1, so that leaves i to j and their ancestors are
-    ``lasts[j] - firsts[i]`` rows: the places from leaf i to leaf j, and the path to leaf i.
-    """
+    """List the leaves, depth first, in ``firsts`` (place minus depth) and ``lasts`` (place plus 1); return their number."""
     n = len(places)
     depth_at = np.full(n, -1, np.int32)  # by place, -1 if not a leaf
     for row in range(n):
@@ -143,6 +139,8 @@ def list_leaves(places: Int32Array, ends: Int32Array, depths: Int32Array, firsts
     leaves = 0
     for place in range(n):
         if depth_at[place] >= 0:
+            # Leaves i to j and their ancestors are ``lasts[j] - firsts[i]`` rows: the places from leaf i to leaf j, and the path
+            # to leaf i.
             firsts[leaves], lasts[leaves] = place - depth_at[place], place + 1
             leaves += 1
     return leaves

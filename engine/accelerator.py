@@ -232,6 +232,7 @@ _OUT_OF_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CU
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that a GPU ran out of memory, after which it can still be used."""
+    # A ``DeviceError`` is permanent, even if its text names memory.
     if isinstance(error, torch.OutOfMemoryError | DeviceError):
         return isinstance(error, torch.OutOfMemoryError)
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)

@@ -1,7 +1,4 @@
-"""Child processes: their commands and environments, and the progress that a loading replica reports.
-
-They import this code, ignore the current folder, and get no secrets.
-"""
+"""Child processes, which import this code, ignore the current folder and get no secrets; the progress of a loading replica."""
 
 from __future__ import annotations
 
@@ -34,6 +31,7 @@ def python_module(module: str, *arguments: str) -> list[str]:
 
 def child_environment(*more: str) -> dict[str, str]:
     """Return the environment of a child process: a fixed set of variables, and those that begin with ``more``."""
+    # ``HF_`` passes the hub's settings, but not its tokens.
     kept = {name: value for name, value in os.environ.items() if name.startswith((*_VARIABLES, *more)) and name not in _SECRETS}
     path = os.environ.get("PYTHONPATH")
     return kept | {"PYTHONPATH": f"{CODE}{os.pathsep}{path}" if path else CODE}

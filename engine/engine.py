@@ -77,10 +77,7 @@ def runner_over(
 
 
 class Engine:
-    """Step loop that serves requests. Not thread-safe: one thread calls it.
-
-    The strategy, the other requests of a step and preemptions change when tokens arrive, not which tokens.
-    """
+    """Step loop, called by one thread. Drafts, other requests and preemptions change when tokens arrive, not which tokens."""
 
     def __init__(
         self,
@@ -99,9 +96,9 @@ class Engine:
         """Create an engine; ``target`` learns the time of each step. Raises ``ValueError`` if an option is outside its range.
 
         Requests may be drafted for as published, in trees of ``largest_tree`` rows, by default if ``as_published``; see
-        ``StepPlanner`` for ``limit_name``. Without a tokenizer outputs have no text and stop strings are refused; without
-        grammars structured output is refused.
+        ``StepPlanner`` for ``limit_name``.
         """
+        # Without a tokenizer outputs have no text and stop strings are refused; without grammars structured output is refused.
         self._grammars, self._target = grammars, target
         self.info, self.tokenizer, self._device = info, tokenizer, torch.device(info.device)
         self._executor, self._drafter = executor, drafter
@@ -287,6 +284,7 @@ class Engine:
                 raise RequestError(params.grammar_field, "structured output needs a tokenizer")
             if request.grammar is None:
                 self.compile(request)
+        # First, because the queue may be full: nothing must be left of a refused request.
         self._scheduler.add(request)
         try:
             self._admit(request)
@@ -326,11 +324,7 @@ class Engine:
         return True
 
     def step(self) -> list[StepOutput]:
-        """Run one forward pass; return an output for each request with new tokens. Raises ``DeviceError`` if the device fails.
-
-        A request that fails after the forward ends with an error, without effect on the others. A step that runs out of device
-        memory emits nothing, and the next steps are smaller.
-        """
+        """Run one forward pass; return an output for each request with new tokens. Raises ``DeviceError`` if the device fails."""
         try:
             with accelerator().current(self._device):  # current device is per thread
                 return self._step()
@@ -349,6 +343,7 @@ class Engine:
                 return []
             outcomes, forward_s, now_s = self._execute(works)
         except Exception as error:
+            # A step that runs out of device memory emits nothing, and the next steps are smaller.
             if not (is_out_of_memory(error) and self._scheduler.running):
                 raise
             reason = first_line(error)
@@ -418,6 +413,7 @@ class Engine:
         try:
             return self._commit(work, outcome, now_s)
         except Exception as error:
+            # The request ends with an error, without effect on the others.
             self._raise_lost(error)
             if not isinstance(error, RequestError):
                 logger.exception("committing the result of request %s failed", request.request_id)
@@ -439,6 +435,7 @@ class Engine:
         emitted, accepted = tuple(tokens[:kept]), acceptance.rows[:kept]
         report = step_report(request, tree, accepted, pieces, self.histories) if request.report else None
         request.commit(emitted)
+        # The executor has moved the KV of the accepted rows behind the committed entries.
         request.num_computed = work.end + len(acceptance.rows)
         self._count(request, tree, accepted, kept, now_s)
         logprobs = None if outcome.logprobs is None else outcome.logprobs[:kept]

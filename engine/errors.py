@@ -15,6 +15,7 @@ class RequestError(ValueError):
         self.field, self.message = field, message
 
     def __reduce__(self) -> tuple[type[RequestError], tuple[str, str]]:
+        # The default would create a copy from the joined message alone.
         return type(self), (self.field, self.message)
 
 

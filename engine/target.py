@@ -18,7 +18,7 @@ from outrider.engine.loading.model_tables import bigram_rows, bigram_table, cach
 from outrider.engine.measures.calibration import CalibrationFile
 from outrider.engine.measures.latency import LiveCurve, quick_curve
 
-_CHORE_ROWS = 64  # rows of a deferred forward, small because a request may arrive and wait for it
+_WARMUP_ROWS = 64  # rows of a deferred forward, small because a request may arrive and wait for it
 _BETWEEN_TEXTS = "<|endoftext|>"  # in GPT-2's tokenizer and its descendants
 _TABLE_WIDTH = 32  # least width on disk, so that drafters share one file
 
@@ -34,11 +34,7 @@ class LocalTarget:
         folder: Path | None = None,
         warmup: list[Iterator[None]] | None = None,
     ) -> None:
-        """Create the target of a runner. Tables and latency curve are stored in ``folder``, by default the user's cache folder.
-
-        Slow work is added to ``warmup`` as tasks that run in pieces, with approximate values until they are done; done at once if
-        None.
-        """
+        """Create the target of a runner. Tables and latency curve are stored in ``folder``, the user's cache folder if None."""
         self.vocab_size = info.vocab_size
         self.end_token_ids = info.eos_token_ids
         self.max_model_len = info.max_model_len
@@ -48,6 +44,8 @@ class LocalTarget:
         self._revision = f"{info.model_revision}-{info.tokenizer_revision}"
         self._info = info
         self._live: LiveCurve | None = None
+        # Slow work is added to it as tasks that run in pieces, with approximate values until they are done; if None, it is done
+        # at once.
         self._warmup = warmup
 
     def bigram_table(self, width: int) -> Int32Array:
@@ -72,7 +70,7 @@ class LocalTarget:
         if kept is not None:
             given[:] = kept[:, : given.shape[1]]
             return
-        for done in bigram_rows(self._runner, table, self._before, _CHORE_ROWS):
+        for done in bigram_rows(self._runner, table, self._before, _WARMUP_ROWS):
             given[:done] = table[:done, : given.shape[1]]
             yield
         save_table(self._folder, name, table)

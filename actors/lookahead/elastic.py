@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 IDLE_S = 0.5  # a replica without own requests follows others after this time: the next request often arrives soon
 REFILL_ROWS = 128  # most rows of one message that refills a rank, so that a request arriving there does not wait long
+_HOST = "127.0.0.1"  # all replicas of a group are on one node
 _TEND_S = 0.25
 _AWAY_S = 0.1  # before a rank that follows another leader is asked again
 _LOST_S = 5.0  # before a rank that failed in a step is asked again
@@ -121,15 +122,13 @@ class ElasticGroup(Ranks):
     # A request's width follows the load while it runs: with a fixed one, the next request would wait for a wide one.
     # `devices` stays None: a device computes for changing leaders, so its energy cannot be attributed to one replica.
 
-    def __init__(
-        self, options: ParallelismOptions, secret: bytes, world_size: int, host: str = "127.0.0.1", idle_s: float = IDLE_S
-    ) -> None:
+    def __init__(self, options: ParallelismOptions, secret: bytes, world_size: int) -> None:
         """Store the options. Raises GroupError if threads are to be pinned and the system does not support that.
 
-        ``world_size`` is the most ranks of a group. A replica counts as busy for ``idle_s`` after its last request.
+        ``world_size`` is the most ranks of a group. A replica counts as busy for ``IDLE_S`` after its last request.
         """
         self.world_size = world_size
-        self._options, self._secret, self._host, self._idle_s = options, secret, host, idle_s
+        self._options, self._secret = options, secret
         self._executor: LookaheadParallelExecutor | None = None
         self._server: RankServer | None = None
         self._cores = allowed_cores() if options.pin_threads else ()
@@ -152,7 +151,7 @@ class ElasticGroup(Ranks):
     def executor(self, runner: ModelRunner) -> Executor:
         """See ``Ranks``. The same model and slots also serve as a rank of other replicas, one at a time."""
         self._executor = LookaheadParallelExecutor(LocalExecutor(runner), self._options, REFILL_ROWS)
-        self._server = RankServer(LocalExecutor(runner), self._secret, self._options, self._host, self._pin, self._fail)
+        self._server = RankServer(LocalExecutor(runner), self._secret, self._options, _HOST, self._pin, self._fail)
         return self._executor
 
     def start(self) -> None:
@@ -240,12 +239,12 @@ class ElasticGroup(Ranks):
             self._wake.clear()
 
     def _let_go(self) -> float:
-        """Free this replica for other leaders after ``idle_s`` without requests. Return seconds until the next check."""
+        """Free this replica for other leaders after ``IDLE_S`` without requests. Return seconds until the next check."""
         assert self._server is not None
         with self._turn:
             if not self._busy or self._idle_since is None:
                 return _TEND_S
-            left_s = self._idle_since + self._idle_s - time.monotonic()
+            left_s = self._idle_since + IDLE_S - time.monotonic()
             if left_s > 0.0:
                 return min(_TEND_S, left_s)
             self._busy = False

@@ -57,23 +57,23 @@ class LookaheadParallelExecutor:
     """``Executor`` whose ranks verify disjoint branches of the same draft trees.
 
     Each step, ``DraftTree.partition`` distributes the branches; every rank computes and verifies its part, and the longest
-    accepted walk is emitted. Messages hold token ids and row numbers, no activations and no KV: a rank recomputes tokens accepted
-    elsewhere as a longer spine of its next step. Every part contains the root, so any rank's result is a valid step: if a rank is
-    lost, the remaining results are merged and nothing is recomputed. ``WidthChoice`` decides by measured speed whether a step is
-    shared; if not, the leader computes the whole tree and the ranks only the accepted tokens.
-
-    Differences from the published code: only the leader drafts; one message per step goes each way instead of four collectives;
-    ranks join and leave; several requests share a step; sampled requests are supported, because a choice depends only on seed and
-    position. A walk whose first token differs from the leader's is dropped: ranks on different processors, or with
-    ``engine.exact=rounding``, may resolve a near-tie differently. ``execute`` is called by one thread.
+    accepted walk is emitted. ``execute`` is called by one thread.
 
     Example: root 7 with the branches 1 2 and 3, two ranks. The leader computes 7 1 2, the other rank 7 3. The target says 3 after
     7 and 5 after 3: the leader's walk emits 3, the other's emits 3 5 and wins. The leader's next step begins with 3 5, of which
     it lacks the KV, and the other's with 5.
     """
 
+    # Differences from the published code: only the leader drafts; one message per step goes each way instead of four collectives;
+    # ranks join and leave; several requests share a step; sampled requests are supported, because a choice depends only on seed
+    # and position.
+    # Messages hold token ids and row numbers, no activations and no KV: a rank recomputes tokens accepted elsewhere as a longer
+    # spine of its next step. `WidthChoice` decides by measured speed whether a step is shared; if not, the leader computes the
+    # whole tree and the ranks only the accepted tokens.
+    check_steps = 64  # steps between comparisons of the committed texts' hashes
+
     def __init__(self, local: LocalExecutor, options: ParallelismOptions, chunk: int) -> None:
-        self._local, self._check_steps, self._adaptive = local, options.check_steps, options.adaptive
+        self._local, self._adaptive = local, options.adaptive
         self._leader_states = RankKVStates()  # requests as the leader holds them
         self._membership = RankMembership(options, chunk)
         self._lock = threading.Lock()  # one step at a time; links are only read with it
@@ -140,6 +140,7 @@ class LookaheadParallelExecutor:
 
     def check_liveness(self) -> None:
         """Detect ranks lost between steps, from any thread. Call it a few times per second."""
+        # Not while a step runs: it reads the links itself, and waiting for it would block the supervisor's thread.
         if self._lock.acquire(blocking=False):
             try:
                 self._membership.change()
@@ -206,7 +207,7 @@ class LookaheadParallelExecutor:
     def _partition(
         self, works: Sequence[ScheduledRequest], parts: Sequence[list[TreePart]], rank_states: Sequence[RankState], top_k: int
     ) -> dict[RankState, SentStep]:
-        compare = self._steps % self._check_steps == 0
+        compare = self._steps % self.check_steps == 0
         partitioned = {}
         for at, rank_state in enumerate(rank_states, start=1):
             try:
@@ -214,6 +215,7 @@ class LookaheadParallelExecutor:
                     works, [part[at] if part else None for part in parts], top_k, compare
                 )
             except LINK_ERRORS as error:
+                # Nothing is recomputed: every part contains the root, so the other ranks' results are still a valid step.
                 self._membership.lose(rank_state, f"sending a message failed: {one_line(error)}")
         return partitioned
 
@@ -243,6 +245,7 @@ class LookaheadParallelExecutor:
         outcomes_by_rank = {rank_state: iter(reply.outcomes) for rank_state, reply in replies.items()}
         outcomes: list[VerifyResult | None] = []
         for at, (work, part, mine) in enumerate(zip(works, parts, own.outcomes, strict=True)):
+            # Only the leader has a branch of this tree, so no other rank's outcome is awaited.
             if mine is None or all(len(one.tree) == 1 for one in part[1:]):
                 outcomes.append(mine)
                 continue
@@ -302,16 +305,18 @@ class RankResult:
 def merge_results(tree: DraftTree, end: int, shares: Sequence[RankResult]) -> tuple[VerifyResult, int]:
     """Return the outcome of the longest walk (ties: lowest rank), and the number of walks dropped as different from rank 0's.
 
-    ``shares`` are of the ranks that replied, rank 0 first. The outcome has the target's tokens for all computed rows and lacks
-    the others. Each rank's computed count becomes ``end`` plus the common prefix of its walk and the longest one.
+    ``shares`` are of the ranks that replied, rank 0 first. Sets their computed counts to ``end`` plus the prefix that is kept.
     """
     walks = [share.tokens() for share in shares]
+    # Ranks on different processors, or with engine.exact=rounding, may resolve a near-tie differently: the leader's token counts.
     same = [at for at, walk in enumerate(walks) if walk[0] == walks[0][0]]
     best = max(same, key=lambda at: (len(walks[at]), -at))
     winner, longest = shares[best].said, walks[best]
     for share, walk in zip(shares, walks, strict=True):
         same_drafts = takewhile(lambda pair: pair[0] == pair[1], zip(walk[:-1], longest[:-1], strict=False))
+        # Of a rank's own walk, only the drafts that the longest walk shares have KV of the committed text.
         share.held.computed = end + sum(1 for _ in same_drafts)
+    # Rows of lost ranks were not computed: the outcome's tree is cut to the others.
     kept = np.zeros(len(tree), np.bool_)
     for share in shares:
         kept[share.part.rows] = True
@@ -328,10 +333,11 @@ def merge_results(tree: DraftTree, end: int, shares: Sequence[RankResult]) -> tu
 
 
 def _target(count: int, shares: Sequence[RankResult], places: Int32Array | None) -> TargetRows:
-    """Return the target's tokens for each row. If several ranks computed a row, the lowest rank's result is used."""
+    """Return the target's tokens for each row."""
     ids = np.empty(count, np.int32)
     own = shares[0].said.ranked
     ranked = None if own is None else np.empty((count, own.shape[1]), np.int32)
+    # Lowest rank last: if several ranks computed a row, its result overwrites theirs.
     for share in reversed(shares):
         rows = share.part.rows if places is None else places[share.part.rows]
         ids[rows] = share.said.ids

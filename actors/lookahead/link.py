@@ -1,11 +1,7 @@
-"""Connection between the leader of a group and a rank: framed bytes over TCP, authenticated by a shared secret.
+"""Connection between the leader of a group and a rank: framed bytes over TCP, authenticated by a shared secret."""
 
-Plain TCP: a Unix socket saves some hundredths of a millisecond per step (``experiments/LOG.md``), but TCP also serves ranks on
-other hosts, detects a dead peer at once, and needs no busy waiting.
-
-If Ray's connections are encrypted (``RAY_USE_TLS``), so are these between different addresses, with the same files: both sides
-present a certificate of the configured authority, and the dialled side's certificate must contain its address.
-"""
+# Plain TCP: a Unix socket saves some hundredths of a millisecond per step (experiments/LOG.md), but TCP also serves ranks on
+# other hosts, detects a dead peer at once, and needs no busy waiting.
 
 from __future__ import annotations
 
@@ -73,6 +69,7 @@ class Link:
 
     def end(self) -> None:
         """End the connection from any thread. Threads that send or receive notice; the receiver closes the link."""
+        # Without `_sending`: a sender may be blocked while it holds that lock, and the shutdown is what ends its wait.
         with self._ending:
             if not self._connection.closed:
                 with _socket_of(self._connection) as raw:
@@ -81,6 +78,7 @@ class Link:
     def close(self) -> None:
         """End the connection and release its descriptor. For the receiver, or if no thread receives. Idempotent."""
         self.end()
+        # Only when no thread sends: the descriptor's number may be reused, and its bytes would reach another connection.
         with self._sending, self._ending:
             self._connection.close()
 
@@ -124,6 +122,7 @@ def _authenticated(raw: socket.socket, dialled: str | None, secret: bytes, timeo
         set_timeouts(connection, timeout_s)
         if isinstance(connection, _TlsConnection):
             connection.shake_hands()
+        # The two sides challenge in opposite order: in the same one, both would wait for the other's challenge.
         for challenge in (deliver_challenge, answer_challenge) if dialled is None else (answer_challenge, deliver_challenge):
             challenge(connection, secret)
     except BaseException:
@@ -176,6 +175,7 @@ class _TlsConnection(Connection):
             while rest:
                 rest = rest[self._tls.write(rest) :]
             encrypted = self._outgoing.read()
+        # Without the lock: the receiver needs it, and must not wait for a peer that reads slowly.
         self._write_all(encrypted)
 
     def _recv(self, size: int) -> io.BytesIO:
@@ -213,6 +213,8 @@ class _TlsConnection(Connection):
 
 def _context(accepts: bool) -> ssl.SSLContext:
     """Return a TLS context with freshly read files, so that a renewed certificate is used."""
+    # The files are those of Ray's connections. Both sides present a certificate of the configured authority, and the dialled
+    # side's certificate must contain its address.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if accepts else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED

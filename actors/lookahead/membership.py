@@ -32,11 +32,10 @@ class LostRank:
 
 
 class RankMembership:
-    """Ranks of a group and their states.
+    """Ranks of a group and their states. Not thread-safe, except for ``changes`` and ``lost``."""
 
-    A rank is lost if its connection ends, if it reports a failure, if it sends no sign of life for ``rank_timeout_s``, or if it
-    does not answer a step for ``step_timeout_s``. Not thread-safe, except for ``changes`` and ``lost``.
-    """
+    # A rank is lost if its connection ends, if it reports a failure, if it sends no sign of life for `rank_timeout_s`, or if it
+    # does not answer a step for `step_timeout_s`.
 
     def __init__(self, options: ParallelismOptions, chunk: int) -> None:
         self._options, self._chunk = options, chunk  # chunk: most tokens of a message that refills a rank
@@ -58,6 +57,7 @@ class RankMembership:
             if rank_state.refilling and rank_state.unanswered:
                 self._read(rank_state)
             lag = rank_state.lag(works)
+            # Reading its messages may have shown that the rank is lost.
             if rank_state.rank not in self.rank_states:
                 continue
             if rank_state.refilling and not rank_state.unanswered:
@@ -83,6 +83,7 @@ class RankMembership:
             for link in waited:
                 rank_state, sequence = missing[link]
                 reply = self._take(rank_state)
+                # Replies to earlier messages, such as refills, are read and dropped.
                 if reply is not None and reply.sequence == sequence:
                     replies[rank_state] = reply
                 if rank_state in replies or rank_state.rank not in self.rank_states:
@@ -100,7 +101,7 @@ class RankMembership:
         return max(0.001, min(beat, step) - now)
 
     def _overdue(self, rank_state: RankState) -> bool:
-        """Return whether a rank exceeded a timeout, after removing it as lost. Received messages must have been read."""
+        """Return whether a rank exceeded a timeout, after removing it as lost."""
         now = time.monotonic()
         if now - rank_state.link.heard_s >= self._options.rank_timeout_s:
             self.lose(rank_state, f"nothing received for {now - rank_state.link.heard_s:.1f} s")
@@ -139,6 +140,7 @@ class RankMembership:
     def check_liveness(self) -> None:
         """Read pending messages and remove silent ranks."""
         self._tended_s = time.monotonic()
+        # Before the times are compared: heartbeats may have waited in the sockets while the leader computed.
         while self.rank_states:
             spoke = readable([rank_state.link for rank_state in self.rank_states.values()], 0.0)
             if not spoke:

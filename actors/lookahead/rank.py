@@ -167,6 +167,7 @@ class RankServer:
         with self._guard:
             self._links.append(link)
         self._wake.set()  # report at once whether this rank is busy
+        # `close` may have copied the list of links just before this one was added.
         if self._closed:
             link.end()
         try:
@@ -197,6 +198,7 @@ class RankServer:
                 self._rank.forget(failed=True)
                 lost = device_error(error, self._model_device)
                 if lost is not None and self._device_failed is not None:
+                    # In a new thread: the callback may not return, and this one still has to send the reply.
                     threading.Thread(target=self._device_failed, args=(lost,), name="rank-device-failed", daemon=True).start()
                 return Failure(one_line(error), isinstance(error, DisagreementError))
 

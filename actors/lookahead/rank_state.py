@@ -165,6 +165,7 @@ class RankState:
         """Release the rank. Raises the errors of ``Link.send``."""
         self.kv_states.clear()
         ended = self.kv_states.take_ended()
+        # A rank that never got a message of this leader knows none of its requests.
         if not self._joins:
             self.link.send(StepMessage(next(self._sequences), (), ended, (), 0))
 

@@ -26,8 +26,7 @@ class _Pace:
 class WidthChoice:
     """Chooser of the faster width, from measured step speeds, for one number of ranks and one load.
 
-    Example: two ranks bring 2.8 tokens in 36 ms, one 2.7 in 29. After 64 steps in turns one rank computes alone, and in one of 17
-    trials of 16 steps both.
+    Example: two ranks give 2.8 tokens in 36 ms, one 2.7 in 29: after 64 steps in turns one computes, and in 1 of 17 trials both.
     """
 
     # A shared step verifies more of a tree but takes longer. Which one pays depends on device and text, so it is measured.
@@ -53,6 +52,7 @@ class WidthChoice:
             self._shared = not self._shared
             return
         faster = self._paces[True].tokens_per_s >= self._paces[False].tokens_per_s
+        # The slower width is tried again now and then, because which one pays depends on the text.
         self._shared = not faster if judged % (_EVERY + 1) == _EVERY else faster
 
 

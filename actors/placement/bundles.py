@@ -27,11 +27,14 @@ class BundleActor:
     """Actor in a bundle, and its process if that is known."""
 
     def __init__(self, actor_class: type, bundles: PlacementGroup, rank: int, *arguments: object) -> None:
-        """Start the actor in its rank's bundle with all resources of that bundle."""
+        """Start the actor in its rank's bundle."""
         bundle = bundles.bundle_specs[rank]
         placed = PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=rank)
         remote: Any = ray.remote(actor_class).options(
-            num_cpus=bundle.get("CPU", 0), num_gpus=bundle.get("GPU", 0), scheduling_strategy=placed
+            # A bundle belongs to one rank, so its actor takes all of it.
+            num_cpus=bundle.get("CPU", 0),
+            num_gpus=bundle.get("GPU", 0),
+            scheduling_strategy=placed,
         )
         self.handle: Any = remote.remote(*arguments)
         self.process: psutil.Process | None = None  # set only if the process runs on this node

@@ -41,14 +41,12 @@ class _Job(JobConfig):
 
 
 def start_ray(address: str | None = None, namespace: str | None = None, folder: RayFolder | None = None) -> None:
-    """Start a private Ray cluster in a folder, or join the one at an address.
-
-    The caller's signal handlers stay in place. Stop the cluster with ``ray.shutdown()``, then ``folder.end()``.
+    """Start a private Ray cluster in a folder, or join the one at an address. The caller's signal handlers stay in place.
 
     Args:
         address: cluster to join; None starts a private one, even if another one runs already.
         namespace: of named actors; None lets Ray choose one.
-        folder: for a private cluster; the caller ends it, also if the start fails.
+        folder: for a private cluster; the caller ends it after ``ray.shutdown()``, also if the start fails.
 
     Raises:
         RayTokenError: ``RAY_AUTH_MODE`` is not ``token`` for a new cluster, or others may read the token file of the joined one.
@@ -138,5 +136,6 @@ def own_ray() -> Iterator[None]:
         start_ray(folder=folder)
         yield
     finally:
+        # Ray first: its processes use the folder until they end.
         ray.shutdown()
         folder.end()

@@ -112,6 +112,7 @@ class RayFolder:
         """Kill Ray's remaining processes and remove the folder. Idempotent. Returns the folder of kept logs, if any."""
         _kill_processes(self.ray)
         kept = self._set_logs_apart() if keep_logs and self.logs.is_dir() else None
+        # Before the lock is released: a folder without a lock counts as stale, and another start would remove it as well.
         shutil.rmtree(self.path, ignore_errors=True)
         while self._handles:
             os.close(self._handles.pop())
@@ -134,6 +135,7 @@ def _own(base: Path, prefix: str) -> Iterator[Path]:
     for path in base.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):  # it has just gone
             found = path.lstat()
+            # The temporary folder is shared: other users' folders, and links, must be neither trusted nor removed.
             if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
                 yield path
 
@@ -146,6 +148,7 @@ def _locked(path: Path) -> int | None:
         return None
     with contextlib.suppress(OSError):  # another process has it, or it has just gone
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Otherwise the path was removed, or replaced by another folder, before the lock was taken.
         if os.path.samestat(os.fstat(handle), os.stat(path)):
             return handle
     os.close(handle)

@@ -44,15 +44,15 @@ class RankActors:
     def addresses(self, timeout_s: float) -> list[Address]:
         """See ``RankHost``."""
         try:
-            told: list[tuple[Address, int]] = ray.get(self._loading, timeout=timeout_s)
+            started: list[tuple[Address, int]] = ray.get(self._loading, timeout=timeout_s)
         except GetTimeoutError:
             raise GroupError(f"not all ranks had loaded the model within {timeout_s:.0f} s") from None
         except RayError as error:
             raise GroupError(f"a rank could not be loaded: {reason(error)}") from error
-        for actor, (_, pid) in zip(self._actors, told, strict=True):
+        for actor, (_, pid) in zip(self._actors, started, strict=True):
             with contextlib.suppress(psutil.NoSuchProcess):  # already gone: the connection will report it
                 actor.process = psutil.Process(pid)
-        return [address for address, _ in told]
+        return [address for address, _ in started]
 
     def close(self) -> None:
         """See ``RankHost``."""

@@ -1,9 +1,8 @@
-"""Pipeline parallelism: each rank has consecutive layers, and only hidden states are sent.
+"""Pipeline parallelism: each rank has consecutive layers, and only hidden states are sent."""
 
-The leader has the embeddings, the first layers, the last norm and the output layer; the other ranks have the layers between. In
-each forward the hidden states visit the leader, rank 1, rank 2, ..., and return. ``torch.distributed.pipelining`` is not usable:
-its stages need a fixed input shape, and the rows of a step vary.
-"""
+# The leader has the embeddings, the first layers, the last norm and the output layer; the other ranks have the layers between. In
+# each forward the hidden states visit the leader, rank 1, rank 2, ..., and return. torch.distributed.pipelining is not usable:
+# its stages need a fixed input shape, and the rows of a step vary.
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ def bounds(layers: int, world_size: int) -> list[range]:
 
 
 def take_part(model: PreTrainedModel, shard: ShardSpec) -> ModelPart:
-    """Reduce a whole model to a rank's layers, in place, and hook up communication. Call it after ``meet``. Raises GroupError."""
+    """Reduce a whole model to a rank's layers, in place, and hook up communication, after ``rendezvous``. Raises GroupError."""
     whole = kv_shape(model)
     own = bounds(whole.layers, shard.world_size)[shard.rank]
     layers = _keep_layers(model, own)
@@ -42,6 +41,7 @@ def take_part(model: PreTrainedModel, shard: ShardSpec) -> ModelPart:
     model.to(shard.device)
     ahead, behind = (shard.rank + 1) % shard.world_size, (shard.rank - 1) % shard.world_size
     if shard.rank == 0:
+        # Hooks of the first and last layer suffice: the model's own forward runs unchanged between them.
         layers[-1].register_forward_hook(_round(ahead, behind))
     else:
         layers[0].register_forward_pre_hook(_arriving(behind))

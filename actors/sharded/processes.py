@@ -53,12 +53,12 @@ class RankProcesses:
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
                 raise GroupError(f"rank {rank} did not load the model within {timeout_s:.0f} s")
             try:
-                told: Address | str = pipe.recv()
+                received: Address | str = pipe.recv()
             except EOFError:
                 raise GroupError(f"rank {rank} ended before it had loaded the model") from None
-            if isinstance(told, str):
-                raise GroupError(f"rank {rank} could not be loaded: {told}")
-            found.append(told)
+            if isinstance(received, str):
+                raise GroupError(f"rank {rank} could not be loaded: {received}")
+            found.append(received)
         return found
 
     def close(self) -> None:

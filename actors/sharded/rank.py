@@ -1,8 +1,4 @@
-"""Rank with a part of a model: computes its part of every forward of its leader until the leader disconnects.
-
-A rank must not outlive its group: waiting for an all-reduce of a lost member spins forever, in native code that no exception
-reaches. So a second thread monitors the connection and ends the process.
-"""
+"""Rank with a part of a model: computes its part of every forward of its leader until the leader disconnects."""
 
 from __future__ import annotations
 
@@ -57,7 +53,7 @@ MOST_DIFFERENT = 0.1  # relative error of the logits: half precision gives about
 
 
 def take_checked(model: PreTrainedModel, shard: ShardSpec) -> ModelPart:
-    """Reduce a model to a shard's part, in place; raise GroupError if its logits change. All ranks call it, after ``meet``."""
+    """Reduce a model to a shard's part, in place, after ``rendezvous``. All ranks call it. Raises GroupError if logits change."""
     # DeepSpeed silently splits architectures with fused projections at wrong positions, so the logits of a few rows are compared
     # before and after.
     whole = probe_logits(model, kv_shape(model)) if shard.rank == 0 else None
@@ -68,6 +64,7 @@ def take_checked(model: PreTrainedModel, shard: ShardSpec) -> ModelPart:
         raise GroupError(f"{type(model).__name__} cannot compute in {shard.world_size} parts: {one_line(error)}") from error
     if whole is not None:
         difference = float((given - whole).norm() / whole.norm())
+        # Not `>`: a difference of NaN is a fault, too.
         if not difference <= MOST_DIFFERENT:
             raise GroupError(
                 f"{type(model).__name__} in {shard.world_size} parts differs from the whole model: its logits differ by "
@@ -98,13 +95,15 @@ class ShardServer:
         try:
             raw, _ = self._listener.accept()
             link = accept(raw, self._terms.secret, self._terms.start_timeout_s)
+            # A rank must not outlive its group: waiting for an all-reduce of a lost member spins forever, in native code that no
+            # exception reaches. So this thread monitors the connection and ends the process.
             threading.Thread(target=self._watch, args=(link,), name="shard-watch", daemon=True).start()
             self._follow(link)
         except LINK_ERRORS as error:
             logger.info("lost the leader: %s", one_line(error))
         except Exception as error:  # any error of the model, DeepSpeed or device: the group cannot continue without this rank
             logger.exception("rank %d failed", self._shard.rank)
-            self._tell(link, str(error) if isinstance(error, GroupError) else one_line(error))
+            self._report(link, str(error) if isinstance(error, GroupError) else one_line(error))
         self._finish()
 
     def _follow(self, link: Link) -> None:
@@ -128,7 +127,7 @@ class ShardServer:
         readable([link], None)  # without limit: the leader may be idle
         return link.take()
 
-    def _tell(self, link: Link | None, reason: str) -> None:
+    def _report(self, link: Link | None, reason: str) -> None:
         if link is not None:
             try:
                 link.send(Failure(reason))

@@ -1,14 +1,6 @@
-"""DeepSpeed's all-reduce through shared memory, for ranks on CPUs of one machine: several times as fast as gloo.
+"""DeepSpeed's all-reduce through shared memory, for ranks on CPUs of one machine: several times as fast as gloo."""
 
-DeepSpeed compiles a module for it at first use, which takes half a minute or more. This module handles these facts of version
-0.19:
-
-- A process killed during compilation leaves a lock file for which all later ones wait forever. So the module is compiled in our
-  folder, locked by one process at a time; the lock ends with its process.
-- Without a C++ compiler or Python's headers it raises: then gloo is used, with a warning.
-- Each rank takes 66 MiB in /dev/shm under names that DeepSpeed never removes. If they do not fit, the process dies of a bus
-  error.
-"""
+# The functions below handle facts of DeepSpeed 0.19, which compiles a module for this at first use, in half a minute or more.
 
 from __future__ import annotations
 
@@ -41,7 +33,7 @@ _FOLDER = "TORCH_EXTENSIONS_DIR"  # environment variable from which torch takes 
 
 
 def choose_transport(deepspeed: Any, rank: int, world_size: int) -> None:
-    """Choose shared memory or gloo, as rank 0 can. All ranks call it after ``meet``. Raises RuntimeError if one cannot."""
+    """Choose shared memory or gloo, as rank 0 can, after ``rendezvous``. All ranks call it. Raises RuntimeError if one cannot."""
     through_memory = torch.zeros(1)
     if rank == 0:
         reason = _why_not(world_size) or _load()
@@ -59,6 +51,7 @@ def choose_transport(deepspeed: Any, rank: int, world_size: int) -> None:
 
 def sweep(host: str, port: int, world_size: int) -> None:
     """Unlink the ranks' shared-memory buffers. Existing mappings stay valid, and the memory is freed when they end."""
+    # DeepSpeed never removes these files itself.
     for rank in range(world_size):
         (SHARED_MEMORY / f"deepspeed_allreduce_buffer_{os.getuid()}_{host}_{port}_{rank}").unlink(missing_ok=True)
 
@@ -66,6 +59,7 @@ def sweep(host: str, port: int, world_size: int) -> None:
 def _why_not(world_size: int) -> str | None:
     if not SHARED_MEMORY.is_dir():
         return f"{SHARED_MEMORY} does not exist"
+    # If the buffers do not fit, the process dies of a bus error.
     free, needed = shutil.disk_usage(SHARED_MEMORY).free, world_size * BUFFER_BYTES
     if free < needed:
         return (
@@ -82,6 +76,7 @@ def _load() -> str | None:
     """Load the module, compiling it if needed. Return the reason if that fails."""
     from deepspeed.accelerator import get_accelerator
 
+    # DeepSpeed raises without a C++ compiler, ninja or Python's headers; the caller then uses gloo, with a warning.
     scripts = sysconfig.get_path("scripts")  # contains ninja; not on PATH unless the environment is activated
     if scripts not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join((scripts, os.environ.get("PATH", "")))
@@ -99,6 +94,8 @@ def _load() -> str | None:
 def alone_in(folder: Path) -> Iterator[None]:
     """Lock the folder of compiled modules for this process, and remove a module that differs from the last loaded one."""
     made = folder / _MODULE
+    # A process killed during compilation leaves a lock file for which all later ones wait forever. So the module is compiled in
+    # our folder, under a lock that ends with its process.
     with alone(folder / "alone"):
         try:
             whole = read_sealed(folder / _SEAL) == _digest(made)

@@ -1,12 +1,7 @@
-"""Tensor parallelism with DeepSpeed AutoTP: each rank has a slice of every linear layer; two all-reduces per layer.
+"""Tensor parallelism with DeepSpeed AutoTP: each rank has a slice of every linear layer; two all-reduces per layer."""
 
-Between the all-reduces the stock model runs with tree attention over the rank's own heads. Kernels are not injected, because they
-do not support tree masks. Facts of version 0.19 handled here, besides those of ``actors.sharded.shared_sums``:
-
-- A rank that waits for a dead one spins forever: ``actors.sharded.group`` monitors the ranks.
-- float64 all-reduces are silently skipped: such models are refused.
-- Its linear layers call torch's matmul: ``row_parts`` replaces them with plain ones, computed as in a whole model.
-"""
+# Facts of DeepSpeed 0.19 are handled here and in `shared_sums`. A rank that waits for a dead one spins forever:
+# `actors.sharded.group` monitors the ranks.
 
 from __future__ import annotations
 
@@ -34,25 +29,28 @@ MISSING = "tensor parallelism needs DeepSpeed, which is not installed: pip insta
 
 
 def take_part(model: PreTrainedModel, shard: ShardSpec) -> ModelPart:
-    """Reduce a whole model to a rank's slices, in place. All ranks call it at the same time, after ``meet``.
+    """Reduce a whole model to a rank's slices, in place. All ranks call it at the same time, after ``rendezvous``.
 
     Example: a Llama with 32 heads, 8 KV heads and an MLP of 14,336 on 4 ranks: each has 8 heads, 2 KV heads and 3,584 of the
-    MLP, and sums [rows, hidden] after the attention's and the MLP's last layer; the logits are summed, too.
-    Raises GroupError if DeepSpeed is missing or cannot split this model.
+    MLP, and sums [rows, hidden] after the attention's and the MLP's last layer; the logits are summed, too. Raises GroupError.
     """
     whole = kv_shape(model)
     name = type(model).__name__
     if whole.kv_heads % shard.world_size:
         heads = f"the {whole.kv_heads} KV heads of {name}"
         raise GroupError(f"{heads} cannot be partitioned among {shard.world_size} ranks evenly: change parallelism.world_size")
+    # DeepSpeed silently skips all-reduces of float64.
     if model.dtype == torch.float64:
         raise GroupError("DeepSpeed's all-reduce does not support float64: set model.dtype to float32, bfloat16 or float16")
     deepspeed = _deepspeed(shard.device)
     printed = io.StringIO()
     try:
+        # DeepSpeed prints to stdout, which is reserved for the command's output.
         with contextlib.redirect_stdout(printed):
             if shard.device == "cpu":
                 choose_transport(deepspeed, shard.rank, shard.world_size)
+            # Kernels are not injected, because they do not support tree masks: between the all-reduces the stock model runs with
+            # tree attention over the rank's own heads.
             deepspeed.init_inference(
                 model,
                 tensor_parallel={"tp_size": shard.world_size},
@@ -117,6 +115,7 @@ def row_parts(model: PreTrainedModel) -> int:
         parent, _, child = name.rpartition(".")
         replaced: torch.nn.Module
         if type(module) is LinearLayer:
+            # DeepSpeed's layers call torch's matmul; a plain layer is computed as in a whole model.
             replaced = _linear(module.weight, module.bias)
         else:
             columns = None

@@ -1,4 +1,4 @@
-"""Mirror: exchanges texts with other replicas through Redis without ever blocking a step of the engine."""
+"""Cache client: exchanges texts with other replicas through Redis without ever blocking a step of the engine."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+FLUSH_S = 0.02  # delay of new tokens, to send several together
+OUTBOX_BYTES = 8 * 2**20  # tokens of one tenant kept for sending while Redis is away
+RETRY_S = 1.0  # pause after a failure of Redis
 LOOK_S = 1.0  # period of comparisons with the state of the streams
 TAKE_TOKENS = 1 << 16  # tokens of all tenants written per round trip
 _PAUSE_S = 0.01  # pause while the engine's thread is behind
@@ -63,20 +66,20 @@ class CacheClient:
 
     def __init__(self, access: CacheAccess, identity: Identity, memory: Histories, wake: Callable[[], None]) -> None:
         """Prepare threads. One calls ``wake`` when updates can be applied. Raises ``ValueError`` for a bad address or secret."""
-        options = self._options = access.options
+        options = access.options
         self._memory, self._wake, self._vocab_size = memory, wake, identity.vocab_size
         self._namespaces, self._store = access.namespaces(identity), access.store()
-        self._outbox = Outbox(int(options.outbox_mib * 2**20))
+        self._outbox = Outbox(OUTBOX_BYTES)
         self._inbox = Inbox(memory)
         self._tail = StreamReader(self._store, identity, self._namespaces, self._inbox, self._outbox, options.ttl_s)
-        self._reading = RedisCircuitBreaker("reading shared texts from Redis", options.retry_s)
-        self._writing = RedisCircuitBreaker("writing shared texts to Redis", options.retry_s)
+        self._reading = RedisCircuitBreaker("reading shared texts from Redis", RETRY_S)
+        self._writing = RedisCircuitBreaker("writing shared texts to Redis", RETRY_S)
         self._origin = secrets.randbits(64)
         self._sequences = dict.fromkeys(self._namespaces, 0)
         self._published_tokens = self._unwritable_tokens = 0
         self._look_at_s = 0.0
         self._closing = threading.Event()
-        self._threads = [threading.Thread(target=loop, name=f"mirror-{name}", daemon=True) for name, loop in (
+        self._threads = [threading.Thread(target=loop, name=f"cache-client-{name}", daemon=True) for name, loop in (
             ("reader", self._read_until_closed), ("writer", self._write_until_closed),
         )]  # fmt: skip
 
@@ -93,6 +96,7 @@ class CacheClient:
             caught_up = self._tail.catch_up(deadline_s)
 
         while not caught_up and time.monotonic() < deadline_s and not self._reading.attempt(catch_up):
+            # The engine's thread does not run yet, so this one applies what the inbox holds before more is read.
             while self._inbox.apply(1 << 20):
                 pass
         tokens = sum(history.num_tokens for name in self._namespaces if (history := self._memory.of(name)) is not None)
@@ -137,6 +141,7 @@ class CacheClient:
     def close(self, timeout_s: float = 2.0) -> None:
         """Write what waits, for at most ``timeout_s`` and only while Redis works, then stop the threads. Idempotent."""
         deadline_s = time.monotonic() + timeout_s
+        # Without a writer the outbox would never become idle.
         if self._threads[1].is_alive():
             while not self._outbox.idle and self._writing.state == "closed" and time.monotonic() < deadline_s:
                 time.sleep(0.002)
@@ -147,7 +152,7 @@ class CacheClient:
             if thread.is_alive():
                 thread.join(max(0.1, deadline_s - time.monotonic()))
 
-    # -- the mirror's threads --------------------------------------------------------------------------------------------------
+    # -- the threads -----------------------------------------------------------------------------------------------------------
 
     def _read_until_closed(self) -> None:
         while not self._closing.is_set():
@@ -175,13 +180,15 @@ class CacheClient:
         while not self._closing.is_set():
             if not self._outbox.wait(_IDLE_S) or self._closing.is_set():
                 continue
-            self._closing.wait(self._options.flush_s)
+            # One round trip carries the tokens of several steps.
+            self._closing.wait(FLUSH_S)
             wait_s = self._writing.attempt(self._write_once)
             if wait_s:
                 self._closing.wait(wait_s)
 
     def _write_once(self) -> None:
         """Write waiting deltas to Redis; put them back if that fails."""
+        # Epochs and tokens are read together: after a deletion in between, old texts would leave under the new epoch.
         with self._tail.deleting:
             epochs = {tenant: place.ledger.epoch for tenant, place in self._tail.places.items()}
             taken = self._outbox.take(TAKE_TOKENS)

@@ -89,6 +89,7 @@ class Inbox:
                 tenant = next(iter(self._waiting), None)
                 if tenant is None:
                     return False
+                # Move the tenant to the end: the first one was served least recently.
                 queue = self._waiting[tenant] = self._waiting.pop(tenant)
             max_tokens -= self._apply_piece(tenant, queue, min(max_tokens, PIECE_TOKENS))
         return bool(self._waiting)
@@ -98,6 +99,7 @@ class Inbox:
         total = 0
         while queue and total < most:
             arrival = queue[0]
+            # Without the lock: only this thread takes from a queue, and `put` must not wait while a piece is applied.
             weight, tokens = next(arrival.pieces)
             total += weight
             self.applied_tokens += tokens

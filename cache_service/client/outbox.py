@@ -181,6 +181,7 @@ class Outbox:
                 if (tenant, None) in self._forgotten:
                     continue
                 share = self._shares[tenant]
+                # The taken pieces are older than those that arrived since, so they go in front.
                 newer, share.texts = share.texts, {}
                 for delta in deltas:
                     if (tenant, delta.text >> 16) not in self._forgotten and delta.text not in share.dead:
@@ -196,6 +197,7 @@ class Outbox:
     def discard(self, tenant: str, request: int | None = None) -> None:
         """Drop a tenant's texts (or one request's, by its hash), including later parts of unfinished ones."""
         with self._lock:
+            # Pieces may be taken at this moment: `give_back` must not bring them back.
             self._forgotten.add((tenant, request))
             share = self._shares.get(tenant)
             if share is not None:

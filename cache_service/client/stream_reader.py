@@ -128,6 +128,7 @@ class StreamReader:
     def catch_up(self, deadline_s: float) -> bool:
         """Read all present entries. Return False at the deadline (monotonic clock) or if the inbox must be emptied first."""
         self.look()
+        # The ends are those of now: entries that others add meanwhile are left to the reading thread.
         heads = self._store.heads([place.namespace for place in self.places.values()])
         behind = True
         while behind:
@@ -185,6 +186,7 @@ class StreamReader:
             snapshot = read_snapshot(data, self._identity)
         except CorruptSnapshotError as error:
             self.corrupt_snapshots += 1
+            # Otherwise every look would load it again.
             place.useless = snapshot_id
             logger.warning(
                 "tenant %s: snapshot %s is dropped: %s; reading the remaining entries of the stream", tenant, id, error

@@ -70,8 +70,8 @@ class CacheAdmin:
     def stats(self, tenant: str | None = None, vouched: bool = False) -> list[TenantStats]:
         """Return the statistics of each memory, as last counted by the service, or read in full if never counted.
 
-        ``tenant`` is a tenant or the cache namespace of one of its adapters (``decoding.request.cache_namespace_of``); None: all.
-        ``vouched`` accepts a tenant that the configuration did not have at start; otherwise raises ``UnknownTenantError``.
+        ``tenant``: a tenant or the cache namespace of one of its adapters; None: all. ``vouched`` accepts a tenant that the
+        configuration did not have at start; otherwise raises ``UnknownTenantError``.
         """
         names = self._namespaces if tenant is None else self._of_tenant(tenant, vouched)
         return [self._stats(one, name) for one, name in names.items()]
@@ -84,10 +84,7 @@ class CacheAdmin:
         return encode_snapshot(fold.snapshot(time.time()))
 
     def import_(self, tenant: str, data: bytes) -> int:
-        """Add the texts of an exported snapshot as if generated now, except for requests deleted here. Return their number.
-
-        Raises ``UnknownTenantError``, ``CorruptSnapshotError`` or, for another tokenizer, ``ForeignSnapshotError``.
-        """
+        """Add the texts of an exported snapshot; return their number. Raises as ``export``, or ``ForeignSnapshotError``."""
         fold = self._fold(tenant)
         snapshot = decode_snapshot(data)
         ours = self._identity
@@ -96,6 +93,7 @@ class CacheAdmin:
                 f"the snapshot is of tokenizer revision {snapshot.tokenizer_revision} with {snapshot.vocab_size} tokens, this "
                 f"model has {ours.tokenizer_revision} with {ours.vocab_size}: export it from a cluster with the same tokenizer"
             )
+        # Written like new outputs, so dated now. Texts of requests that were deleted here are left out.
         deltas = _deltas(fold, snapshot.texts)
         self._write(fold, deltas)
         return len({delta.text for delta in deltas})
@@ -124,6 +122,7 @@ class CacheAdmin:
         """Delete all texts of a tenant everywhere. Return its new epoch. Arguments and errors as in ``stats``."""
         epochs = []
         for name in self._of_tenant(tenant, vouched).values():
+            # Delete first, then announce it: if this process ends in between, the service notices the epoch and writes the batch.
             epochs.append(self._store.delete(name))
             self._append(name, [TextBatch(secrets.randbits(64), 0, epochs[-1])])
         return epochs[0]
@@ -184,7 +183,8 @@ class CacheAdmin:
             fold = StreamCompactor.load(self._store, name, self._identity)
             fold.catch_up(self._store, self._store.head(name).last_id)
             head = self._store.head(name)
-            if compare_ids(head.snapshot_id, fold.cursor) > 0:  # entries may have been trimmed unread
+            # With a newer snapshot, entries of before it may have been trimmed unread, even if later ones were read.
+            if compare_ids(head.snapshot_id, fold.snapshot_id) > 0:
                 continue
             if head.epoch > fold.epoch:  # deleted, but the stream does not have the batch yet
                 fold.apply(TextBatch(0, 0, head.epoch), time.time())

@@ -22,6 +22,10 @@ from outrider.cache_service.store.redis_store import Counts, Head, RedisStore
 from outrider.cache_service.store.stream_ids import compare_ids, written_s
 from outrider.decoding.request import PUBLIC, tenant_of
 
+LEASE_S = 5.0  # a service that is silent for this long is replaced by one on standby
+RETRY_S = 1.0  # pause after a failure of Redis
+SNAPSHOT_S = 60.0  # delay until changes are in a snapshot
+_HALF_LIFE_S = 7 * 86400.0  # age at which a text counts half in evictions
 _BLOCK_S = 0.2  # duration of one blocking read, and so the delay of stop()
 _CHECK_S = 1.0  # period of comparisons with the state of Redis
 _KEEP_S = 3600.0  # period of renewing the expiry of keys in Redis
@@ -46,8 +50,8 @@ class LeaseLostError(Exception):
 class Lease:
     """Lease from the view of one candidate. Use it from one thread, except for ``held``."""
 
-    def __init__(self, store: RedisStore, name: str, lease_s: float) -> None:
-        self._store, self._name, self._lease_s = store, name, lease_s
+    def __init__(self, store: RedisStore, name: str) -> None:
+        self._store, self._name = store, name
         self._holder = secrets.token_hex(16)
         self._until = 0.0  # monotonic seconds; 0 if another instance holds the lease
         self._renew_at = 0.0
@@ -60,15 +64,16 @@ class Lease:
     def acquire_or_renew(self, work_s: float = 0.0) -> None:
         """Acquire or extend the lease before ``work_s`` seconds of work. Raises ``LeaseLostError`` if another one holds it."""
         # If Redis fails, the lease stays valid until it expires.
+        # Read before the request: the lease then never seems longer here than it is in Redis.
         now = time.monotonic()
         if now < self._renew_at and now + work_s < self._until:
             return
-        lease_s = self._lease_s + work_s
+        lease_s = LEASE_S + work_s
         had, has = self._until > 0.0, self._store.acquire(self._name, self._holder, lease_s)
         if had != has:
             logger.info("cache service: %s", "acquired leader lease" if has else "lost leader lease to another instance")
         self._until = now + lease_s if has else 0.0
-        self._renew_at = now + self._lease_s / 3
+        self._renew_at = now + LEASE_S / 3
         if not has:
             raise LeaseLostError
 
@@ -155,11 +160,11 @@ class ServerStatus:
 
 
 class CacheServer:
-    """One of any number of cache services. The holder of the lease works, the others stand by.
+    """One of any number of cache services. The holder of the lease works, the others stand by."""
 
-    The lease only saves work. Correctness does not depend on it: applying is idempotent, a snapshot never replaces one of a later
-    entry, and a stream is trimmed only up to a stored snapshot. So a service that lost the lease unnoticed cannot do harm.
-    """
+    # The lease only saves work. Correctness does not depend on it: applying is idempotent, a snapshot never replaces one of a
+    # later entry, and a stream is trimmed only up to a stored snapshot. So a service that lost the lease unnoticed cannot do
+    # harm.
 
     def __init__(self, access: CacheAccess, identity: Identity, quotas: Mapping[str, int]) -> None:
         """Prepare the service. ``quotas`` are bytes by tenant. Raises ``ValueError`` for a bad address or empty secret."""
@@ -172,7 +177,7 @@ class CacheServer:
             self._quotas[name] = int(quotas.get(tenant_of(tenant), mib * 2**20)) // token_width(identity.vocab_size)
         # Services of the same namespaces compete for one lease; those of another model in the same Redis use another one.
         lease = hashlib.blake2b("".join(sorted(self._tenants)).encode(), digest_size=16).hexdigest()
-        self._lease = Lease(self._store, lease, self._options.lease_s)
+        self._lease = Lease(self._store, lease)
         self._folds: dict[str, StreamCompactor] = {}  # by namespace; kept while this service holds the lease
         self._clock = AgeClock(self._options.ttl_s)
         self._check_at = self._expire_at = self._keep_at = self._rewrite_at = self._count_at = 0.0
@@ -228,7 +233,7 @@ class CacheServer:
         self._kept = (0, 0, 0)
         self._check_at = 0.0
         self._worked()
-        self._stopping.wait(self._options.lease_s / 3)
+        self._stopping.wait(LEASE_S / 3)
 
     def _turn(self) -> None:
         """Check the state of Redis if due, apply the next entries of all tenants, then write what is due."""
@@ -236,6 +241,7 @@ class CacheServer:
             self._check()
         found = self._store.read({name: fold.cursor for name, fold in self._folds.items()}, _BLOCK_S, READ_ENTRIES)
         for name, entries in found.items():
+            # Renew for each tenant, because a turn over many of them may outlast the lease.
             self._lease.acquire_or_renew()
             for entry_id, data in entries:
                 self._corrupt += not self._folds[name].add(entry_id, data)
@@ -272,12 +278,12 @@ class CacheServer:
         self._last_error = f"{type(error).__name__}: {error}"[:200]
         if self._well:
             self._well = False
-            logger.warning("cache service: %s; trying again every %.1f s", self._last_error, self._options.retry_s)
+            logger.warning("cache service: %s; trying again every %.1f s", self._last_error, RETRY_S)
         self._lease.doubt()
         self._check_at = 0.0  # Redis may have lost its data when it is back
         if failure_kind(error) == "full":
             self._make_room()
-        self._stopping.wait(self._options.retry_s)
+        self._stopping.wait(RETRY_S)
 
     def _make_room(self) -> None:
         """Trim the streams of a full Redis up to the stored snapshots; slow readers load the snapshot."""
@@ -315,6 +321,7 @@ class CacheServer:
         if now_s is None:
             return
         for name, fold in self._folds.items():
+            # Texts of the public corpus do not expire: the operator loaded them.
             if self._tenants[name] != PUBLIC:
                 self._let_go(fold, fold.texts.expire(self._options.ttl_s, now_s, share))
 
@@ -351,12 +358,13 @@ class CacheServer:
         quota = self._quotas[fold.namespace]
         if fold.texts.num_tokens > quota:
             self._lease.acquire_or_renew(fold.texts.num_tokens * _WORK_S_PER_TOKEN)
-            self._let_go(fold, fold.texts.evict(int(quota * _ROOM), self._options.half_life_s, written_s(fold.cursor)))
+            self._let_go(fold, fold.texts.evict(int(quota * _ROOM), _HALF_LIFE_S, written_s(fold.cursor)))
         while fold.unsaid:
             keys = tuple(fold.unsaid[:_EVICTED_KEYS])
             self._say(fold, fold.epoch, keys)
+            # Only once they are in the stream: if Redis fails, they are written again.
             del fold.unsaid[: len(keys)]
-        if fold.due(self._options.snapshot_s):
+        if fold.due(SNAPSHOT_S):
             self._lease.acquire_or_renew(fold.texts.num_tokens * _WORK_S_PER_TOKEN)
             data = encode_snapshot(fold.snapshot(time.time()))
             if self._store.save_snapshot(fold.namespace, fold.cursor, data, fold.epoch):

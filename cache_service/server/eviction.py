@@ -22,28 +22,21 @@ def worths(texts: Sequence[Int32Array], ages_s: Float64Array, half_life_s: float
 
     The value of a text is the mean over its 4-grams (a shorter text is one n-gram) of
     ``2 ** (-age / half_life) * (number of texts that contain the 4-gram if this is the latest of them, else 1)``.
-    So old texts with unique content go first, then old copies: of several texts with the same n-gram, the latest one keeps the
-    count.
 
     Example, with a half-life of 7 days: A ``1 2 3 4 5`` of 14 days ago, B ``1 2 3 4 6`` of 7 days ago and C ``7 8 9 10`` of
     today. ``1 2 3 4`` is in two texts, of which B is the latest. A is worth 0.25 * (1 + 1) / 2 = 0.25, B 0.5 * (2 + 1) / 2 = 0.75
     and C 1 * 1 = 1: first A goes, though it holds what is frequent, because B holds it too.
 
-    Source: node pruning of Lookahead (arXiv 2312.12728, section 4.3.1), which removes the least frequent trie nodes when the trie
-    exceeds its capacity. Differences: whole texts are evicted, because texts are stored and deletable as units; frequency counts
-    texts instead of occurrences, so that a repetitive text is not frequent; frequencies decay with age instead of being halved at
-    each pruning; and a copy does not keep its copies alive.
-
-    With more than ``MAX_GRAMS`` 4-grams, a sample is examined, chosen by hash and so the same in all texts: counts of sampled
-    4-grams are exact, and a text's mean is over its sampled ones (1 without any). Values are integer sums before the division, so
-    equal inputs give equal values everywhere. N-grams are compared by hash: the chance of a collision is about (number of
-    tokens)**2 * n / 2**65, 0.04 % for a million tokens in 10,000 texts.
+    Source: node pruning of Lookahead (arXiv 2312.12728, section 4.3.1), which removes the least frequent trie nodes.
 
     Args:
         texts: their tokens, least recently grown first.
         ages_s: [n] seconds since each text grew.
         half_life_s: age at which a text counts half.
     """
+    # Differences from the source: whole texts are evicted, because texts are stored and deletable as units; frequency counts
+    # texts instead of occurrences, so that a repetitive text is not frequent; frequencies decay with age instead of being halved
+    # at each pruning; and a copy does not keep its copies alive.
     if not len(texts):
         return np.zeros(0)
     bits = np.uint64(max(1, len(texts).bit_length()))
@@ -59,8 +52,10 @@ def worths(texts: Sequence[Int32Array], ages_s: Float64Array, half_life_s: float
     starts = np.flatnonzero(changed)  # start of each n-gram
     ends = np.append(starts[1:], len(grams))
     holders = np.diff(np.append(np.searchsorted(firsts, starts), len(firsts)))  # number of texts that contain the n-gram
+    # Of several texts with the same n-gram, the latest one keeps the count: old copies go before it.
     latest = firsts[np.cumsum(holders) - 1]
     extra = np.bincount((grams[latest] & place).astype(np.int64), (holders - 1) * (ends - latest), minlength=len(texts))
+    # Integer sums before the division: equal inputs give equal values everywhere.
     frequency = 1.0 + extra / np.maximum(num_grams, 1)
     decayed: Float64Array = frequency * np.exp2(-np.maximum(ages_s, 0.0) / half_life_s)
     return decayed
@@ -70,6 +65,8 @@ def _placed_grams(texts: Sequence[Int32Array], bits: np.uint64) -> npt.NDArray[n
     """Return the sampled n-grams: hashes whose lowest ``bits`` bits hold the index of the text."""
     lengths = np.fromiter(map(len, texts), np.int64, len(texts))
     counts = _num_grams(lengths)
+    # A sample chosen by hash is the same in all texts: counts of sampled n-grams are exact. N-grams are compared by hash, too:
+    # the chance of a collision is about tokens**2 * n / 2**65, 0.04 % for a million tokens in 10,000 texts.
     share = int(counts.sum()) // MAX_GRAMS + 1
     parts = []
     for first in range(0, len(texts), _TEXTS):

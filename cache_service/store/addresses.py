@@ -44,11 +44,8 @@ _OURS = ("socket_timeout", "socket_connect_timeout", "timeout", "protocol", "dec
 def connect(url: str, timeout_s: float, block_s: float = 0.0) -> Client:
     """Return a client for an address. Only a cluster is contacted now, other servers by the first command.
 
-    ``timeout_s`` limits a connection and a reply; nothing is retried. Commands may block in the server for ``block_s``.
-
-    Raises:
-        ValueError: the address is invalid; one line, without the password.
-        redis.RedisError, OSError, redis.exceptions.RedisClusterException: the cluster does not answer.
+    ``timeout_s`` limits a connection and a reply. Commands may block in the server for ``block_s``. Raises ValueError for an
+    invalid address (one line, without the password); redis.RedisError, OSError, RedisClusterException: no cluster answers.
     """
     scheme = url.partition("://")[0]
     if scheme not in ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster"):
@@ -132,6 +129,7 @@ def _hosts(parts: SplitResult, port: int) -> list[tuple[str, int]]:
 
 
 def _no_retry(retries: int = 0) -> Retry:
+    # Not redis-py's own retries: they would multiply the timeout that callers expect.
     return Retry(NoBackoff(), retries)
 
 

@@ -82,11 +82,7 @@ class RedisCircuitBreaker(CircuitBreakerListener):
 
 
 def failure_kind(error: BaseException) -> str:
-    """Return the kind of an error, as a metric label.
-
-    >>> failure_kind(redis.TimeoutError())
-    'timeout'
-    """
+    """Return the kind of an error, as a metric label: ``timeout`` for ``redis.TimeoutError``."""
     kinds: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str], ...] = (
         ((redis.TimeoutError, TimeoutError), "timeout"),
         ((redis.AuthenticationError, redis.exceptions.AuthorizationError, redis.exceptions.NoPermissionError), "refused"),

@@ -53,11 +53,10 @@ class EmbeddedRedisError(RuntimeError):
 
 
 class EmbeddedRedis:
-    """Running Redis server: no port, a socket in a private folder, a random password, no files that outlive it.
+    """Running Redis server: no port, a socket in a private folder, a random password, no files that outlive it."""
 
-    When the server dies it is restarted, empty and under the same address, after 1 s or, with backoff, up to 30 s. It ends with
-    ``stop()``, at the end of a ``with`` block, or when this process dies, also by SIGKILL.
-    """
+    # A server that dies is restarted, empty and under the same address, after 1 s or, with backoff, up to 30 s. It ends with
+    # `stop()`, at the end of a `with` block, or when this process dies, also by SIGKILL.
 
     def __init__(self, url: str, binary: RedisBinary, pid: int, watcher: subprocess.Popen[bytes], lifeline: int) -> None:
         self.url = url  # contains the password: never log it

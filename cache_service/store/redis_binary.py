@@ -1,8 +1,4 @@
-"""Redis or Valkey binaries on this machine, and the oldest release of each series without known vulnerabilities.
-
-The releases are those of July and September 2026. They fix CVE-2025-21605 (unauthenticated clients exhaust memory),
-CVE-2025-49844 (code execution by a Lua script) and later ones. For other series no such release is known.
-"""
+"""Redis or Valkey binaries on this machine, and the oldest release of each series without known vulnerabilities."""
 
 from __future__ import annotations
 
@@ -15,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+# Releases of July and September 2026. They fix CVE-2025-21605 (unauthenticated clients exhaust memory), CVE-2025-49844 (code
+# execution by a Lua script) and later ones. For other series no such release is known.
 FLOORS: dict[str, tuple[str, ...]] = {
     "redis": ("6.2.23", "7.2.15", "7.4.10", "8.2.10", "8.6.7", "8.8.3", "8.10.2"),
     "valkey": ("7.2.14", "8.0.10", "8.1.9", "9.0.5", "9.1.1"),

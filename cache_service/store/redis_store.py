@@ -196,10 +196,7 @@ class RedisStore:
 
     @translated
     def read(self, cursors: Mapping[str, str], block_s: float, count: int) -> dict[str, list[tuple[str, bytes | None]]]:
-        """Return (id, data) entries after the cursors by namespace, oldest first, at most ``count`` each; wait for the first.
-
-        ``block_s`` is at most ``MAX_BLOCK_S``; 0 does not wait. Data is None for an entry without our field.
-        """
+        """Return (id, data) entries after the cursors by namespace, oldest first, ``count`` each; wait at most ``block_s``."""
         assert 0 <= block_s <= MAX_BLOCK_S, block_s
         if not cursors:
             return {}
@@ -210,6 +207,7 @@ class RedisStore:
         )
         found = {}
         for key, entries in answer or ():
+            # Data is None for an entry without our field.
             found[names[text_of(key)]] = [(text_of(id), (fields or {}).get(b"b")) for id, fields in entries]
         return found
 
@@ -279,7 +277,8 @@ class RedisStore:
 
     @translated
     def raise_epoch(self, namespace: str, epoch: int) -> int:
-        """Raise the epoch to at least ``epoch`` and return it: a Redis that restarted empty must not count from 0 again."""
+        """Raise the epoch to at least ``epoch`` and return it."""
+        # A Redis that restarted empty must not count deletions from 0 again.
         return int(self._run("EVAL", _RAISE_SCRIPT, 1, self._key(namespace, "epoch"), epoch))
 
     # -- counts ----------------------------------------------------------------------------------------------------------------
@@ -326,10 +325,8 @@ class RedisStore:
         client: Any = self._client()
         nodes = {"target_nodes": RedisCluster.PRIMARIES} if isinstance(client, RedisCluster) else {}
         persistence = client.execute_command("INFO", "persistence", **nodes)
-        if not any(
-            int(one["aof_enabled"])
-            for one in (persistence.values() if nodes and "aof_enabled" not in persistence else [persistence])
-        ):
+        replies = persistence.values() if nodes and "aof_enabled" not in persistence else [persistence]
+        if not any(int(one["aof_enabled"]) for one in replies):
             return True
         try:
             client.execute_command("BGREWRITEAOF", **nodes)

@@ -6,11 +6,7 @@ START = "0-0"  # before every entry of a stream
 
 
 def compare_ids(a: str, b: str) -> int:
-    """Return -1, 0 or 1 if stream id ``a`` is before, at or after ``b``.
-
-    >>> compare_ids("9-1", "10-0")
-    -1
-    """
+    """Return -1, 0 or 1 if stream id ``a`` is before, at or after ``b``: ``compare_ids("9-1", "10-0") == -1``."""
     one, other = _pair(a), _pair(b)
     return (one > other) - (one < other)
 

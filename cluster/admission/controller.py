@@ -1,7 +1,6 @@
-"""Admission control: the number of requests held at once, the limits of each API key, and the deadline of each answer.
+"""Admission control: the number of requests held at once, the limits of each API key, and the deadline of each answer."""
 
-A request holds a ticket from before its body is parsed until its answer ends. All in one event loop without await: no locks.
-"""
+# A request holds a ticket from before its body is parsed until its answer ends. All in one event loop without await: no locks.
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ REFUSALS = (
     "too_many_references", "host_not_allowed", "origin_not_allowed", "too_many_uploads", "uploads_full", "body_timeout",
     "too_many_texts",
 )  # fmt: skip
-_UPLOADS, _KEY_UPLOADS = 32, 8  # default limits in multiples of the largest body, in all and per key
+UPLOADS, KEY_UPLOADS = 32, 8  # total size of the bodies being received, in multiples of the largest: in all and per key
 _STAYS_KEPT = 64  # latest holding times per tenant, whose mean is the retry time
 _LONGEST_RETRY_S = 60.0
 _SHORTEST_RETRY_S = 1.0
@@ -221,10 +220,8 @@ class AdmissionController:
     def admit(self, jobs: Sequence[GenerationJob], body: CompletionFields) -> AdmittedRequest:
         """Admit the jobs of the current task's request, ``n`` per prompt side by side.
 
-        Raises:
-            ApiError: 429, too many choices are held, in all or by the key, or the key has too few tokens left; 400, the key may
-                never have this many choices at once.
-            RequestError: the tenant may not have this priority.
+        Raises ApiError: 429, too many choices are held, in all or by the key, or too few tokens are left; 400, the key may never
+        have this many choices at once. Raises RequestError: the tenant may not have this priority.
         """
         ticket, listeners = CURRENT.get(), list[Listener]()
         if ticket is not None:
@@ -245,6 +242,7 @@ class AdmissionController:
         """Take a ticket back, with its places and unused tokens. If answered, its time counts for retry times."""
         ticket.account.running -= ticket.places
         for take, spending in ticket.taken:
+            # The most that the request could use was taken; the rest is given back.
             ticket.account.tokens.correct(take, spending.tokens)
         self._held -= ticket.places
         self._held_by[ticket.caller.tenant] -= ticket.places
@@ -254,16 +252,16 @@ class AdmissionController:
             stays_s.append(time.monotonic() - ticket.arrived_s)
 
     def _account(self, caller: Caller) -> Account:
+        # Bounded: unknown keys are refused before, so entries exist only for keys that the configuration has, or has had.
         return self._accounts.setdefault(caller.key, Account())
 
     def _check_uploads(self, account: Account) -> None:
-        limits = self.limits
-        own, most = limits.max_key_upload_bytes, limits.max_upload_bytes
-        if account.uploading > (_KEY_UPLOADS * limits.max_request_bytes if own is None else own):
+        largest = self.limits.max_request_bytes
+        if account.uploading > KEY_UPLOADS * largest:
             message = "the request bodies being received with this API key are too large in total"
-            raise too_many(f"{message} (limits.max_key_upload_bytes)", "too_many_uploads", BUSY_S)
-        if self._uploading > (_UPLOADS * limits.max_request_bytes if most is None else most):
-            message = "the request bodies being received are too large in total (limits.max_upload_bytes): try again"
+            raise too_many(f"{message} (above {KEY_UPLOADS} * limits.max_request_bytes)", "too_many_uploads", BUSY_S)
+        if self._uploading > UPLOADS * largest:
+            message = f"the request bodies being received are above {UPLOADS} * limits.max_request_bytes in total: try again"
             raise ApiError(503, message, code="uploads_full", headers={"Retry-After": str(math.ceil(BUSY_S))})
 
     def _plan(self, ticket: Ticket, jobs: Sequence[GenerationJob], n: int) -> TokenUsage | None:

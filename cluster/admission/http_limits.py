@@ -1,7 +1,6 @@
-"""Limits of HTTP/1.1 that apply without a key: size and time of heads, and unread bytes held by connections.
+"""Limits of HTTP/1.1 that apply without a key: size and time of heads, and unread bytes held by connections."""
 
-Neither Ray Serve nor uvicorn has them. Serve's proxy and the operator's port use this protocol; ``middleware`` limits bodies.
-"""
+# Neither Ray Serve nor uvicorn has them. Serve's proxy and the operator's port use this protocol; `middleware` limits bodies.
 
 from __future__ import annotations
 
@@ -53,17 +52,16 @@ class _Flow(FlowControl):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 protocol with the limits above.
+    """uvicorn's HTTP/1.1 protocol with the limits above."""
 
-    A head must arrive within the timeout after the connection opens, or after the first byte of a later request; so must trailers
-    and the rest of a body after its answer. Pipelined requests are parsed once the previous one is answered. There are no
-    upgrades.
-    """
+    # A head must arrive within the timeout after the connection opens, or after the first byte of a later request; so must
+    # trailers and the rest of a body after its answer. Pipelined requests are parsed once the previous one is answered.
 
     header_timeout_s = HEADER_TIMEOUT_S
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        # No upgrades: uvicorn would hand the connection to another protocol, which has none of these limits.
         self.ws_protocol_class = None
         self._deadline: TimerHandle | None = None
         self._running: RequestResponseCycle | None = None  # the request that the application answers, or has answered last
@@ -234,6 +232,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if not self.transport.can_write_eof():
             self.transport.close()
             return
+        # Not closed at once: a client that is still sending would get a reset and lose the answer.
         self.transport.write_eof()
         self._expect(_LINGER_S)
 

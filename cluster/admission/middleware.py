@@ -24,6 +24,7 @@ _CLOSE = {"Connection": "close"}
 _FORM_TYPES = frozenset({"", "text/plain", "multipart/form-data", "application/x-www-form-urlencoded"})
 _HOST = re.compile(r"(?:\[(?P<ipv6>[0-9a-fA-F:.]+)\]|(?P<name>[a-zA-Z0-9._-]+))(?::(?P<port>[0-9]{1,5}))?")
 _LAST_PORT = 65535
+BODY_TIMEOUT_S = 60.0  # limit for receiving a body
 
 
 class HostMiddleware:
@@ -96,12 +97,11 @@ def _is_own(host: str, names: frozenset[str]) -> bool:
 
 
 class AdmissionMiddleware:
-    """Middleware that requires keys on public routes and gives tickets to requests that generate.
+    """Middleware that requires keys on public routes and gives tickets to requests that generate."""
 
-    Checks in order: the key (401), the limits of key and server (429), the size of the body (413). Then the whole body is read
-    before a ticket is taken, so that a slow sender holds no place. Bodies are limited per key (429), in all (503) and in time
-    (408). A key that repeats refused requests without waiting gets its 429 later.
-    """
+    # Checks in order: the key (401), the limits of key and server (429), the size of the body (413). Then the whole body is read
+    # before a ticket is taken, so that a slow sender holds no place. Bodies are limited per key (429), in all (503) and in time
+    # (408). A key that repeats refused requests without waiting gets its 429 later.
 
     def __init__(self, app: ASGIApp, admission: AdmissionController) -> None:
         self._app, self._admission = app, admission
@@ -188,10 +188,10 @@ class AdmissionMiddleware:
         try:
             with contextlib.suppress(ValueError):  # not a number: the received bytes are counted
                 _check_size(int(Headers(scope=scope).get("content-length", "0")), limits.max_request_bytes)
-            async with asyncio.timeout(limits.body_timeout_s):
+            async with asyncio.timeout(BODY_TIMEOUT_S):
                 return await _pieces(receive, limits.max_request_bytes, received)
         except TimeoutError:
-            message = f"the body did not arrive within {limits.body_timeout_s:g} s (limits.body_timeout_s): send it again"
+            message = f"the body did not arrive within {BODY_TIMEOUT_S:g} s: send it again"
             raise ApiError(408, message, code="body_timeout", headers=_CLOSE) from None
         except ApiError as error:
             error.headers |= _CLOSE  # the rest of the body is not read

@@ -57,6 +57,7 @@ class MovingWindow:
 
     def taken(self, now_s: float) -> int:
         """Return the sum of the last minute."""
+        # Old entries are removed when the window is read, so no timer is needed.
         while self._takes and self._takes[0].time_s + MINUTE_S <= now_s:
             self._sum -= self._takes.popleft().amount
         return self._sum

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cluster.cli.client import ADMIN_KEY, API_KEY, RefusedError, checked, connected
+from outrider.cluster.cli.client import ADMIN_KEY, API_KEY, RefusedError, checked, connected, lines_of
 from outrider.cluster.cli.generate.prompt_file import PromptFileError, PromptRecord, read_prompts
 from outrider.cluster.cli.terminal import fail, fail_input, print_rows, progress
-from outrider.cluster.observe.difference import first_difference
+from outrider.cluster.observe.replay_check import difference
 
 if TYPE_CHECKING:
     import httpx
@@ -89,7 +90,7 @@ def _replays(client: httpx.Client, last: int | None) -> Iterator[dict[str, Any]]
     with client.stream("POST", "/admin/audit", json={} if last is None else {"last": last}) as response:
         checked(response)
         ended = False
-        for line in response.iter_lines():
+        for line in lines_of(response):
             entry = json.loads(line)
             ended = "summary" in entry
             if not ended:
@@ -130,24 +131,16 @@ def compare(drafted: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
     """
     one, other = drafted["logprobs"], plain["logprobs"]
     found: dict[str, Any] = {"result": "identical", "tokens": len(one["tokens"])}
-    position = first_difference(one["tokens"], other["tokens"])
-    if position is not None:
-        served, expected = _told(one, position), _told(other, position)
-        gap = expected["logprob"] - served["logprob"] if served and expected else None
-        difference = {"position": position, "served": served, "plain": expected, "gap": gap}
-        return found | {"result": "different", "difference": difference}
+    first = difference(one["tokens"], other["tokens"])
+    if first is not None:
+        served, expected = (next(iter(side["token_logprobs"][first.position :]), None) for side in (one, other))
+        first = dataclasses.replace(first, served_logprob=served, plain_logprob=expected)
+        return found | {"result": "different", "difference": first.as_dict(lambda text: {"text": text})}
     for field in ("text", "finish_reason"):
         if drafted[field] != plain[field]:
             detail = f"{field}: {drafted[field]!r} with drafts, {plain[field]!r} without"
             return found | {"result": "different", "detail": detail}
     return found
-
-
-def _told(logprobs: dict[str, Any], position: int) -> dict[str, Any] | None:
-    """Return one token of a completion; None beyond its end."""
-    if position >= len(logprobs["tokens"]):
-        return None
-    return {"text": logprobs["tokens"][position], "logprob": logprobs["token_logprobs"][position]}
 
 
 def _records(path: Path) -> list[PromptRecord]:

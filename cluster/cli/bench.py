@@ -19,15 +19,15 @@ BENCHES = {
     "load": "Benchmark strategies under load: concurrent clients and Poisson arrivals.",
     "scaling": "Benchmark lookahead, tensor and pipeline parallelism and replicas against one worker.",
     "paper": "Reproduce the tables and figures of a paper: llma, trie, ngrammys, jacobi or mjsd.",
-    "replay": "Replay known outputs without a model: strategies, sharing or trie.",
+    "replay": "Replay known outputs without a model: strategies or sharing.",
     "rag": "Benchmark a day of enterprise requests about documents.",
     "peers": "Benchmark against transformers, vLLM and llama.cpp.",
-    "service": "Test a server from outside: attacks, fuzz, parity, clients and others.",
-    "faults": "Inject faults: cache, nodes, ranks or replicas.",
+    "service": "Test a server from outside: attacks, clients, first minutes, fuzz or parity.",
+    "faults": "Inject faults: cache, nodes or ranks.",
     "gpu": "Run all checks and measurements of a GPU.",
     "outputs": "Count the outputs that equal plain decoding's, and measure the cost of exactness.",
     "profile": "Profile the phases of an engine step.",
-    "report": "Write an HTML report of records.",
+    "report": "Print records as tables.",
 }
 
 
@@ -51,5 +51,6 @@ def become_experiment(module: str, arguments: Sequence[str]) -> None:
     """Replace this process by a module of ``experiments``; exit with code 1 if that package is not installed."""
     if find_spec("outrider.experiments") is None:
         fail("the package `experiments` is not installed: run this in the repository, or install outrider from it")
+    # execv drops what Python has not written yet.
     sys.stdout.flush()
     os.execv(sys.executable, python_module(f"outrider.experiments.{module}", *arguments))

@@ -180,14 +180,10 @@ class DocumentFileError(ValueError):
 
 
 def documents(files: Sequence[Path], advance: Callable[[int], object]) -> Iterator[str]:
-    """Yield the non-blank documents of text files (one each) and of JSON lines (``text``, else ``output``).
+    """Yield the non-blank documents of ``.txt`` and ``.md`` files (one each) and of ``.jsonl`` files (``text``, else ``output``).
 
-    Args:
-        files: names end in ``.txt``, ``.md`` or ``.jsonl``.
-        advance: called with the number of bytes that were read.
-
-    Raises:
-        DocumentFileError: a file cannot be read, is not UTF-8, or holds a line that is no such record.
+    ``advance`` is called with the number of bytes that were read. Raises DocumentFileError: a file cannot be read, is not UTF-8,
+    or holds a line that is no such record.
     """
     for file in files:
         try:
@@ -225,6 +221,7 @@ def _body(items: list[bytes]) -> bytes:
 def _parts(text: str) -> Iterator[str]:
     start = 0
     while len(text) - start > PART_CHARACTERS:
+        # Split after a line if possible, so that a word stays whole.
         end = text.rfind("\n", start, start + PART_CHARACTERS) + 1 or start + PART_CHARACTERS
         yield text[start:end]
         start = end

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from outrider.cluster.cli.client import RefusedError, checked, served_model
+from outrider.cluster.cli.client import RefusedError, checked, lines_of, served_model
 from outrider.cluster.cli.generate.strategy_option import AS_PUBLISHED_HELP, OPTION_HELP, pairs
 from outrider.cluster.cli.terminal import MarkdownStream, fail, fail_input
 
@@ -152,6 +152,7 @@ def _answer(partner: ChatBackend, messages: list[Message], shown: MarkdownStream
         interrupted = True  # remembered, because an exception is lost if it is raised in a finalizer
         raise KeyboardInterrupt
 
+    # Ctrl-C stops the answer, not the command.
     before = signal.signal(signal.SIGINT, interrupt)
     began, tokens = time.perf_counter(), 0
     try:
@@ -188,7 +189,7 @@ class ServerBackend:
         """See ``ChatBackend``."""
         body = {**self.options, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
         with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
-            for line in checked(response).iter_lines():
+            for line in lines_of(checked(response)):
                 data = line.removeprefix("data:").strip()
                 if not line.startswith("data:") or data == "[DONE]":
                     continue

@@ -28,6 +28,16 @@ def checked(response: httpx.Response) -> httpx.Response:
     return response
 
 
+def lines_of(response: httpx.Response) -> Iterator[str]:
+    """Yield the lines of a streamed response. They end at line feeds alone, as in server-sent events and JSON Lines."""
+    held = ""
+    for text in response.iter_text():
+        *lines, held = (held + text).split("\n")
+        yield from (line.removesuffix("\r") for line in lines)
+    if held:
+        yield held
+
+
 def served_model(client: httpx.Client) -> str:
     """Return the name of a server's first model. Raise ``RefusedError`` if it lists none."""
     response = checked(client.get("/v1/models", timeout=10.0))
@@ -51,8 +61,7 @@ def server_message(response: httpx.Response) -> str:
 def connected(url: str, variable: str, key: str | None = None, below: str = "") -> Iterator[httpx.Client]:
     """Yield a client that sends the API key, if one is given; errors end the command with one line.
 
-    ``variable`` is the environment variable with the key, unless ``key`` is given: ``ADMIN_KEY`` requires one. ``below`` prefixes
-    all paths.
+    ``variable``: environment variable with the key, unless ``key`` is given; ADMIN_KEY requires one. ``below`` prefixes paths.
     """
     import httpx
 
@@ -61,6 +70,7 @@ def connected(url: str, variable: str, key: str | None = None, below: str = "") 
         fail_input(
             f"{variable} is empty or not set: export the key whose hash is in tenancy.admin_keys (outrider new-key makes one)"
         )
+    # An HTTP header cannot carry other characters.
     if not held.isascii():
         fail_input("the key holds invalid characters")
     try:

@@ -244,12 +244,7 @@ def examine() -> list[Finding]:
 
 
 def missing_optional_deps(device: str, mode: str) -> str:
-    """Return one line with missing optional parts that would make an engine faster or report more; empty if none are missing.
-
-    Args:
-        device: torch device of the engine.
-        mode: ``ParallelismOptions.mode``.
-    """
+    """Return one line of missing optional parts that an engine on a torch ``device`` would use; empty if none are missing."""
     has_gpu = device.startswith("cuda")
     found = [_compiled_code()]
     if not has_gpu:
@@ -455,6 +450,7 @@ def _print_table(findings: list[Finding], remedies: str = "to get it") -> None:
     from rich.table import Table
     from rich.text import Text
 
+    # Text objects, because rich would take brackets in a string for markup.
     styles = {"ok": "green", "optional": "yellow", "missing": "bold red"}
     table = Table("what", "", "found", remedies)
     for finding in findings:

@@ -77,6 +77,7 @@ def serve(
             typer.echo("outrider: starting", err=True)
         from outrider.cluster.cli.launch.serve import serve_until_stopped  # imports Ray, which is slow
 
+        # A model that the user chose is never replaced by another one.
         own_choice = config is not None or any(setting.startswith("model.path=") for setting in settings)
         serve_until_stopped(with_threads(loaded), None if own_choice else "demo_model", as_json)
     except LaunchError as error:

@@ -122,6 +122,7 @@ class MarkdownStream:
         console = Console()
         lines = console.render_lines(_markdown(self._block), pad=False)
         if not whole:
+            # Lines that have scrolled off the screen cannot be redrawn.
             lines = lines[-max(console.height - 2, 1) :]
         if self._live is None:
             self._live = Live(console=console, auto_refresh=False, vertical_overflow="visible")

@@ -111,6 +111,8 @@ class Service:
 
     async def model(self, name: str, authorization: Authorization = None) -> dict[str, Any]:
         """Return the model or an adapter by its name."""
+        if not name:  # the list's path with a slash behind it
+            return await self.models(authorization)
         self._tenancy.tenant_of(authorization)
         return self._card(await self._answering.model(name), name)
 
@@ -127,7 +129,9 @@ class Service:
         planner = await self._answering.planner("chatcmpl-", body, authorization, session_id, headers)
         form, admitted, generation = await self._chat(planner, body, body)
         begun = planner.beginning
-        answer = AnswerBuilder(begun.answer_id, begun.created, body, planner.info, self._token_bytes, admitted.jobs)
+        answer = AnswerBuilder(
+            begun.answer_id, begun.created, body, planner.info, self._token_bytes, admitted.jobs, left_out=planner.left_out
+        )
         return await respond(answer, generation, form)
 
     async def response(
@@ -143,7 +147,7 @@ class Service:
         with renamed_errors():
             form, _, generation = await self._chat(planner, body.chat, body)
             begun = planner.beginning
-            answer = ResponseBuilder(begun.answer_id, begun.created, body, planner.info)
+            answer = ResponseBuilder(begun.answer_id, begun.created, body, planner.info, planner.left_out)
             return await respond_items(answer, generation, form)
 
     async def _chat(
@@ -191,7 +195,9 @@ class Service:
         generation = self._answering.generation(self._engine, admitted, body.n or 1, silent=body.max_tokens == 0)
         echoes = await planner.echoes(body)
         begun, jobs = planner.beginning, admitted.jobs
-        answer = AnswerBuilder(begun.answer_id, begun.created, body, planner.info, self._token_bytes, jobs, echoes)
+        answer = AnswerBuilder(
+            begun.answer_id, begun.created, body, planner.info, self._token_bytes, jobs, echoes, planner.left_out
+        )
         form = ResponseForm(bool(body.stream), body.include_usage, body.reports_usage, echoes, shape=shape, ids=ids)
         return await respond(answer, generation, form)
 
@@ -249,6 +255,7 @@ def create_api(
     add_playground(app)
     if has_operator_routes:
         add_operator_routes(app, service)
+    # The middleware that is added last runs first: a foreign host is refused before its key is looked up.
     app.add_middleware(AdmissionMiddleware, admission=service.admission)
     app.add_middleware(service.draining.middleware)
     app.add_middleware(HostMiddleware, names=service.admission.allowed_names, refuse=service.admission.refuse)

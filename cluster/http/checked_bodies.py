@@ -1,8 +1,7 @@
-"""Parsing and validation of request bodies in threads, scheduled fairly by API key, so that no body blocks the event loop.
+"""Parsing and validation of request bodies in threads, scheduled fairly by API key, so that no body blocks the event loop."""
 
-Compiled parsers hold the GIL while they run. Numbers and objects are therefore passed through Python callbacks, where another
-thread can take over. The number of strings, lists and objects in a body is bounded to some milliseconds of parsing.
-"""
+# Compiled parsers hold the GIL while they run. Numbers and objects are therefore passed through Python callbacks, where another
+# thread can take over. The number of strings, lists and objects in a body is bounded to some milliseconds of parsing.
 
 from __future__ import annotations
 
@@ -60,18 +59,37 @@ class _CheckedBody(Request):
         self.refusal: ApiError | None = None
 
     async def json(self) -> Any:
-        """Parse and validate the body. Raises the errors of ``json.loads``."""
-        body = await self.body()
+        """Parse and validate the body. Raises ``json.JSONDecodeError``."""
         try:
+            check_encoding(self)
+            body = await self.body()
             return self._check(body) if len(body) <= SHORT else await self._threads.run(self._check, body)
         except ApiError as error:  # FastAPI would replace it by its own error for unreadable bodies
             self.refusal = error
-            return None
+        except json.JSONDecodeError:
+            raise
+        except (ValueError, RecursionError) as error:
+            self.refusal = ApiError(400, f"the body is not JSON: {_fault(error)}", code="invalid_json")
+        return None
 
     def _check(self, body: bytes) -> Any:
         self.parsed = parse(body)
         value, self.errors = self._field.validate(self.parsed, {}, loc=("body",))
         return value
+
+
+def check_encoding(request: Request) -> None:
+    """Raise ``ApiError`` (415) if the body of a request is compressed."""
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        message = f"Content-Encoding: bodies in {encoding[:20]!r} are not supported: send the body uncompressed"
+        raise ApiError(415, message, param="Content-Encoding", code="unsupported_content_encoding")
+
+
+def _fault(error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8"
+    return "it is nested too deeply" if isinstance(error, RecursionError) else "it holds an integer with too many digits"
 
 
 def parse(body: bytes) -> Any:
@@ -84,7 +102,7 @@ def parse(body: bytes) -> Any:
 
 
 def _int(digits: str) -> int:
-    return int(digits)  # a Python callback, so that other threads can run: see the module docstring
+    return int(digits)  # a Python callback, so that other threads can run: see above
 
 
 def _float(digits: str) -> float:

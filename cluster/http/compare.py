@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -16,21 +14,22 @@ from pydantic import BaseModel, Discriminator, Tag, model_validator
 from outrider.cluster.admission.controller import AdmittedRequest
 from outrider.cluster.http import errors
 from outrider.cluster.http.answers.logprobs import TokenBytes
-from outrider.cluster.http.answers.openai_shapes import Usage, usage_of
+from outrider.cluster.http.answers.openai_shapes import Usage
+from outrider.cluster.http.answers.predicted import Predicted
+from outrider.cluster.http.answers.respond import ChoiceReader, ResponseForm, usage_so_far
 from outrider.cluster.http.documents import Authorization, ErrorDetails, SessionId
 from outrider.cluster.http.errors import ApiError
 from outrider.cluster.http.request_planner import PlannerServices
 from outrider.cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
 from outrider.cluster.http.types.strict import Strict, unsupported
-from outrider.cluster.observe.difference import first_difference
-from outrider.cluster.observe.timed_run import TimedRun
+from outrider.cluster.observe.replay_check import Run, difference, plain_job
 from outrider.cluster.serving.generation import EnginePort
 from outrider.decoding.request import PLAIN, FinishReason
 from outrider.engine.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
-
+_Ran = tuple[Run, Usage]
 Against = Literal["baseline", "plain"]
 
 # Fields of the other routes that a comparison does not support, because its response has no field for their effect.
@@ -135,19 +134,6 @@ class Baseline:
 
 
 @dataclass(slots=True)
-class _Run(TimedRun):
-    usage: Usage | None = None
-
-    def side(self, strategy: str, kind: str | None) -> Side:
-        """Return the result in the response format."""
-        return Side(
-            strategy=strategy, kind=kind, text=self.text, finish_reason=self.reason, usage=self.usage,
-            ttft_s=round(self.ttft_s, 6), latency_s=round(self.latency_s, 6),
-            tokens_per_s=_rounded(self.tokens_per_s), tokens_per_step=_rounded(len(self.token_ids) / max(1, self.steps)),
-        )  # fmt: skip
-
-
-@dataclass(slots=True)
 class CompareService:
     """Service behind ``POST /v1/compare``."""
 
@@ -165,11 +151,13 @@ class CompareService:
         answer_id, info = planner.beginning.answer_id, planner.info
         against, other, apart = self._other(body.against)
         (job,) = await (planner.chat(body) if isinstance(body, CompareChatRequest) else planner.completion(body))
-        # The baseline's job has no tenant: it uses no draft sources and adds nothing to any tenant's history.
-        plain = dataclasses.replace(
-            job, request_id=f"{answer_id}/1", tenant=None, public=False, references=(), strategy=PLAIN, max_draft_tokens=0
-        )
-        sides = [(engine, self.answering.admission.admit([one], body)) for engine, one in ((self.engine, job), (other, plain))]
+        form = ResponseForm(stream=False)
+        if isinstance(body, CompareChatRequest):
+            reasoning, calls = planner.reads(body, self.token_bytes)
+            prediction = None if body.prediction is None else Predicted(job.references[0])
+            form = ResponseForm(stream=False, prediction=prediction, reasoning=reasoning, calls=calls)
+        pair = ((self.engine, job), (other, plain_job(job, f"{answer_id}/1")))
+        sides = [(engine, self.answering.admission.admit([one], body), form) for engine, one in pair]
         accelerated, baseline = await self._both(sides, apart)
         if isinstance(accelerated, ApiError) and isinstance(baseline, ApiError):
             raise accelerated
@@ -177,7 +165,7 @@ class CompareService:
         kind = self.baseline.kind if against == "baseline" and self.baseline is not None else "plain"
         judged: dict[str, Any] = dict.fromkeys(("identical", "first_difference", "speedup"))
         if not isinstance(accelerated, ApiError) and not isinstance(baseline, ApiError):
-            judged = self._judged(accelerated, baseline)
+            judged = self._judged(accelerated[0], baseline[0])
         return Comparison(
             id=answer_id, created=planner.beginning.created, model=body.model, against=against,
             lossless=info.is_lossless(asked.strategy, asked.max_draft_tokens),
@@ -197,8 +185,8 @@ class CompareService:
         return "baseline", self.baseline.engine, not self.baseline.shares_devices
 
     async def _both(
-        self, sides: Sequence[tuple[EnginePort, AdmittedRequest]], apart: bool
-    ) -> tuple[_Run | ApiError, _Run | ApiError]:
+        self, sides: Sequence[tuple[EnginePort, AdmittedRequest, ResponseForm]], apart: bool
+    ) -> tuple[_Ran | ApiError, _Ran | ApiError]:
         """Run both sides, concurrently if they have separate devices."""
         if apart:
             first, second = await asyncio.gather(*(self._run(*side) for side in sides))
@@ -208,41 +196,43 @@ class CompareService:
             return await self._run(*sides[0]), second
         return await self._run(*sides[0]), await self._run(*sides[1])
 
-    async def _run(self, engine: EnginePort, admitted: AdmittedRequest) -> _Run | ApiError:
-        run, began_s = _Run(), time.perf_counter()
+    async def _run(self, engine: EnginePort, admitted: AdmittedRequest, form: ResponseForm) -> _Ran | ApiError:
+        run, reader = Run(), ChoiceReader(form, 0, admitted.jobs[0].request_id)
         try:
             async with self.answering.generation(engine, admitted) as generation:
                 async for _, output in generation.outputs():
-                    run.on_output(output, time.perf_counter() - began_s)
-                run.usage = usage_of(generation)
+                    run.on_output(output)
+                    reader.read(output)
+                return run, usage_so_far(generation, [reader])
         except Exception as error:  # the other side's response is still returned
-            told = errors.api_error(error)
-            if told.status == 500:
+            reported = errors.api_error(error)
+            if reported.status == 500:
                 logger.exception("a side of a comparison failed")
-            return told
-        return run
+            return reported
 
-    def _judged(self, accelerated: _Run, baseline: _Run) -> dict[str, Any]:
-        index, first = first_difference(accelerated.token_ids, baseline.token_ids), None
-        if index is not None:
-            left, right = self._spelled(accelerated.token_ids, index), self._spelled(baseline.token_ids, index)
-            first = FirstDifference(index=index, accelerated=left, baseline=right)
+    def _judged(self, accelerated: Run, baseline: Run) -> dict[str, Any]:
+        found, first = difference(accelerated.token_ids, baseline.token_ids), None
+        if found is not None:
+            left, right = self._spelled(found.served), self._spelled(found.plain)
+            first = FirstDifference(index=found.position, accelerated=left, baseline=right)
         fast, plain = accelerated.tokens_per_s, baseline.tokens_per_s
         return {
-            "identical": index is None and accelerated.reason == baseline.reason,
+            "identical": found is None and accelerated.reason == baseline.reason,
             "first_difference": first,
             "speedup": None if fast is None or plain is None else round(fast / plain, 3),
         }
 
-    def _spelled(self, token_ids: Sequence[int], index: int) -> str | None:
-        return self.token_bytes(token_ids[index]).decode("utf-8", "backslashreplace") if index < len(token_ids) else None
+    def _spelled(self, token: int | None) -> str | None:
+        return None if token is None else self.token_bytes(token).decode("utf-8", "backslashreplace")
 
 
-def _side(run: _Run | ApiError, strategy: str, kind: str | None) -> Side:
-    if isinstance(run, ApiError):
-        return Side(strategy=strategy, kind=kind, error=ErrorDetails(**run.body()["error"]))
-    return run.side(strategy, kind)
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 3)
+def _side(ran: _Ran | ApiError, strategy: str, kind: str | None) -> Side:
+    if isinstance(ran, ApiError):
+        return Side(strategy=strategy, kind=kind, error=ErrorDetails(**ran.body()["error"]))
+    run, usage = ran
+    return Side(
+        strategy=strategy, kind=kind, text=run.text, finish_reason=run.reason, usage=usage,
+        ttft_s=round(run.ttft_s, 6), latency_s=round(run.latency_s, 6),
+        tokens_per_s=None if run.tokens_per_s is None else round(run.tokens_per_s, 3),
+        tokens_per_step=round(len(run.token_ids) / max(1, run.steps), 3),
+    )  # fmt: skip

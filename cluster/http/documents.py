@@ -115,6 +115,7 @@ def install(app: FastAPI) -> None:
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
+            # The operator's routes are no part of the public API.
             routes = [route for route in app.routes if not getattr(route, "path", "").startswith(_PRIVATE)]
             schema = get_openapi(title="Outrider", version=version(), summary=_SUMMARY, routes=routes)
             for operation in (operation for path in schema["paths"].values() for operation in path.values()):

@@ -88,6 +88,7 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(409, str(error), param=error.field, code="stream_taken", headers={"Retry-After": "1"})
         code = "context_length_exceeded" if isinstance(error, ContextLengthError) else "invalid_value"
         return ApiError(400, str(error), param=error.field, code=code)
+    # The exception's text may hold data of other requests, or of the operator.
     return ApiError(500, "internal error; see the server's log", code="internal_error")
 
 
@@ -149,10 +150,15 @@ def _refused(error: HTTPException, request: Request) -> ApiError:
     return ApiError(error.status_code, str(error.detail), headers=error.headers)
 
 
+_VALUE_ERRORS = ("value_error", "string_unicode")  # of values that have the right type
+
+
 def _invalid(findings: Sequence[Mapping[str, Any]], body: Any, url_path: str) -> ApiError:
     """Return a 400 for one of pydantic's findings: the one that reaches deepest into the body."""
     paths = [_resolve(finding["loc"], body, finding["type"] == "missing") for finding in findings]
-    best = max(range(len(findings)), key=lambda index: (len(paths[index]), -index))
+    # Of a union, pydantic reports findings of every member: the deepest one is most likely of the member that was meant. A value
+    # of the right type is what is wrong, rather than that it has not another type of the union.
+    best = max(range(len(findings)), key=lambda index: (len(paths[index]), findings[index]["type"] in _VALUE_ERRORS, -index))
     finding, path = findings[best], paths[best]
     kind, context = finding["type"], finding.get("ctx", {})
     if kind == "json_invalid":
@@ -170,7 +176,8 @@ def _invalid(findings: Sequence[Mapping[str, Any]], body: Any, url_path: str) ->
         return ApiError(400, _unknown(param, path, url_path) + others, param=param, code="unknown_parameter")
     if kind == "missing":
         return ApiError(400, f"{param} is required{others}", param=param, code="missing_required_parameter")
-    message = finding["msg"].removeprefix("Value error, ")
+    message = "must not hold half of a surrogate pair" if kind == "string_unicode" else finding["msg"]
+    message = message.removeprefix("Value error, ")
     message = f"{param}: {message[:1].lower()}{message[1:]}, got {_shown(finding['input'])}{others}"
     return ApiError(400, message, param=param, code="invalid_value")
 

@@ -41,12 +41,13 @@ if TYPE_CHECKING:
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; chats default to the rest of the context
 
 
-def choice_seed(seed: int, choice: int) -> int:
-    """Return the seed of one of the ``n`` choices of a prompt.
+_LEAST_TOP_P = 1e-9  # less than the probability of the most likely token of any vocabulary
 
-    Choice 0 has the request's own seed, so that ``n`` does not change it. The others have 63 bits of the BLAKE2b hash of
-    ``SEED/CHOICE``: each choice can be requested alone, and neighbouring seeds do not share choices.
-    """
+
+def choice_seed(seed: int, choice: int) -> int:
+    """Return the seed of a prompt's choice: the request's for choice 0, else 63 bits of the BLAKE2b hash of ``SEED/CHOICE``."""
+    # So `n` does not change the first choice. With a hash, each of the others can be requested alone, and neighbouring seeds do
+    # not share choices.
     if choice == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()) >> 1
@@ -85,11 +86,9 @@ class PlannerServices:
         session_id: str | None,
         headers: StreamHeaders | None = None,
     ) -> RequestPlanner:
-        """Return the planner of a request's jobs. ``prefix`` is that of the response id; a session in the body wins.
-
-        Raises ``ApiError``: wrong key, unknown model, or a stream that cannot be resumed.
-        """
+        """Return a request's planner; ``prefix`` is the response id's. Raises ApiError: wrong key, model or event id."""
         sharing, info = self.tenancy.sharing(authorization, body.cache), await self.model(body.model)
+        # A session in the body wins over the header.
         session = body.prompt_cache_key or session_id or None
         begin = functools.partial(
             ResumePoint.of, prefix, body, self.tenancy.tenant_of(authorization), headers or StreamHeaders(), self.stream_key
@@ -121,6 +120,7 @@ class RequestPlanner:
         adapter: str | None = None,
     ) -> None:
         self._adapter = adapter
+        self.left_out: list[str] = []  # what the response's grammar does not enforce; set with its jobs
         self._threads, self._grammars, self._tokenizer, self.info = threads, grammars, threads.tokenizer, info
         self._format, self._begins_within = chat_format, False if chat_format.reasoning is None else None
         self.beginning, self._sharing, self._session = beginning, sharing, session
@@ -197,7 +197,7 @@ class RequestPlanner:
         """Return the jobs of all prompts, each given as (token ids, maximum output tokens)."""
         self.info.check_strategy(self._strategy(body))
         self._check_ids("stop_token_ids", body.stop_token_ids or ())
-        self._check_told(body, prompts)
+        self._check_report_size(body, prompts)
         bound = body.bound_by or (isinstance(body, ChatCompletionRequest) and body.binds_calls)
         grammar = await self._grammars.build(self.info, functools.partial(self._checked_grammar, body)) if bound else None
         params = [self._params(body, most, grammar) for _, most in prompts]
@@ -233,6 +233,7 @@ class RequestPlanner:
             if field is None and isinstance(body, ChatCompletionRequest):
                 field = faulty_tool(body.tools or (), body.tool_choice, fault)
             raise RequestError(field or "tools", reason_of(reason))
+        self.left_out = body.left_out()
         return grammar
 
     def _grammar(self, body: ChatCompletionRequest | CompletionRequest) -> str | None:
@@ -330,7 +331,7 @@ class RequestPlanner:
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=1.0 if body.temperature is None else body.temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
+            top_p=1.0 if body.top_p is None else max(body.top_p, _LEAST_TOP_P),
             top_k=max(0, body.top_k or 0),
             min_p=body.min_p or 0.0,
             repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
@@ -338,7 +339,7 @@ class RequestPlanner:
             frequency_penalty=body.frequency_penalty or 0.0,
             logit_bias=logit_bias,
             logprobs=body.num_logprobs,
-            seed=self.beginning.seed if body.seed is None else body.seed,
+            seed=self.beginning.seed if body.seed is None else body.seed % 2**63,
             min_tokens=body.min_tokens or 0,
             stop=tuple(body.stop or ()),
             stop_token_ids=(*(body.stop_token_ids or ()), *self._ends(body)),
@@ -364,7 +365,9 @@ class RequestPlanner:
         calls = CALL_MARKS[form.calls] if form.calls is not None and body.shown_tools else ()
         return not form.hidden.isdisjoint((*(form.reasoning or ()), *calls))
 
-    def _check_told(self, body: ChatCompletionRequest | CompletionRequest, prompts: Sequence[tuple[list[int], int]]) -> None:
+    def _check_report_size(
+        self, body: ChatCompletionRequest | CompletionRequest, prompts: Sequence[tuple[list[int], int]]
+    ) -> None:
         """Raise ``RequestError`` if the response could hold too many log-probabilities and reported tokens."""
         n, is_chat, limit = body.n or 1, isinstance(body, ChatCompletionRequest), self._limits.max_output_tokens
         emitted = n * sum(tokens if limit is None else min(tokens, limit) for _, tokens in prompts)
@@ -405,6 +408,7 @@ class GrammarTurns:
         return await self._turns.run(lambda: build(lambda grammar: self._fault(info, grammar)))
 
     def _fault(self, info: ModelInfo, grammar: str) -> str:
+        # Making the checker takes long: threads wait for one instead of making it several times.
         with self._lock:
             if self._known != (info.vocab_size, info.eos_token_ids):
                 try:

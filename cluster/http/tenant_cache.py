@@ -82,6 +82,7 @@ class TenantCacheService:
         if tenant is None:
             message = "a request without a tenant's API key has no texts here: send Authorization: Bearer KEY"
             raise ApiError(400, message, code="no_tenant")
+        # First: audit records exist without a shared cache, too.
         await self.forget(tenant, None)
         if self.port is None:
             message = "this server has no shared cache: cache.enabled is false, or there is no Redis"

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 
 from outrider.cluster.admission.tenancy import Tenancy
+from outrider.cluster.http.checked_bodies import check_encoding
 from outrider.cluster.http.documents import Authorization
 from outrider.cluster.http.text_threads import TextThreads
 from outrider.cluster.http.types.openai import DetokenizeRequest, TokenizeRequest
@@ -73,9 +74,11 @@ class TextService:
     async def text_of_file(self, request: Request, authorization: Authorization = None) -> Response:
         """Extract the text of a file (plain text, Markdown, HTML or PDF) for ``reference_documents``, as ``FileText``.
 
-        Raises ApiError (401; 429 if too many files of the key are waiting), or RequestError if the file has no readable text.
+        Raises ApiError (401; 415 for a compressed file; 429 if too many files of the key are waiting), or RequestError if the
+        file has no readable text.
         """
         self.tenancy.tenant_of(authorization)
+        check_encoding(request)
         content, reader = await request.body(), FileReader()
         run = self.threads.readers.run if needs_process(content) else self.threads.run
         try:

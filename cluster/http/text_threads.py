@@ -1,8 +1,7 @@
-"""Threads for work on texts, such as tokenization, so that it does not block the event loop; scheduled fairly by API key.
+"""Threads for work on texts, such as tokenization, so that it does not block the event loop; scheduled fairly by API key."""
 
-Tokenizers and the grammar compiler release the GIL. Work is scheduled one text at a time: a cancelled request stops after its
-current text.
-"""
+# Tokenizers and the grammar compiler release the GIL. Work is scheduled one text at a time: a cancelled request stops after its
+# current text.
 
 from __future__ import annotations
 

@@ -46,11 +46,7 @@ def _lower_priority(nice: int) -> None:
 
 
 class Turns:
-    """Thread pool with round-robin scheduling by tenant, then by API key. For use in one event loop.
-
-    A key holds at most one thread; the keys of a tenant at most all threads but one (at least one). A thread is held until its
-    work ends, even if the request was cancelled. ``refuse`` gets the error of each refused request, to count it.
-    """
+    """Thread pool with round-robin scheduling by tenant, then API key, in one event loop. ``refuse`` counts refused requests."""
 
     def __init__(
         self, name: str, places: int = PLACES, refuse: Callable[[ApiError], ApiError] = lambda error: error, nice: int = 0
@@ -72,6 +68,7 @@ class Turns:
             with contextlib.suppress(RuntimeError):  # the loop was closed, so nothing is waiting
                 loop.call_soon_threadsafe(self._leave, who)
 
+        # The thread is held until its work ends, even if the request was cancelled.
         future.add_done_callback(ended)
         return await asyncio.wrap_future(future)
 
@@ -119,6 +116,8 @@ class Turns:
     def _next(self) -> tuple[str | None, str] | None:
         if len(self._working) == self._places:
             return None
+        # The keys of a tenant hold at most all threads but one (at least one), and each key holds one: other tenants find a
+        # thread.
         taken, most = Counter(tenant for tenant, _ in self._working), max(1, self._places - 1)
         ready = ((tenant, key) for tenant, keys in self._waiting.items() if taken[tenant] < most for key in keys)
         return next((who for who in ready if who not in self._working), None)

@@ -1,34 +1,30 @@
-"""The audit: served choices are computed again without drafts and compared token by token.
-
-A choice is a function of prompt, parameters and seed, all of which are in its ``GenerationJob``. The same job without drafts must
-therefore emit the same tokens and end for the same reason, greedy or sampled, with a grammar, stop strings or penalties.
-"""
+"""The audit: served choices are computed again without drafts and compared token by token."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import enum
 import functools
 import logging
 import random
-import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from outrider.cluster.http.errors import ApiError
-from outrider.cluster.observe.difference import first_difference
+from outrider.cluster.observe import replay_check
+from outrider.cluster.observe.replay_check import Difference, ReplayError, Run, difference, is_drafted, recorder
 from outrider.cluster.serving.generation import EnginePort, GenerationJob
 from outrider.configs.slices import AuditOptions, EngineOptions, SpeculationOptions
-from outrider.decoding.request import MAX_LOGIT_BIAS, PLAIN, FinishReason, SamplingParams, StepOutput, TokenLogprob
+from outrider.decoding.request import FinishReason, StepOutput
 from outrider.engine.errors import QueueFullError, RequestError
 from outrider.engine.loading.model_info import samples_apart, strategies_apart
 
 logger = logging.getLogger(__name__)
 
+REPLAY_ERRORS = (ApiError, QueueFullError, RequestError, ReplayError)
 LAST_DIFFERENCES = 16  # latest differences that are kept
 _LATEST = 2**31 - 1  # priority of a replay: the lowest that a request can have
 _BACKLOG = 8  # sampled choices that may wait for the engine to be idle
@@ -64,26 +60,6 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """First difference between the served and the replayed output. A token is None if that output had ended."""
-
-    position: int  # index in the output, from 0
-    served: int | None
-    plain: int | None
-    served_logprob: float | None = None  # model's log-probability after the common prefix; None if unknown
-    plain_logprob: float | None = None
-
-    @property
-    def gap(self) -> float | None:
-        """Return the log-probability of plain decoding's token minus that of the served token."""
-        # If the model is not served exactly, near-ties may differ by as much as the rounding of the logits. A larger gap, or any
-        # gap with an exactly served model, is a bug.
-        if self.served_logprob is None or self.plain_logprob is None:
-            return None
-        return self.plain_logprob - self.served_logprob
-
-
-@dataclass(frozen=True, slots=True)
 class Audit:
     """Audit of one choice."""
 
@@ -91,12 +67,8 @@ class Audit:
     strategy: str | None  # drafting strategy; None for the server's default
     tokens: int  # number of served tokens
     result: Result
-    difference: Difference | None = None
+    difference: Difference[int] | None = None
     detail: str | None = None  # reason for skipping or failing, or how the finish reasons differ
-
-
-class ReplayError(RuntimeError):
-    """A choice could not be computed again; the message gives the reason."""
 
 
 class Auditor:
@@ -121,19 +93,16 @@ class Auditor:
 
     def on_output(self, job: GenerationJob) -> Callable[[StepOutput], None] | None:
         """Return a listener that keeps a drafted choice; None for others, and without a tenant unless ``audit.private``."""
-        drafted = job.max_draft_tokens != 0 and job.strategy != PLAIN
         some = self._options.keep > 0 or self._options.sample > 0
-        if not (drafted and some and (self._options.private or job.tenant is not None)):
+        if not (is_drafted(job) and some and (self._options.private or job.tenant is not None)):
             return None
-        tokens = list(job.emitted)
+        kept = dataclasses.replace(job, references=())  # references are only used for drafting
 
-        def hear(output: StepOutput) -> None:
-            tokens.extend(output.token_ids)
-            if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-                kept = dataclasses.replace(job, references=())  # references are only used for drafting
-                self.keep(Served(kept, tuple(tokens), output.finish_reason))
+        def ended(run: Run) -> None:
+            assert run.reason is not None
+            self.keep(Served(kept, tuple(run.token_ids), run.reason))
 
-        return hear
+        return recorder(job, ended)
 
     def keep(self, one: Served) -> None:
         """Keep a choice that was served to its end, and queue a random sample for an audit."""
@@ -186,7 +155,7 @@ class Auditor:
             async with self._one_at_a_time:
                 why_not = await self._why_not(job)
                 found = tell(Result.SKIPPED, detail=why_not) if why_not else await self._compare(served, tell)
-        except (ApiError, QueueFullError, RequestError, ReplayError) as error:
+        except REPLAY_ERRORS as error:
             found = tell(Result.FAILED, detail=str(error))
         self._counts[found.result] += 1
         if found.result is Result.DIFFERENT:
@@ -210,35 +179,19 @@ class Auditor:
 
     async def _compare(self, served: Served, tell: Callable[..., Audit]) -> Audit:
         """Replay a choice by plain decoding and find the first token that differs."""
-        params = dataclasses.replace(served.job.params, logprobs=2)
-        plain, reason = list[TokenLogprob](), None
-        async with contextlib.aclosing(self._engine.generate(self._plain(served.job, params))[0]) as outputs:
-            async for output in outputs:
-                plain += output.logprobs or ()
-                reason = _ended(output)
-        position = first_difference(served.token_ids, [one.token_id for one in plain])
-        if position is None:
-            if reason is served.finish_reason:
-                return tell(Result.IDENTICAL)
-            detail = f"served ended with {served.finish_reason}, plain with {reason}"
-            return tell(Result.DIFFERENT, Difference(len(plain), None, None), detail)
-        token = served.token_ids[position] if position < len(served.token_ids) else None
-        if position == len(plain):
-            return tell(Result.DIFFERENT, Difference(position, token, None), f"plain ended with {reason}")
-        return tell(Result.DIFFERENT, await self._differing(served, position, token, plain[position]))
-
-    async def _differing(self, served: Served, position: int, token: int | None, plain: TokenLogprob) -> Difference:
-        found = dict(plain.top).get(token) if token is not None else None
-        if found is None and token is not None:
-            found = await logprob_of(self._engine, self._plain(served.job, served.job.params), served.token_ids[:position], token)
-        return Difference(position, token, plain.token_id, found, plain.logprob)
-
-    def _plain(self, job: GenerationJob, params: SamplingParams) -> GenerationJob:
-        """Return the same job without drafting, without a tenant, and with the lowest priority."""
-        return GenerationJob(
-            f"audit-{secrets.token_hex(12)}/0", job.prompt_ids, params,
-            public=False, adapter=job.adapter, strategy=PLAIN, max_draft_tokens=0, priority=self._priority,
-        )  # fmt: skip
+        plain = replay_check.background_job(served.job, "audit", self._priority)
+        run = await replay_check.replay(self._engine, plain)
+        found = difference(served.token_ids, run.token_ids)
+        if found is None and run.reason is served.finish_reason:
+            return tell(Result.IDENTICAL)
+        if found is None:
+            detail = f"served ended with {served.finish_reason}, plain with {run.reason}"
+            return tell(Result.DIFFERENT, Difference(len(run.token_ids), None, None), detail)
+        try:
+            found = await replay_check.with_logprobs(self._engine, plain, found, run)
+        except REPLAY_ERRORS as error:  # the difference counts without them, too
+            logger.warning("audit: no log-probabilities for %s: %s", served.job.request_id, error)
+        return tell(Result.DIFFERENT, found, f"plain ended with {run.reason}" if found.plain is None else None)
 
     async def _replay_sampled(self) -> None:
         while self._sampled:
@@ -258,30 +211,8 @@ class Auditor:
         """Wait until a slot is free and no request waits; return False after ``_PATIENCE_S``."""
         deadline = time.monotonic() + _PATIENCE_S
         while True:
-            counts = [replica.counts for replica in await self._engine.describe()]
-            if any(one.free_slots for one in counts) and not any(one.waiting for one in counts):
+            if await replay_check.has_room(self._engine):
                 return True
             if time.monotonic() > deadline:
                 return False
             await asyncio.sleep(_LOOK_S)
-
-
-async def logprob_of(engine: EnginePort, plain: GenerationJob, emitted: tuple[int, ...], token: int) -> float | None:
-    """Return the log-probability of ``token`` after the prompt and ``emitted``; None if not emitted. Raises ``ReplayError``."""
-    # The bias forces the token; reported log-probabilities exclude it.
-    params = SamplingParams(max_tokens=len(emitted) + 1, logprobs=0, logit_bias=((token, MAX_LOGIT_BIAS),))
-    name = f"{plain.request_id.partition('/')[0]}-{secrets.token_hex(4)}/0"
-    job = dataclasses.replace(plain, request_id=name, params=params, emitted=emitted)
-    async with contextlib.aclosing(engine.generate(job)[0]) as outputs:
-        async for output in outputs:
-            _ended(output)
-            for one in output.logprobs or ():
-                return one.logprob if one.token_id == token else None
-    return None
-
-
-def _ended(output: StepOutput) -> FinishReason | None:
-    """Return the finish reason of an output. Raise ``ReplayError`` if the engine failed or aborted the request."""
-    if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-        raise ReplayError(output.error or "the engine ended the request")
-    return output.finish_reason

@@ -22,6 +22,7 @@ class DeviceFailures:
 
     def add(self, lost: DeviceLostError) -> None:
         """Count and log a failure, unless another request reported it before."""
+        # Every request of a lost engine reports the same failure.
         if lost.engine in self._engines:
             return
         self._engines[lost.engine] = None

@@ -1,8 +1,7 @@
-"""Metrics of an engine replica in ``/metrics``: name, help, labels, and how to read the value from the replica's counts.
+"""Metrics of an engine replica in ``/metrics``: name, help, labels, and how to read the value from the replica's counts."""
 
-``vllm:`` metrics have vLLM's names, types and labels, so that its dashboards and load generators work; ``outrider:`` metrics have
-no counterpart there. Names of counters lack the ``_total`` that the text format adds.
-"""
+# `vllm:` metrics have vLLM's names, types and labels, so that its dashboards and load generators work; `outrider:` metrics have
+# no counterpart there. Names of counters lack the `_total` that the text format adds.
 
 from __future__ import annotations
 
@@ -60,7 +59,7 @@ def _strategies(value: Callable[[StrategyCounts], Value]) -> Callable[[ReplicaMe
     return samples
 
 
-def _mirror(value: Callable[[CacheClientCounts], float]) -> Callable[[ReplicaMetrics], Value]:
+def _cache(value: Callable[[CacheClientCounts], float]) -> Callable[[ReplicaMetrics], Value]:
     return lambda source: None if source.replica.cache is None else value(source.replica.cache)
 
 
@@ -232,33 +231,37 @@ STEPS: tuple[Family, ...] = (
 MEMORY: tuple[Family, ...] = (
     gauge("outrider:process_resident_bytes", "Resident memory of the replica's process.", lambda one: one.metrics.resident_bytes),
     gauge("outrider:history_bytes", "Memory of stored outputs.", lambda one: one.metrics.history_bytes),
-    gauge("outrider:mirror_connected", "1 if Redis answers.", _mirror(lambda one: one.connected)),
+    gauge("outrider:cache_connected", "1 if Redis answers.", _cache(lambda one: one.connected)),
     gauge(
-        "outrider:mirror_lag_seconds",
+        "outrider:cache_lag_seconds",
         "Age of the entries being read from Redis; 0 if all are read.",
-        _mirror(lambda one: one.lag_s),
+        _cache(lambda one: one.lag_s),
     ),
     gauge(
-        "outrider:mirror_waiting_tokens",
+        "outrider:cache_waiting_tokens",
         "Tokens read from Redis but not yet available to drafters.",
-        _mirror(lambda one: one.waiting_tokens),
+        _cache(lambda one: one.waiting_tokens),
     ),
-    gauge("outrider:mirror_outbox_bytes", "Bytes waiting to be written to Redis.", _mirror(lambda one: one.outbox_bytes)),
-    counter("outrider:mirror_published_tokens", "Tokens written to Redis.", _mirror(lambda one: one.published_tokens)),
-    counter("outrider:mirror_applied_tokens", "Tokens received from Redis.", _mirror(lambda one: one.applied_tokens)),
+    gauge("outrider:cache_outbox_bytes", "Bytes waiting to be written to Redis.", _cache(lambda one: one.outbox_bytes)),
+    counter("outrider:cache_published_tokens", "Tokens written to Redis.", _cache(lambda one: one.published_tokens)),
+    counter("outrider:cache_applied_tokens", "Tokens received from Redis.", _cache(lambda one: one.applied_tokens)),
     counter(
-        "outrider:mirror_dropped_tokens", "Tokens dropped before they reached Redis.", _mirror(lambda one: one.dropped_tokens)
+        "outrider:cache_dropped_tokens",
+        "Tokens dropped before they reached Redis.",
+        _cache(lambda one: one.dropped_tokens),
     ),
     counter(
-        "outrider:mirror_lost_records", "Records that were written but never received.", _mirror(lambda one: one.lost_records)
+        "outrider:cache_lost_records",
+        "Records that were written but never received.",
+        _cache(lambda one: one.lost_records),
     ),
     counter(
-        "outrider:mirror_corrupt_records",
+        "outrider:cache_corrupt_records",
         "Records and snapshots that could not be read.",
-        _mirror(lambda one: one.corrupt_records + one.corrupt_snapshots),
+        _cache(lambda one: one.corrupt_records + one.corrupt_snapshots),
     ),
     counter(
-        "outrider:mirror_failures",
+        "outrider:cache_failures",
         "Failed attempts to access Redis, by kind.",
         lambda one: {} if one.replica.cache is None else _by(one.replica.cache.failures),
         ("kind",),

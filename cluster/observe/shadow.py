@@ -7,35 +7,24 @@ that splits the model sums in another order than the engine, so the texts may di
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import dataclasses
 import enum
 import logging
 import random
-import secrets
-import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from outrider.cluster.http.errors import ApiError
-from outrider.cluster.observe.audit import ReplayError, logprob_of
-from outrider.cluster.observe.difference import first_difference
-from outrider.cluster.observe.timed_run import TimedRun
+from outrider.cluster.observe import replay_check
+from outrider.cluster.observe.audit import REPLAY_ERRORS
+from outrider.cluster.observe.replay_check import Figure, Run, difference, figures, is_drafted, recorder, verdict
 from outrider.cluster.serving.generation import EnginePort, GenerationJob
-from outrider.decoding.request import PLAIN, FinishReason, StepOutput
-from outrider.engine.errors import QueueFullError, RequestError
+from outrider.decoding.request import StepOutput
 
 logger = logging.getLogger(__name__)
 
 NEAR_TIE = 0.25  # difference of log-probabilities: two bfloat16 steps between 16 and 32, the range of likely tokens' logits
 KEPT = 1000  # latest pairs from which the figures are computed
-_RESAMPLES = 1000
-_BOUNDS = (5, 95)  # percentiles of the resampled medians
-_ENDED = (FinishReason.STOP, FinishReason.LENGTH)
 HIGHER_IS_BETTER = {  # figure: whether higher is better
     "tokens_per_s": True,  # after the first step
     "ttft_s": False,  # time to first token, including the queue
@@ -60,18 +49,6 @@ class OutputMatch(enum.StrEnum):
     NEAR_TIE = "near_tie"  # greedy: the baseline's log-probabilities of the two tokens differ by at most ``NEAR_TIE``
     SAMPLED = "sampled"  # sampled: the texts differ; whether at a near-tie of the draw is unknown
     OTHER = "other"
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """Medians over all pairs with this figure on both sides, and of the pairs' ratios."""
-
-    pairs: int
-    engine: float
-    baseline: float
-    ratio: float  # engine / baseline
-    low: float  # bounds of 90 % of the resamples
-    high: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,20 +91,12 @@ class Shadow:
 
     def on_output(self, job: GenerationJob) -> Callable[[StepOutput], None] | None:
         """Return a listener for a request that the baseline shall also answer; None for others and those without a tenant."""
-        drafted = job.max_draft_tokens != 0 and job.strategy != PLAIN
         whole = not job.emitted and job.prompt_logprobs is None
-        if not (drafted and whole and job.tenant is not None) or self._draw() >= self._share:
+        if not (is_drafted(job) and whole and job.tenant is not None) or self._draw() >= self._share:
             return None
-        run, began_s = TimedRun(), time.perf_counter()
+        return recorder(job, lambda run: self._begin(job, run) if run.token_ids else None)
 
-        def hear(output: StepOutput) -> None:
-            run.on_output(output, time.perf_counter() - began_s)
-            if run.reason in _ENDED and run.token_ids:
-                self._begin(job, run)
-
-        return hear
-
-    def _begin(self, job: GenerationJob, run: TimedRun) -> None:
+    def _begin(self, job: GenerationJob, run: Run) -> None:
         if self._running is not None and not self._running.done():
             self._results[ShadowStatus.DROPPED] += 1
             return
@@ -138,10 +107,10 @@ class Shadow:
         if self._running is not None:
             await asyncio.wait([self._running])
 
-    async def _answer(self, job: GenerationJob, run: TimedRun) -> None:
+    async def _answer(self, job: GenerationJob, run: Run) -> None:
         try:
             result = await self._compared(job, run) if await self._has_room() else ShadowStatus.DROPPED
-        except (ApiError, QueueFullError, RequestError, ReplayError) as error:
+        except REPLAY_ERRORS as error:
             logger.warning("the baseline did not answer a shadowed request: %s", error)
             result = ShadowStatus.FAILED
         except Exception:  # no client waits for it
@@ -151,65 +120,37 @@ class Shadow:
 
     async def _has_room(self) -> bool:
         """Return whether the baseline can take a request without delaying a client's."""
-        replicas = await self._baseline.describe()
-        room = any(one.counts.free_slots for one in replicas) and not any(one.counts.waiting for one in replicas)
+        room = await replay_check.has_room(self._baseline)
         if room and self._shares_devices:
             room = not any(one.counts.running or one.counts.waiting for one in await self._engine.describe())
         return room
 
-    async def _compared(self, job: GenerationJob, run: TimedRun) -> ShadowStatus:
-        plain = dataclasses.replace(
-            job, request_id=f"shadow-{secrets.token_hex(12)}/0", tenant=None, public=False, references=(), strategy=PLAIN,
-            max_draft_tokens=0, siblings=False, report=False, embedding=None, session=None,
-        )  # fmt: skip
-        other, began_s = TimedRun(), time.perf_counter()
-        async with contextlib.aclosing(self._baseline.generate(plain)[0]) as outputs:
-            async for output in outputs:
-                other.on_output(output, time.perf_counter() - began_s)
-        if other.reason not in _ENDED:
-            raise ReplayError(other.error or "it ended the request")
-        self._texts[await self._texts_of(plain, run, other)] += 1
+    async def _compared(self, job: GenerationJob, run: Run) -> ShadowStatus:
+        plain = replay_check.background_job(job, "shadow", job.priority)
+        other = await replay_check.replay(self._baseline, plain)
+        self._texts[await self._match(plain, run, other)] += 1
         mine, theirs = (_figures(one, devices) for one, devices in zip((run, other), self._devices, strict=True))
         self._pairs.append((mine, theirs))
         return ShadowStatus.COMPARED
 
-    async def _texts_of(self, plain: GenerationJob, run: TimedRun, other: TimedRun) -> OutputMatch:
+    async def _match(self, plain: GenerationJob, run: Run, other: Run) -> OutputMatch:
         """Compare two outputs; at the first difference, use the baseline's log-probabilities."""
-        position = first_difference(run.token_ids, other.token_ids)
-        if position is None:
+        found = difference(run.token_ids, other.token_ids)
+        if found is None:
             return OutputMatch.EQUAL if run.reason is other.reason else OutputMatch.OTHER
         if not plain.params.greedy:
             return OutputMatch.SAMPLED
-        tokens = [each.token_ids[position] for each in (run, other) if position < len(each.token_ids)]
-        if len(tokens) < 2:
-            return OutputMatch.OTHER
-        emitted = tuple(run.token_ids[:position])
-        mine, theirs = [await logprob_of(self._baseline, plain, emitted, token) for token in tokens]
-        near = mine is not None and theirs is not None and abs(mine - theirs) <= NEAR_TIE
-        return OutputMatch.NEAR_TIE if near else OutputMatch.OTHER
+        gap = (await replay_check.with_logprobs(self._baseline, plain, found, other)).gap
+        return OutputMatch.OTHER if gap is None or abs(gap) > NEAR_TIE else OutputMatch.NEAR_TIE
 
     def summary(self) -> ShadowSummary:
         """Return the summary so far. Takes some milliseconds; may run in any thread."""
-        pairs, generator = list(self._pairs), np.random.default_rng(0)
-        figures = {name: figure for name in HIGHER_IS_BETTER if (figure := _figure(name, pairs, generator)) is not None}
-        return ShadowSummary(_counts(self._results), _counts(self._texts), figures, self._sentence(figures))
-
-    def _sentence(self, figures: Mapping[str, Figure]) -> str:
-        speed, first = figures.get("tokens_per_s"), figures.get("ttft_s")
-        if speed is None or first is None or speed.pairs < 2:
-            return f"{len(self._pairs)} requests were answered by both: too few to compare."
-        if speed.low > 1:
-            ahead = f"The engine is ahead of the {self._kind} baseline, with {_times(speed)} its tokens per second"
-        elif speed.high < 1:
-            turned = Figure(speed.pairs, speed.baseline, speed.engine, 1 / speed.ratio, 1 / speed.high, 1 / speed.low)
-            ahead = f"The {self._kind} baseline is ahead of the engine, with {_times(turned)} its tokens per second"
-        else:
-            ahead = f"Neither is ahead: the engine has {_times(speed)} the {self._kind} baseline's tokens per second"
-        texts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in _counts(self._texts).items() if count)
-        return f"{ahead} over {speed.pairs} requests, and its first token comes after {_times(first)} as long; texts: {texts}."
+        pairs, texts = list(self._pairs), _counts(self._texts)
+        found = figures([*HIGHER_IS_BETTER], pairs)
+        return ShadowSummary(_counts(self._results), texts, found, verdict(self._kind, len(pairs), found, texts))
 
 
-def _figures(run: TimedRun, devices: int) -> dict[str, float]:
+def _figures(run: Run, devices: int) -> dict[str, float]:
     count, found = len(run.token_ids), {"ttft_s": run.ttft_s}
     if run.tokens_per_s is not None:
         found |= {"tokens_per_s": run.tokens_per_s, "tpot_s": 1 / run.tokens_per_s}
@@ -218,23 +159,6 @@ def _figures(run: TimedRun, devices: int) -> dict[str, float]:
     if run.energy_j is not None:
         found["joules_per_token"] = run.energy_j / count
     return found
-
-
-def _figure(
-    name: str, pairs: Sequence[tuple[Mapping[str, float], Mapping[str, float]]], generator: np.random.Generator
-) -> Figure | None:
-    both = np.array([(mine[name], theirs[name]) for mine, theirs in pairs if mine.get(name) and theirs.get(name)])
-    if not len(both):
-        return None
-    ratios = both[:, 0] / both[:, 1]
-    medians = np.median(ratios[generator.integers(0, len(ratios), (_RESAMPLES, len(ratios)))], axis=1)
-    low, high = np.percentile(medians, _BOUNDS)
-    engine, baseline = np.median(both, axis=0)
-    return Figure(len(both), float(engine), float(baseline), float(np.median(ratios)), float(low), float(high))
-
-
-def _times(figure: Figure) -> str:
-    return f"{figure.ratio:.2f} times ({figure.low:.2f}-{figure.high:.2f})"
 
 
 def _counts(by: Mapping[Any, int]) -> dict[str, int]:

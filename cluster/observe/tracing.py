@@ -1,12 +1,12 @@
 """OpenTelemetry traces of generations, off unless ``server.otlp_endpoint`` is set. They hold no text, no key and no tenant.
 
-A request has a server span, whose children are ``queue``, ``prefill`` and ``decode`` of each choice. Their times are the
-engine's, from the last output of a choice. Attributes follow the gen_ai conventions and vLLM's additional names. A client's
-``traceparent`` (W3C Trace Context) is the parent, and the response names its own span.
-
 Example: an answer's last output comes 900 ms after it was asked for, with 200 ms of prefill and 600 ms of decoding in its
 counters. Its queue is 0-100 ms, its prefill 100-300 ms, its decoding 300-900 ms.
 """
+
+# A request has a server span, whose children are `queue`, `prefill` and `decode` of each choice. Their times are the engine's,
+# from the last output of a choice. Attributes follow the gen_ai conventions and vLLM's additional names. A client's `traceparent`
+# (W3C Trace Context) is the parent, and the response names its own span.
 
 from __future__ import annotations
 

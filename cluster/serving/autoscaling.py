@@ -1,8 +1,6 @@
-"""Autoscaling of engine replicas (``server.max_replicas``): a policy for Ray Serve.
+"""Autoscaling of engine replicas (``server.max_replicas``): a policy for Ray Serve."""
 
-Each replica reports its load twice a second, the policy computes the number of replicas, and Serve starts and stops them. The
-class is sent to Serve's controller by value, so it imports nothing of Outrider.
-"""
+# Each replica reports its load twice a second, the policy computes the number of replicas, and Serve starts and stops them.
 
 from __future__ import annotations
 
@@ -20,6 +18,8 @@ WINDOW_S = 15.0  # seconds over which reports are averaged
 
 class LoadPolicy:
     """Autoscaling policy: as few replicas as keep each one's load at or below its target."""
+
+    # Serve's controller gets the class by value, so it imports nothing of Outrider.
 
     def __init__(self, requests: float, tokens_per_s: float | None) -> None:
         """Set the targets per replica: choices, waiting ones included, and emitted tokens per second, None for no target."""

@@ -129,6 +129,7 @@ class CacheActor:
         self._cache_server.check_health()
 
     def __del__(self) -> None:
+        # Serve calls `__del__` when it stops a replica, and Python also after a constructor that failed.
         if hasattr(self, "_cache_server"):
             self._cache_server.stop()
 
@@ -139,6 +140,7 @@ def _identity(engine: DeploymentHandle[Any], version: str) -> Identity | None:
         description: Description = engine.describe.remote().result(timeout_s=_DESCRIBE_TIMEOUT_S)
     except (RayError, RayServeException, TimeoutError):
         return None
+    # During a redeploy, replicas of the former model answer, too; its namespaces are others.
     return identity_of(description.info) if description.version == version else None
 
 

@@ -20,8 +20,7 @@ logger = logging.getLogger(__name__)
 class CacheAdminPort(ABC):
     """Shared cache as the operator sees it. ``tenant`` is a name, or ``*`` for the public corpus.
 
-    Each method may raise ``cache_service.server.admin.UnknownTenantError``, ``ApiError``, or, if Redis fails,
-    ``redis.RedisError`` or ``OSError``.
+    Each method may raise ``UnknownTenantError``, ``ApiError``, or, if Redis fails, ``redis.RedisError`` or ``OSError``.
     """
 
     @abstractmethod

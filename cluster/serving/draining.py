@@ -88,6 +88,7 @@ class Draining:
         except asyncio.CancelledError:
             if not exchange.ended or exchange.task is None:
                 raise  # the client has left
+            # This cancellation is handled here; the task must not count as cancelled any more while it sends the error.
             exchange.task.uncancel()
             await _break_off(exchange, send)
         finally:

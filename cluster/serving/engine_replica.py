@@ -153,7 +153,9 @@ async def _waiting(items: asyncio.Queue[tuple[int, Item | Exception]]) -> list[t
         async with asyncio.timeout(BEAT_S):
             found = [await items.get()]
     except TimeoutError:
+        # An empty batch is the heartbeat: without it, the API would take a long step for a hang.
         return []
+    # All waiting items in one batch: each event of a call costs the API time.
     while not items.empty():
         found.append(items.get_nowait())
     batch: list[tuple[int, Item]] = []

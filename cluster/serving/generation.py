@@ -69,9 +69,7 @@ class EnginePort(Protocol):
     def generate(self, *jobs: GenerationJob) -> Sequence[AsyncGenerator[StepOutput, None]]:
         """Return one output stream per job of an answer; ``aclose`` frees the slot. A first, empty output confirms the job.
 
-        Raises:
-            engine.errors.QueueFullError, engine.errors.RequestError: no engine takes it.
-            cluster.http.errors.ApiError: 503, no engine answers.
+        Raises QueueFullError or RequestError (no engine takes it), ApiError (503, no engine answers).
         """
         ...
 
@@ -145,6 +143,7 @@ class Generation:
     async def __aenter__(self) -> Generation:
         """Return once an engine has taken every job. Raise as ``EnginePort.generate``."""
         try:
+            # Registered before any is awaited: if one is refused, all are closed.
             for stream in self._streams:
                 await self._open.enter_async_context(contextlib.aclosing(stream))
             async with asyncio.TaskGroup() as group:
@@ -193,6 +192,7 @@ async def _accepted(stream: AsyncIterator[StepOutput]) -> None:
 
 async def _merge(streams: Sequence[AsyncIterator[StepOutput]]) -> AsyncIterator[tuple[int, StepOutput]]:
     """Yield the items of several streams in order of arrival; raise the first failure."""
+    # One choice needs no queue and no further task.
     if len(streams) == 1:
         async for output in streams[0]:
             yield 0, output

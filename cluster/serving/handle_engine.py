@@ -152,22 +152,20 @@ class _Progress:
 
 
 class HandleEngine:
-    """``EnginePort`` over a deployment of ``EngineReplica``.
-
-    Outputs are a function of prompt, parameters and seed. A request whose replica is lost therefore continues on another one from
-    the tokens that were emitted: the consumer sees a pause, and no token is lost or repeated.
-
-    A request may be the cause of a replica's end. A request that lost one is *quarantined*: the next replica computes it alone in
-    its steps until it has emitted ``QUARANTINE_TOKENS`` more, and reports this before and after. If that replica ends in one of
-    these steps, the request is refused; requests that waited there are sent again without blame. A replica takes one quarantined
-    request per account; the next one waits here.
-
-    A device failure is no request's fault, and the replica reports it before it ends. A request that loses two devices without a
-    token in between is quarantined as well.
+    """``EnginePort`` over a deployment of ``EngineReplica``; a request whose replica is lost continues on another one.
 
     Example: a replica ends after it has sent ``7`` and ``8 9``. The job is sent again with ``emitted=(7, 8, 9)``; another replica
     computes their KV with the prompt's, and its first new output is the fourth token.
     """
+
+    # Outputs are a function of prompt, parameters and seed. A lost request therefore continues from the tokens that were emitted:
+    # the consumer sees a pause, and no token is lost or repeated.
+    # A request may be the cause of a replica's end. One that lost a replica is *quarantined*: the next replica computes it alone
+    # in its steps until it has emitted `QUARANTINE_TOKENS` more, and reports this before and after. If that replica ends in one
+    # of these steps, the request is refused; requests that waited there are sent again without blame. A replica takes one
+    # quarantined request per account; the next one waits here.
+    # A device failure is no request's fault, and the replica reports it before it ends. A request that loses two devices without
+    # a token in between is quarantined as well.
 
     def __init__(
         self,
@@ -188,7 +186,6 @@ class HandleEngine:
                 that one refuses (full queue, shorter context) is sent to another one once.
             accept_timeout_s: time for a replica to take a new request.
             version: model version; during a redeploy, replicas of other versions are ignored. Empty for any.
-            failures: counter of device failures.
         """
         self._handle, self._described = handle, for_threads(handle)
         self._stream: tuple[asyncio.AbstractEventLoop, DeploymentHandle[Any]] | None = None
@@ -267,14 +264,9 @@ class HandleEngine:
     async def _attempt(
         self, job: GenerationJob, call: _Call, place: int, progress: _Progress
     ) -> AsyncGenerator[StepOutput, None]:
-        """Yield the new outputs of one replica.
+        """Yield the new outputs of one replica; return without a finish reason if a step failed.
 
-        A failed step ends all its requests, whichever caused it. The request then returns without a finish reason to be computed
-        again alone, unless the previous attempt also failed at the same token. An error of the request itself is final.
-
-        Raises:
-            _LostError: the replica does not answer any more. Also everything that ``EnginePort.generate`` raises.
-            ApiError: a previous replica also ended, and this one was computing only this request.
+        Raises ReplicaLostError, or as ``EnginePort.generate``. ApiError: a second replica ended while it computed only this one.
         """
         given, alone = len(progress.emitted), False
         try:
@@ -284,6 +276,8 @@ class HandleEngine:
                         raise ReplicaLostError(item)
                     if isinstance(item, Exception):
                         raise item
+                    # A failed step ends all its requests, whichever caused it: they are computed again alone, unless the previous
+                    # attempt also failed at the same token. An error of the request itself is final.
                     step_failed = item.finish_reason is FinishReason.ERROR and item.fault_field is None
                     if step_failed and progress.failed_at != len(progress.emitted):
                         logger.warning("request %s: a step failed, retrying: %s", job.request_id, item.error)
@@ -309,6 +303,7 @@ class HandleEngine:
                     progress.losses += 1
                     progress.losses_in_all += 1
                 ended = heard and not lost.silent
+            # Nothing else ran in that step: the request is refused before it ends more replicas.
             if alone and ended:
                 message = "an engine replica ended twice while it computed this request, the second time without other requests"
                 never = {"x-should-retry": "false"}  # OpenAI's clients do not retry then
@@ -328,6 +323,7 @@ class HandleEngine:
             return False
         again, progress.failed_engine = progress.failed_engine is not None, lost.engine
         progress.losses_in_all += 1
+        # A second device without a token in between: now the request may be the cause.
         return again
 
     async def _check_version(self, job: GenerationJob, progress: _Progress) -> None:

@@ -1,10 +1,9 @@
-"""Options of Serve handles, and the API replicas.
+"""Options of Serve handles, and the API replicas."""
 
-By default Serve gives each handle a thread with an event loop, and every request and every item of a stream crosses between it
-and the caller's loop. A router in the caller's loop saves milliseconds until the first token, but the handle then serves only
-that loop. Streams are faster over gRPC than as Ray calls; all replicas support it, and it is encrypted where Ray's calls are.
-``RAY_SERVE_THROUGHPUT_OPTIMIZED`` inverts both defaults, so each handle sets them explicitly.
-"""
+# By default Serve gives each handle a thread with an event loop, and every request and every item of a stream crosses between it
+# and the caller's loop. A router in the caller's loop saves milliseconds until the first token, but the handle then serves only
+# that loop. Streams are faster over gRPC than as Ray calls; all replicas support it, and it is encrypted where Ray's calls are.
+# RAY_SERVE_THROUGHPUT_OPTIMIZED inverts both defaults, so each handle sets them explicitly.
 
 from __future__ import annotations
 

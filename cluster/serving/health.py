@@ -157,10 +157,10 @@ def _load(replicas: Sequence[Description]) -> dict[str, int]:
 
 def _cache_state(replicas: Sequence[Description]) -> str:
     """Return ``off``, ``connected``, or ``degraded`` if a replica is disconnected and drafts from what it has."""
-    mirrors = [replica.cache for replica in replicas if replica.cache is not None]
-    if not mirrors:
+    cache_clients = [replica.cache for replica in replicas if replica.cache is not None]
+    if not cache_clients:
         return "off"
-    return "connected" if all(mirror.connected for mirror in mirrors) else "degraded"
+    return "connected" if all(counts.connected for counts in cache_clients) else "degraded"
 
 
 def _ranks_state(groups: Sequence[GroupState], configured: int) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""Prefix-aware routing (``server.routing: prefix``): Serve's request router over ``ReplicaChooser``.
-
-It runs where a handle is used, in the API's process, and keeps its state there; replicas are not queried.
-"""
+"""Prefix-aware routing (``server.routing: prefix``): Serve's request router over ``ReplicaChooser``."""
 
 from __future__ import annotations
 
@@ -23,6 +20,7 @@ class PrefixRouter(RequestRouter):
 
     def initialize_state(self, **kwargs: Any) -> None:
         """Create the ``ReplicaChooser`` with the arguments from the deployment's configuration."""
+        # The router runs where a handle is used, in the API's process, and keeps its state there; replicas are not queried.
         self._chooser = ReplicaChooser(**kwargs)
         self._unsent: dict[str, weakref.ref[PendingRequest]] = {}  # calls with a chosen replica that none has taken yet
 
@@ -36,6 +34,7 @@ class PrefixRouter(RequestRouter):
         jobs = _jobs_of(pending_request)
         if not jobs:
             return [candidate_replicas]
+        # Serve reports no end of a call that no replica took: a dead reference means that the caller gave up.
         for given_up in [call for call, request in self._unsent.items() if request() is None]:
             del self._unsent[given_up]
             self._chooser.release(given_up)

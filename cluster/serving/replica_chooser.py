@@ -1,7 +1,6 @@
-"""Choice of a replica for jobs: the one that has computed the beginning of their prompt, unless its load is too high.
+"""Choice of a replica for jobs: the one that has computed the beginning of their prompt, unless its load is too high."""
 
-Nothing here depends on Ray: ``cluster.serving.prefix_router`` asks, and reports the outcome.
-"""
+# Nothing here depends on Ray: `cluster.serving.prefix_router` asks, and reports the outcome.
 
 from __future__ import annotations
 
@@ -84,22 +83,10 @@ class _RunningAnswer:
 
 
 class ReplicaChooser:
-    """Replica chooser that remembers earlier choices and ranks the replicas for new jobs.
+    """Replica chooser that remembers earlier choices and ranks the replicas for new jobs."""
 
-    A call goes where its session went last. Without a session it goes where it will be done first: prompt blocks sent there
-    recently need not be computed, but each running job delays it. Ties are broken by rendezvous hashing of the tenant with the
-    session or the beginning of the prompt: every process finds the same replica, and a replica that comes or goes moves only its
-    own share.
-
-    Load, counted in running jobs, comes first: no replica that would have more than ``SLACK`` times the mean, plus one, gets a
-    call while another would not (consistent hashing with bounded loads, arXiv 1608.01350). The calls of one answer are meant to
-    be spread, so all but the first go to the least loaded replica. A job that is sent again, because its replica was lost, silent
-    or full, goes elsewhere if possible. A silent replica is avoided by all jobs, including its sessions and prefixes, for the
-    time in ``avoid_s``.
-
-    Except for the load, a tenant's requests do not affect where another tenant's go. Jobs without a tenant are not remembered:
-    the answer's id is hashed.
-    """
+    # Except for the load, a tenant's requests do not affect where another tenant's go. Jobs without a tenant are not remembered:
+    # the answer's id is hashed.
 
     def __init__(self, slots: int, tenants: int, clock: Callable[[], float] = time.monotonic) -> None:
         """Initialize the memory for a replica's KV slots, and tenants times (1 + adapters). ``clock`` is in seconds."""
@@ -125,6 +112,8 @@ class ReplicaChooser:
         self.release(call)
         self._forget_lost(reported.keys())
         loads = {name: self._jobs[name] + max(0, calls - self._calls[name]) for name, calls in reported.items()}
+        # Consistent hashing with bounded loads (arXiv 1608.01350): no replica that would have more gets a call while another
+        # would not.
         most = SLACK * (sum(loads.values()) + len(jobs)) / len(loads) + 1
         first = jobs[0]
         tenant = None if first.cache_namespace is None else self._tenants.setdefault(first.cache_namespace, _Tenant())
@@ -147,14 +136,21 @@ class ReplicaChooser:
 
         def rank(name: str) -> tuple[Any, ...]:
             load, is_over = loads[name], loads[name] + len(jobs) > most
+            # A call goes where it will be done first: blocks sent there recently need not be computed, but each running job
+            # delays it.
             waits = JOB * load - BLOCK * matched[name]  # extra tokens compared with an idle replica without a match
             return (
+                # A job is sent again because its replica was lost, silent or full: it goes elsewhere if possible.
                 name in tried,
+                # All jobs avoid a silent replica, including its sessions and prefixes, for the time in `avoid_s`.
                 name in self._silent,
                 is_over,
+                # The calls of one answer are meant to be spread: all but the first go to the least loaded replica.
                 load if is_over or is_spread else 0,
+                # A session's cached tokens are where its last call went.
                 name != pinned,
                 waits,
+                # Rendezvous hashing: every process finds the same replica, and one that comes or goes moves only its own share.
                 scores[name],
             )
 

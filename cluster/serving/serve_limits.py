@@ -1,8 +1,7 @@
-"""Limits that Ray Serve lacks: HTTP/1.1 limits in its proxies, and a limit on unread bodies in proxies and API replicas.
+"""Limits that Ray Serve lacks: HTTP/1.1 limits in its proxies, and a limit on unread bodies in proxies and API replicas."""
 
-A proxy calls the function named by ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`` before it creates its server. Private parts of
-Ray: a proxy keeps a body in a ``MessageQueue``, a replica in an ``ASGIReceiveProxy``; each is looked up in its module.
-"""
+# A proxy calls the function named by RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH before it creates its server. Private parts of
+# Ray: a proxy keeps a body in a `MessageQueue`, a replica in an `ASGIReceiveProxy`; each is looked up in its module.
 
 from __future__ import annotations
 

@@ -21,10 +21,11 @@ class SharedAnswer(Generic[T]):
         self._answered_s = 0.0
 
     async def __call__(self) -> T:
-        """Return the answer. A caller that is cancelled does not cancel the call."""
+        """Return the answer."""
         answer = self._pending
         if answer is None or (answer.done() and self._clock() - self._answered_s >= FRESH_S):
             answer = self._pending = asyncio.create_task(self._answer())
+        # One caller's cancellation must not end the call for the others.
         return await asyncio.shield(answer)
 
     async def _answer(self) -> T:

@@ -9,7 +9,6 @@ import numpy as np
 from outrider.decoding.arrays import Float32Array, Float64Array, Int32Array
 from outrider.decoding.budget.features import (
     ALONE,
-    BIGRAM,
     COPY,
     COPY_FRESH,
     HISTORY,
@@ -42,7 +41,6 @@ _UNKNOWN_DISTANCE = np.array([0.35, 0.55, 0.65])  # unknown distance, by number 
 _RECYCLING_CONTEXT = np.array([0.65, 0.6, 0.5, 0.35, 0.25, 0.2, 0.15, 0.1])  # by context bucket: ranked after a token alone
 _UNRANKED = 0.5  # factor on the chance of an occurrence that the target did not rank
 _LIKELY, _HISTORY_LIKELY = 0.35, 0.15  # fraction of (1 - chance) added if the target finds it likely
-_BIGRAM = 0.25 / (1.0 + np.arange(MATCH_BUCKETS)) ** 1.3
 _PRIOR_WEIGHT = 4.0  # weight of the prior in observations
 _HALVE_AT = 4096.0  # observations of one feature at which its counts are halved
 _MAX_TENANTS = 1024
@@ -62,7 +60,6 @@ def prior() -> Float64Array:
     table[RECYCLING] = (_RECYCLING[:, None] * _DISTANCE)[:, :, None]
     table[RECYCLING, :, -1, ALONE + 1 :] = _RECYCLING[:, None] * _UNKNOWN_DISTANCE
     table[RECYCLING, :, :, ALONE] = _RECYCLING[:, None] * _RECYCLING_CONTEXT
-    table[BIGRAM] = (_BIGRAM[:, None] * _CONTEXT)[:, :, None]
     return table.ravel()
 
 
@@ -109,10 +106,9 @@ def learn(
 
 
 class AcceptanceTable:
-    """Beta means of acceptance given the parent's, per feature of ``decoding.budget.features``. It takes 55 KB.
+    """Beta means of acceptance given the parent's, per feature of ``decoding.budget.features``, in 55 KB.
 
-    A kind of feature whose rows keep failing (for example a poisoned history) is set aside: nothing is drafted from it for a
-    number of steps. It then restarts from the prior, and is set aside for twice as long if it fails again.
+    A kind of feature whose rows keep failing (for example a poisoned history) is set aside for a number of steps.
     """
 
     def __init__(self) -> None:
@@ -126,6 +122,7 @@ class AcceptanceTable:
 
     def chances(self) -> Float64Array:
         """Return [NUM_FEATURES] chances of a child given its parent; 0 for kinds set aside. Valid until the next ``observe``."""
+        # Written at each call, because another request of the tenant may have observed a tree with such rows since.
         for kind in self.disabled_sources:
             self._chances[kind * KIND_FEATURES : (kind + 1) * KIND_FEATURES] = 0.0
         return self._chances
@@ -150,6 +147,7 @@ class AcceptanceTable:
     def _verdict(self) -> None:
         for kind in np.flatnonzero(self._expected > _TRIAL).tolist():
             if self._hits[kind] < _LEAST_SHARE * self._expected[kind]:
+                # A kind that fails again after its restart from the prior is set aside for twice as long.
                 self._backed_off[kind] = self._backoffs[kind]
                 self._backoffs[kind] = min(2 * self._backoffs[kind], _LONGEST_BACKOFF)
             else:
@@ -182,6 +180,7 @@ class AcceptanceTables:
         if tenant is None:
             return AcceptanceTable()
         table = self._tenants.pop(tenant, None) or AcceptanceTable()
+        # Reinserted at the end: the first tenant is the one not asked for the longest.
         self._tenants[tenant] = table
         if len(self._tenants) > _MAX_TENANTS:
             del self._tenants[next(iter(self._tenants))]

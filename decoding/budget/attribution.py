@@ -59,10 +59,7 @@ def step_report(
 
 
 def origins(request: Request, tree: DraftTree, rows: Sequence[int], memory: Histories | None) -> list[str]:
-    """Return the source of each accepted row: the drafter, or the text that it copied from.
-
-    Drafters do not record positions. The chosen text has the longest run, up to 32 tokens, that agrees with the tokens before the
-    row. Following rows that continue there keep that text. ``rows`` are on one path from the root, not yet committed.
+    """Return the source of each accepted row of one path from the root, not yet committed: the drafter, or the text it copied.
 
     Returns:
         Per row ``prompt``, ``output`` (the request's own), ``document`` (one of its references), ``trie`` (past outputs of its
@@ -78,6 +75,8 @@ def origins(request: Request, tree: DraftTree, rows: Sequence[int], memory: Hist
             copy = None
             sources.append(drafter)
             continue
+        # Drafters do not record positions. A row that continues in the chosen text keeps it; else the text with the longest run,
+        # up to 32 tokens, that agrees with the tokens before the row is chosen.
         copy = None if copy is None else copy.next(token, end)
         if copy is None:
             found = (_longest(request, group, sequence, end, memory) for group in groups)
@@ -101,6 +100,7 @@ def _longest(
             best, longest = _CopySource(kind, sequence if kind == _SEQUENCE else text, last + 1), length
     if best is None and len(past) == 1:
         return _CopySource(past[0][0], context[:0], 0)  # the only possible source, so a large text need not be searched
+    # An agreement of ``MAX_MATCH`` tokens cannot be exceeded.
     for kind, history in past if longest < MAX_MATCH else ():
         text = history.log.arrays.tokens
         length, last = _agreement(text, _others(history, request, _ends(text, int(context[-1]), token)), context)
@@ -130,6 +130,7 @@ def _past_texts(request: Request, kinds: Sequence[str], memory: Histories | None
 
 def _ends(text: Int32Array, root: int, token: int) -> Int64Array:
     """Return the latest positions of ``root`` that are followed by ``token``: ascending, at most 1024."""
+    # Without the last position, which no token follows.
     ends = np.flatnonzero(text[:-1] == root)
     latest: Int64Array = ends[text[ends + 1] == token][-_MOST_ENDS:]
     return latest
@@ -146,6 +147,7 @@ def _agreement(text: Int32Array, ends: Int64Array, context: Int32Array) -> tuple
     if not len(ends):
         return 0, -1
     before = ends[:, None] - np.arange(len(context))  # [m, c]
+    # Positions before the beginning would index from the end: they read the first token and are masked.
     same = (text[np.maximum(before, 0)] == context[::-1]) & (before >= 0)
     lengths = np.logical_and.accumulate(same, axis=1).sum(axis=1)
     at = int(lengths.argmax())

@@ -47,6 +47,7 @@ def pop(heap: Int32Array, size: int, keys: Float64Array) -> int:
 @compiled
 def slot_of(token: int, slots: Int32Array, tokens: Int32Array) -> int:
     """Return the slot of a token among a node's children, or the free slot for it."""
+    # Multiplicative hashing (40503 is 2**16 over the golden ratio), then linear probing.
     mask = len(slots) - 1
     at = (int(token) * 40503) & mask
     while slots[at] >= 0 and tokens[slots[at]] != token:
@@ -61,6 +62,7 @@ def clear_slots(first: int, count: int, slots: Int32Array, tokens: Int32Array) -
         slots[:] = -1
         return
     mask = len(slots) - 1
+    # A run of used slots holds children of this node only, so that all of it is cleared.
     for child in range(first, count):
         at = (int(tokens[child]) * 40503) & mask
         while slots[at] >= 0:

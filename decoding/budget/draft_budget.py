@@ -30,10 +30,7 @@ _NO_ROWS, ANY_CHANCE = TreeRows.empty(0), np.zeros(1)
 
 
 class Backoff:
-    """Exponential backoff of one request, because proposing costs time too.
-
-    From the second fruitless answer on, the pause grows up to the number of other requests, which share the cost of asking.
-    """
+    """Exponential backoff of one request, because proposing costs time too."""
 
     __slots__ = ("_fruitless", "_left", "_worth_s", "drafted_at")
 
@@ -62,6 +59,8 @@ class Backoff:
             self._fruitless = 0
             return
         self._fruitless += 1
+        # The pause grows up to the number of other requests, which share the cost of asking. The exponent is bounded because the
+        # count of fruitless answers is not.
         if self._fruitless > 1:
             self._left = min(1 << min(self._fruitless - 2, 8), requests - 1, _MOST_STEPS)
 
@@ -84,11 +83,7 @@ class Explorer:
 
 
 class DraftBudget:
-    """Selection of the rows that pay off in a step, by their chances and the device's latency curve.
-
-    Requests whose rows save less time than drafting costs draft less often (``Backoff``), and occasionally one drafts regardless
-    (``Explorer``). When the number of requests falls by a quarter, all of them draft in the next step.
-    """
+    """Selection of the rows that pay off in a step, by their chances and the latency curve (``Backoff``, ``Explorer``)."""
 
     def __init__(self, latency: Callable[[], LatencyCurve]) -> None:
         self._latency = latency
@@ -110,6 +105,7 @@ class DraftBudget:
         count = len(backoffs)
         self._number += 1
         self._busiest = max(self._busiest, count)
+        # With a quarter fewer requests further rows may pay off, so that all of them draft in this step.
         if count <= _EASED * self._busiest:
             self._busiest = count
             for backoff in everyone:
@@ -156,9 +152,7 @@ class DraftBudget:
 class RowBudget:
     """Row limit of a drafter that would otherwise draft as many rows as allowed, at most ``most`` per request and rank.
 
-    Strategies put their best guesses first. So each step shows how many tokens every smaller number of rows would have given: the
-    accepted rows among the first n. The best n maximizes expected tokens over step time; a few more rows are drafted so that it
-    can grow. A drafter that computes guesses for later steps (``Drafter.looks_ahead``) gets the rows that cost little.
+    The limit maximizes expected tokens over step time. With ``Drafter.looks_ahead`` it is the number of rows that cost little.
     """
 
     def __init__(self, most: int, looks_ahead: bool) -> None:
@@ -169,14 +163,18 @@ class RowBudget:
         """Return the rows to draft for each of ``requests`` requests, on all ranks together."""
         seconds = curve.seconds(load.rows + requests * self._counts.astype(np.float64), load)
         if self._looks_ahead:
+            # The time never falls with the rows, so the rows that cost little are a prefix; the entry of no rows does not count.
             return int(np.count_nonzero(seconds <= _SLACK * seconds[0]) - 1) * ranks
         best = int(np.argmax((1.0 + self._gains) / seconds))
+        # A few more rows than the best number are drafted, so that it can grow.
         return min(best + max(_FURTHER, best // 2), len(self._counts) - 1) * ranks
 
     def observe(self, tree: DraftTree, acceptance: Acceptance, ranks: int) -> None:
         """Update the expected gains from a verified tree."""
         drafted = min(-(-(tree.num_candidates - 1) // ranks), len(self._counts) - 1)
         if drafted > 0:
+            # Strategies put their best guesses first. So a step shows how many tokens every smaller number of rows would have
+            # given: the accepted rows among the first n. Beyond the drafted rows the curve keeps its shape.
             known, further = self._gains[: drafted + 1], self._gains[drafted + 1 :] - self._gains[drafted]
             found = np.searchsorted(np.array(acceptance.rows), self._counts[: drafted + 1] * ranks, side="right")
             known += _RATE * (found - known)

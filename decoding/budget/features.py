@@ -6,8 +6,8 @@ from outrider.decoding.jit import compiled
 
 # Kinds of features. The first six are occurrences in the request's own texts, in those of similar requests or in the shared
 # logs: of the whole path up to the root and beyond, or (_FRESH) of an end of the path only.
-NUM_KINDS = 9
-COPY, SIMILAR, HISTORY, COPY_FRESH, SIMILAR_FRESH, HISTORY_FRESH, UNIGRAM, RECYCLING, BIGRAM = range(NUM_KINDS)
+NUM_KINDS = 8
+COPY, SIMILAR, HISTORY, COPY_FRESH, SIMILAR_FRESH, HISTORY_FRESH, UNIGRAM, RECYCLING = range(NUM_KINDS)
 MATCH_BUCKETS, SHARE_BUCKETS, LEVELS = 12, 8, 4
 KIND_FEATURES = MATCH_BUCKETS * SHARE_BUCKETS * LEVELS  # features per kind, contiguous
 NUM_FEATURES = NUM_KINDS * KIND_FEATURES

@@ -44,10 +44,8 @@ class StepLoad:
 class LatencyCurve:
     """Seconds of one forward by rows, sequences and context.
 
-    Time is linear between the measured row counts of one sequence under a tree mask, and continues with the last slope beyond. It
-    never falls: if more rows measured faster (as in half precision on a CPU), their time applies to fewer rows too. Each further
-    sequence and KV entry adds its time, and so does each entry that a row attends to, which on a CPU is most of the cost of a
-    wide tree after a long context. Contexts below the measured one do not make rows cheaper.
+    Time is linear between the measured row counts of one sequence under a tree mask, continues with the last slope beyond, and
+    never falls. Each further sequence, KV entry, and entry that a row attends to adds its time.
 
     Raises:
         ValueError: fewer than two measurements, rows not ascending from 1, a time that is not positive, or a negative part.
@@ -75,6 +73,7 @@ class LatencyCurve:
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must not be negative, got {value}")
         at = np.asarray(rows, np.float64)
+        # If more rows measured faster (as in half precision on a CPU), their time applies to fewer rows too.
         least = np.minimum.accumulate(np.asarray(seconds, np.float64)[::-1])[::-1]
         object.__setattr__(self, "_at", at)
         object.__setattr__(self, "_least", least)
@@ -96,6 +95,8 @@ class LatencyCurve:
     def parts(self, load: StepLoad) -> CurveParts:
         """Return the components of the step time for compiled code."""
         other = self.sequence_s * (load.sequences - 1) + self.entry_s * (load.context - self.context)
+        # A context below the measured one does not make rows cheaper. Beyond it, on a CPU, attention is most of the cost of a
+        # wide tree.
         farther = max(load.context / max(load.sequences, 1) - self.context, 0.0)
         return self._at, self._least, self._slope, float(other), float(self.row_entry_s * farther), self._floor
 

@@ -47,6 +47,7 @@ def price_rows(curve: CurveParts, base: int, ranks: int, prices: Float64Array) -
     for knot in range(len(at)):
         seconds[knot] = seconds_of(at[knot], curve)
     # With several ranks the cost of a later row depends on the tree, so that the first row's price applies to all.
+    # Beyond the last knot each further row adds the last slope.
     least = (slope + row_s) / ranks
     for drafted in range(0 if ranks > 1 else len(prices) - 1, -1, -1):
         here = seconds_of(float(drafted + base), curve)
@@ -65,9 +66,6 @@ def price_rows(curve: CurveParts, base: int, ranks: int, prices: Float64Array) -
 def largest_part(drafted: float, deepest: float, ranks: int, spine: int) -> float:
     """Return the drafted rows of the rank that computes the most, which determines the time of the step.
 
-    Trees are partitioned as runs of leaves with their ancestors (``DraftTree.partition``): no part is smaller than the longest
-    path. Half of a path of the tree's depth is assumed to be repeated, on each rank but one.
-
     Args:
         drafted: rows of all trees, without roots.
         deepest: sum of the depths of all trees.
@@ -76,6 +74,8 @@ def largest_part(drafted: float, deepest: float, ranks: int, spine: int) -> floa
     """
     if ranks == 1:
         return drafted
+    # Trees are partitioned as runs of leaves with their ancestors (``DraftTree.partition``): no part is smaller than the longest
+    # path. Half of a path of the tree's depth is assumed to be repeated, on each rank but one.
     return max(deepest, drafted / ranks + deepest * ((ranks - 1) / ranks / 2)) + spine
 
 
@@ -98,6 +98,7 @@ def fill_counts(
     expected = deepest = 0.0
     best_s = seconds_of(largest_part(0.0, 0.0, ranks, spine) + base, curve)
     best_gain = -best_s
+    # The gain may fall and rise again, because the time per row is not constant: every number of rows is tried.
     for drafted in range(1, len(chances) + 1):
         owner = -1
         for one in range(len(ends)):
@@ -131,9 +132,8 @@ def rows_to_draft(
 ) -> tuple[list[int], float]:
     """Return how many rows pay off for each request of a step, and the seconds that the step then takes.
 
-    The rows of all requests are sorted by chance. The first n are expected to add the sum of their chances in tokens, and cost
-    the extra time of a step with n more rows. A token is worth ``token_s``, its recent average time. The n with the highest gain
-    is chosen; 0 is allowed.
+    The n likeliest rows of all requests are drafted, with the n (0 included) of the highest gain: the sum of their chances in
+    tokens, each worth its recent average time ``token_s``, less the extra time of a step with n more rows.
 
     Example: steps of one, two and three rows take 1.0, 1.1 and 1.8 ms, the chances are 0.5 and 0.4, and a token is worth 0.8 ms:
     one row gains 0.4 and costs 0.1 ms, the second gains 0.32 and costs 0.7 ms more, so one row is drafted.
@@ -169,10 +169,7 @@ class TokenTime:
 
 
 class RowPricing:
-    """Choice of the rows that pay off in each step, with token prices learned while serving.
-
-    Each number of ranks and power of two of requests has its own token price, initially that of plain decoding.
-    """
+    """Choice of the rows that pay off in each step, with token prices learned while serving."""
 
     def __init__(self, curve: LatencyCurve) -> None:
         self.curve, self._ranks = curve, 1
@@ -229,6 +226,7 @@ class RowPricing:
     def _time(self) -> TokenTime:
         if self._now is not None:
             return self._now
+        # Each number of ranks and power of two of requests has its own token price, initially that of plain decoding.
         key = self._ranks, self.level
         held = self._times.get(key)
         if held is None:

@@ -1,7 +1,4 @@
-"""Best-first growth of a draft tree from all draft sources.
-
-The children with the highest product of chances along their path (``decoding.budget.acceptance``) become rows.
-"""
+"""Best-first growth of a draft tree from all draft sources: the nodes with the highest chance along their path become rows."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from outrider.decoding.arrays import Float64Array, Int32Array, Int64Array
 from outrider.decoding.budget.candidates import HASH_SLOTS, MAX_CHILDREN, clear_slots, pop, push, slot_of
 from outrider.decoding.budget.features import (
     ALONE,
-    BIGRAM,
     COPY_FRESH,
     EVEN,
     HISTORY,
@@ -107,7 +103,6 @@ class RankedTokens(NamedTuple):
     recycled: Int32Array
     contexts: PlainContexts  # contexts of rows that the target computed
     above: Int64Array  # [WORDS] sign hash of the hidden state before the root
-    bigrams: Int32Array  # [vocab, k] tokens that the target ranks after each token alone; [0, 0] if not used
 
 
 class TreeRows:
@@ -145,7 +140,7 @@ PlainPool = tuple[
     Int32Array, Int32Array, Int64Array, Int32Array, Int32Array, Float64Array, Int32Array, Int32Array, Int64Array,
     Int32Array, Int32Array,
 ]  # fmt: skip
-PlainRanked = tuple[Int32Array, Int32Array, PlainContexts, Int64Array, Int32Array]
+PlainRanked = tuple[Int32Array, Int32Array, PlainContexts, Int64Array]
 # Logs of: the request's own texts, texts of similar requests, outputs of its tenant, public texts.
 Logs = tuple[Log, Log, Log, Log]
 LogTokens = tuple[Int32Array, Int32Array, Int32Array, Int32Array]  # tokens of ``Logs``
@@ -188,6 +183,7 @@ def fresh_occurrences(
     mask = len(tokens) - 1
     p = log.heads1[unigram_bucket(token, len(log.heads1))]
     looked = 0
+    # The cap counts occurrences that are passed over too, so that a frequent token costs a bounded number of reads.
     while p >= oldest and looked < cap and used < len(pool.positions):
         looked += 1
         # Occurrences after the parent's token were added with the parent.
@@ -302,6 +298,7 @@ def add_recycled(
     two, one, token = three
     contexts = Contexts(*ranked.contexts)
     for word in range(len(ranked.above)):
+        # A drafted parent has no hidden state yet: that of the stored row most like it is used, all 0 if there is none.
         known = pool.alike[parent] if parent >= 0 else -1
         signs = contexts.signs[known, word] if known >= 0 else 0
         pool.above[word] = ranked.above[word] if parent < 0 else signs
@@ -314,6 +311,7 @@ def add_recycled(
     near = distance_bucket(distance)
     entry = contexts.ranked[place]
     if agreed > 1 or near <= _NEAR:
+        # From ``UNKNOWN``, 0, to ``UNRANKED``; the ranked ones are then raised further.
         for child in range(begin, count):
             pool.features[child] += UNRANKED
         for rank in range(len(entry)):
@@ -350,8 +348,6 @@ def open_node(
     ends = context_bucket(longest)
     if token < len(ranked.recycled):
         count = add_recycled(ranked, three, ends, row, parent, depth, chance, table, begin, count, pool)
-    if token < len(ranked.bigrams):
-        count = add_ranked(ranked.bigrams[token], BIGRAM, ends, 0, row, depth, chance, table, begin, count, pool)
     if depth == 0:
         count = add_ranked(ranked.frequent, UNIGRAM, ends, 0, row, depth, chance, table, begin, count, pool)
     clear_slots(begin, count, pool.slots, pool.tokens)
@@ -386,6 +382,7 @@ def build_tree(
             return grown
         size = pop(pool.heap, size, pool.chances)
         best = pool.heap[size]
+        # The minimum has risen since this candidate was pushed, and all others are worse.
         if pool.chances[best] < least_chance:
             return grown
         row_chances[grown] = pool.chances[best]

@@ -10,7 +10,6 @@ from outrider.decoding.arrays import Float64Array, Int32Array
 from outrider.decoding.budget.acceptance import AcceptanceTable, AcceptanceTables
 from outrider.decoding.budget.draft_budget import ANY_CHANCE, Backoff, DraftBudget
 from outrider.decoding.budget.features import (
-    BIGRAM,
     COPY,
     COPY_FRESH,
     HISTORY,
@@ -37,7 +36,7 @@ _SOURCE_OF_KIND = np.zeros(NUM_KINDS + 1, np.int8)  # the last entry is the root
 _SOURCE_OF_KIND[[COPY, COPY_FRESH]] = SOURCES.index("copy")
 _SOURCE_OF_KIND[[SIMILAR, SIMILAR_FRESH]] = SOURCES.index("similar")
 _SOURCE_OF_KIND[[HISTORY, HISTORY_FRESH]] = SOURCES.index("history")
-_SOURCE_OF_KIND[[UNIGRAM, RECYCLING, BIGRAM]] = [SOURCES.index(name) for name in ("unigram", "recycling", "bigram")]
+_SOURCE_OF_KIND[[UNIGRAM, RECYCLING]] = [SOURCES.index(name) for name in ("unigram", "recycling")]
 
 _WEIGHT_BASE, _WEIGHT_LENGTHS = 2.0, 12  # weight of an occurrence: 2 ** min(agreement, 12)
 _BEGINNING = 6  # prompt tokens put before a similar request's output, so that its beginning is found
@@ -50,8 +49,8 @@ _MAX_FORCED = 8  # maximum grammar-forced tokens drafted at once
 _LEAST_CHANCE = 1e-4  # divided by the number of ranks: minimum chance of a row, since wide trees use less likely rows
 _PROMPT_TELLING, _TOLD_TOGETHER = 4, 16  # with more than 4 requests, output is added to the history in batches of 16 tokens
 _LEARNING_REQUESTS = 4  # with more requests, rankings are learned only from steps with a draft
-_NOTHING, _NO_TOKENS = np.zeros((0, 0), np.int32), np.zeros(0, np.int32)
-_UNRANKED = _NOTHING, NO_CONTEXTS[:]
+_NO_TOKENS = np.zeros(0, np.int32)
+_UNRANKED = np.zeros((0, 0), np.int32), NO_CONTEXTS[:]
 _ROOT_FEATURES = np.zeros(1, np.int32)
 _ANY = SamplingParams(max_tokens=8)
 
@@ -88,52 +87,41 @@ class AutoDrafter(Drafter):
     * ``recycling`` (Token Recycling with contexts): tokens that the target ranked after the node's token when it last read a
       similar context, by its last hidden state (``decoding.sources.ranked``) or, if that is unknown, by the tokens before; and
       tokens that it last ranked after the token alone, for the same tenant.
-    * ``bigram`` (N-Grammys, arXiv 2411.03786; optional): tokens that the target ranks after the token alone, without context.
     * ``unigram``, below the root only: the most frequent tokens of the tenant's outputs, the public texts and the prompt.
+    * ``grammar``: the only text that the request's grammar allows, drafted instead of a tree that does not hold it.
 
-    If the request's grammar allows one text only and the tree does not hold it, that text is drafted instead (``grammar``).
-
-    The chance of a child given its parent is a learned acceptance rate (``AcceptanceTable``). The ranking in a similar context
-    also adjusts the chances of occurrences (as AdaPLD, arXiv 2606.05742, uses the rows of copied positions). If several sources
-    give a child, the highest chance counts. Rows are ordered by the product of chances along the path, and as many are drafted as
-    are expected to pay off on this device (``DraftBudget``). If ranks share a step, more rows pay off, so there are more frequent
-    tokens, more occurrences per node, and rows with lower chances.
+    The chance of a child given its parent is a learned acceptance rate (``AcceptanceTable``), adjusted for occurrences by the
+    ranking in a similar context (as AdaPLD, arXiv 2606.05742, uses the rows of copied positions). Rows are ordered by the product
+    of chances along the path, and as many are drafted as are expected to pay off on this device (``DraftBudget``).
 
     **Privacy**: no text of a tenant reaches another. A request without a tenant drafts only from its own texts, its own rankings
-    and, if allowed, public texts, with separate acceptance rates, and leaves nothing behind. Only step and row costs, which
-    contain no tokens, are shared by all.
+    and, if allowed, public texts, with separate acceptance rates, and leaves nothing behind.
 
     Args:
         max_depth: maximum depth of the tree, at least 1.
         history_tokens: tokens of outputs to keep per tenant, and of public texts; 0 keeps none.
-        frequent_tokens: frequent tokens to offer, per rank that shares the step when a request begins; 0 for none.
         recycling: offer tokens that the target ranked before, for the same tenant.
-        bigrams: ranks of the target's bigram table to offer, 0 for none. Building the table takes a forward over the vocabulary.
         all_rows: draft as many rows as the budget allows, whatever they cost.
         similar_requests: number of past requests of the tenant, those with the most similar prompts, whose outputs and passages
             form the ``similar`` source; 0 for none.
     """
 
+    num_frequent = 32  # frequent tokens to offer, per rank that shares the step when a request begins
+
     def __init__(
         self,
         max_depth: int = 64,
         history_tokens: int = 1 << 20,
-        frequent_tokens: int = 32,
         recycling: bool = True,
-        bigrams: int = 0,
         all_rows: bool = False,
         similar_requests: int = 4,
     ) -> None:
-        check_options(
-            "auto", max_depth=max_depth, history_tokens=history_tokens, frequent_tokens=frequent_tokens, bigrams=bigrams,
-            similar_requests=similar_requests,
-        )  # fmt: skip
-        self._max_depth, self._num_frequent, self._num_bigrams = max_depth, frequent_tokens, bigrams
-        self._all_rows, self._recycling, self._num_similar = all_rows, recycling, similar_requests
+        check_options("auto", max_depth=max_depth, history_tokens=history_tokens, similar_requests=similar_requests)
+        self._max_depth, self._num_similar = max_depth, similar_requests
+        self._all_rows, self._recycling = all_rows, recycling
         self.histories = Histories(history_tokens) if history_tokens else None
         self._nothing = TokenLog(1)  # empty log, for sources that a request does not use
         self._recycled: SuccessorTables | None = None
-        self._bigrams = _NOTHING
         self._tables, self._pool = AcceptanceTables(), Workspace.empty()[:]
         self._weights = _WEIGHT_BASE ** np.minimum(np.arange(_WEIGHT_LENGTHS + 1), _WEIGHT_LENGTHS)
         self._selection: DraftBudget | None = None
@@ -141,12 +129,11 @@ class AutoDrafter(Drafter):
         self._states: dict[str, _RequestState] = {}
 
     def prepare(self, target: Target) -> None:
-        """Allocate the ranking tables, build the bigram table if enabled, time the target's steps, and compile."""
+        """Allocate the ranking tables, time the target's steps, and compile."""
         if self._recycling:
             self._recycled = SuccessorTables(target.vocab_size)
-        if self._num_bigrams:
-            self._bigrams = target.bigram_table(self._num_bigrams)
         if not self._all_rows:
+            # Shared by all tenants: step and row costs contain no tokens.
             self._selection = DraftBudget(target.latency)
         self._compile()
 
@@ -170,6 +157,7 @@ class AutoDrafter(Drafter):
         states = [self._state(request) for request in requests]
 
         def grown(at: int, least_chances: Float64Array = ANY_CHANCE) -> TreeRows:
+            # Ranks that share a step make rows cheaper, so that less likely ones pay off.
             least = np.maximum(least_chances, _LEAST_CHANCE / self.ranks)
             return self._grow(requests[at], states[at], budgets[at], least)
 
@@ -200,17 +188,20 @@ class AutoDrafter(Drafter):
         if self.histories is not None and request.public:
             public = self.histories.public.log
         chances, aside = state.table.chances(), state.table.disabled_sources
+        # All chances of the source are 0: an empty log saves the search. Occurrences of both kinds come from the same log.
         if aside and HISTORY in aside and HISTORY_FRESH in aside:
             tenant = public = self._nothing
         similar = self._nothing if state.similar is None or (SIMILAR in aside and SIMILAR_FRESH in aside) else state.similar
         rows = TreeRows.empty(budget)
         recycled = None if self._recycled is None or RECYCLING in aside else self._recycled.known(request, edition)
-        frequent = _NO_TOKENS if UNIGRAM in aside else state.frequent[: self._num_frequent * self.ranks]
+        frequent = _NO_TOKENS if UNIGRAM in aside else state.frequent[: self.num_frequent * self.ranks]
         kept = _UNRANKED if recycled is None else (recycled.entries, recycled.contexts[:])
-        ranked = frequent, *kept, state.parent_signs, self._bigrams  # see ``RankedTokens``
+        ranked = frequent, *kept, state.parent_signs  # see ``RankedTokens``
         logs = state.log.without(-1), similar.without(-1), tenant.without(owner), public.without(-1)
+        # If ranks share a step more rows pay off, so that further occurrences are worth their search.
         caps = _CAPS + (self.ranks - 1) * _MORE if self.ranks > 1 else _CAPS
         measures = chances, self._weights, _HISTORY_WEIGHT, state.similarities, caps
+        # The bonus token takes the last place of the request.
         limits = budget, min(self._max_depth, request.remaining - 1), least_chances
         count = build_tree(
             logs, request.tokens[-MAX_MATCH:], ranked, measures, limits, self._pool, rows.numbers, rows.chances
@@ -275,16 +266,18 @@ class AutoDrafter(Drafter):
         for frequencies in counted:
             counts[: len(frequencies)] += frequencies
         seen = np.flatnonzero(counts)
-        return seen[np.argsort(-counts[seen], kind="stable")[: self._num_frequent * self.ranks]].astype(np.int32)
+        return seen[np.argsort(-counts[seen], kind="stable")[: self.num_frequent * self.ranks]].astype(np.int32)
 
     def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:
         """Learn from a verified tree: acceptance rates, and the tokens that the target ranked."""
         state, size = self._state(request), len(tree.tokens)
         state.accepted = len(acceptance.rows)
+        # After a preemption or a cut the computed tree is not the proposed one, and the features do not describe it.
         if size == len(state.features):
             if self._selection is not None:
                 self._selection.emitted(acceptance.count)
             state.table.observe(tree.parents, state.features, acceptance.rows)
+        # Unknown in the next step if this one returns early.
         above, state.parent_signs = state.parent_signs, NO_SIGNS
         if self._recycled is None or (size == 1 and self._proposed > _LEARNING_REQUESTS):
             return

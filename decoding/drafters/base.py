@@ -97,14 +97,12 @@ class TargetRows:
         return tokens
 
     def ranked(self, rows: Sequence[int], k: int) -> Int32Array:
-        """Return ``top_k`` with each token's likelihood bucket, relative to the row's other tokens, above ``TOKEN_BITS``.
-
-        With logits each row costs a pass over the vocabulary. Requires ``has_logits``, and at most ``Drafter.top_k`` tokens.
-        """
+        """Return ``top_k`` with likelihood buckets, relative to the row's other tokens, above ``TOKEN_BITS``."""
         if self._logits is None:
             assert self._ranked is not None, "no ranked tokens: check has_logits first, or declare needs_logits"
             assert k <= self._ranked.shape[1], f"{k} tokens per row requested, but the drafter's top_k is {self._ranked.shape[1]}"
             return self._ranked[list(rows), :k]
+        # With logits each row costs a pass over the vocabulary.
         from outrider.decoding.sampling.ranking import ranked_rows  # imports torch, which is installed if there are logits
 
         return ranked_rows(self._logits, [self._first + row for row in rows], k, self._highest)
@@ -131,10 +129,7 @@ class Target(Protocol):
 
 
 class DraftModel(Protocol):
-    """Second, smaller causal language model over the same tokens, with its own KV in the requests' slots.
-
-    It tracks the tokens that it has computed of each request: the next call computes those that are missing.
-    """
+    """Smaller causal language model over the same tokens, with its own KV in the requests' slots; calls add missing tokens."""
 
     vocab_size: int  # the target's, and the size of the logits: -inf for tokens that the draft model lacks
     max_model_len: int  # maximum tokens of a sequence, its draft included

@@ -59,10 +59,6 @@ class _RunningTarget(_PreparedTarget):
 class ByRequest(Drafter):
     """Drafter that sends each request to the drafter of its strategy (``Request.strategy``), for its whole life.
 
-    No other drafter proposes for it or learns from it. Drafters that keep past outputs share one history, the largest of theirs:
-    a deletion applies to all of them, and replicas share it. The first strategy proposes last, and sees the rows that the others
-    drafted as rows that the step computes anyway.
-
     Args:
         drafters: new drafters by strategy, at least one. The first is the default.
         paying: row limits of strategies that would otherwise draft as many rows as allowed.
@@ -87,6 +83,7 @@ class ByRequest(Drafter):
         self.needs_logits = any(drafter.needs_logits for drafter in self._all)
         self.own_rules = any(drafter.own_rules for drafter in self._all)
         self.draft_rows = max(drafter.draft_rows for drafter in self._all)  # in a request's slot, used by one drafter only
+        # Drafters that keep past outputs share one history, the largest: a deletion applies to all, and replicas share it.
         memories = [drafter.histories for drafter in self._all if drafter.histories is not None]
         self.histories = max(memories, key=lambda memory: memory.capacity, default=None)
         for drafter in self._all:
@@ -174,6 +171,7 @@ class ByRequest(Drafter):
         trees: list[DraftTree | None] = [None] * len(requests)
         load = load or StepLoad.of(requests)
         rows = load.rows
+        # The first strategy proposes last, and sees the rows that the others drafted as rows that the step computes anyway.
         for name, drafter in reversed(self._drafters.items()):
             self._asking[name] = 0
             if not self._live[name]:

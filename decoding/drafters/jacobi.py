@@ -42,6 +42,7 @@ class _Lookahead:
 
     def propose(self, request: Request, budget: int, ranks: int) -> DraftTree:
         """Return the candidates, then as many window columns as fit. Guesses and new windows scale with ``ranks``."""
+        # The guesses follow changes of the number of ranks; a window keeps its columns.
         self._pool.guesses = self._settings.guesses * ranks
         tree = self._candidates(request, budget)
         candidates = len(tree)
@@ -61,6 +62,7 @@ class _Lookahead:
             if window.full:
                 for key, value in window.ngrams(int(tree.tokens[0]), answers):
                     self._pool.insert(key, value)
+            # While the window fills, an answer below every column is needed; a full one advances the computed columns.
             if window.full or len(answers) == window.columns:
                 window.advance(answers)
                 window.replace_newest(self._end_tokens, self._source)
@@ -85,6 +87,7 @@ class _Lookahead:
         window = self._window
         if window is None or request.remaining - window.steps_to_ngrams < 2:  # too late to verify an n-gram
             return None
+        # Columns beyond the ranks or the budget wait.
         most = min(window.columns, widest) if window.full else window.columns
         columns = min(most, (left + 1) // window.levels)
         if columns < 1 or (not window.full and columns < window.columns):
@@ -95,6 +98,7 @@ class _Lookahead:
         """Return the widest window, up to ``widest``, that the budget can fill, or None if not even one column fits."""
         ngram = self._settings.ngram
         for width in range(min(widest, (budget + 1) // (ngram - 1)), 0, -1):
+            # Guesses are drawn only for a width that fits: drawing advances the random stream.
             window = JacobiWindow(width, ngram, np.zeros(width + ngram - 3, np.int32))
             if window.peak_rows <= budget:
                 return JacobiWindow(width, ngram, self._source.draw(width + ngram - 3))
@@ -108,6 +112,7 @@ class _PlainJacobi:
 
     def propose(self, request: Request, budget: int, ranks: int) -> DraftTree:
         """Return the block as one chain, for any number of ranks."""
+        # One chain, which cannot be partitioned among ranks.
         return DraftTree.chain(request.root, self._block.guesses[: min(budget, request.remaining - 1)], _SOURCE)
 
     def observe(self, request: Request, tree: DraftTree, ids: Int32Array, acceptance: Acceptance) -> None:
@@ -138,13 +143,8 @@ class JacobiDrafter(RequestDrafter[_Lookahead | _PlainJacobi]):
     and, below the same 6, ``9 7``. Window rows are 1 and ``2 4`` below the root, and ``3 0`` below 1.
 
     Rows: at most ``(window + guesses) * (ngram - 1) - 1``; the defaults give 63, for a budget of 64. The paper uses ngram 5 and,
-    on an A100, window and guesses of 15 for 7 B parameters (119 rows), 10 for 13 B and 7 for 34 B. With a smaller budget
-    candidates come first, then whole window columns. While the window fills (``ngram - 2`` steps), it is computed completely or
-    not at all, at the width that the budget allows.
-
-    If ranks share a step (lookahead parallelism, section 3.4), window and guesses apply per rank. The guesses follow changes of
-    the number of ranks; a window keeps its columns, and those beyond the ranks or the budget wait. The block of plain Jacobi
-    decoding is one chain, which cannot be partitioned.
+    on an A100, window and guesses of 15 for 7 B parameters (119 rows), 10 for 13 B and 7 for 34 B.
+    If ranks share a step (lookahead parallelism, section 3.4), window and guesses apply per rank.
 
     Departures from the paper's code: the token after a fully accepted n-gram is kept; the window begins after the prefill, which
     has no draft, and candidates are verified while it fills; n-grams with a common prefix share rows; the first guesses are drawn

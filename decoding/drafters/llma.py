@@ -18,10 +18,8 @@ _STREAM = 1  # random stream of the request's seed, apart from the sampling stre
 
 
 def agreements(text: Int32Array, ends: Int64Array, query: Int32Array, max_length: int) -> list[Int64Array]:
-    """Return the positions in a text that agree with the end of a query in at least 1, 2, ... tokens, up to ``max_length``.
-
-    ``ends`` are the [m] ascending positions of the query's last token in ``text``.
-    """
+    """Return the positions, of [m] ascending ``ends``, that agree with a query's end in 1, 2, ... ``max_length`` tokens."""
+    # All of ``ends`` hold the query's last token.
     levels = [ends] if len(ends) else []
     while levels and len(levels) < min(max_length, len(query)):
         length = len(levels)
@@ -54,6 +52,7 @@ class ReferenceIndex:
         """Return [m] ascending positions of a token, without those at the end of a reference."""
         left, right = np.searchsorted(self._sorted, [token, token + 1])
         ends: Int64Array = self._order[left:right]
+        # In range, because the text ends with a separator.
         ends = ends[self.text[ends + 1] != _END]
         return ends
 
@@ -180,6 +179,7 @@ class LlmaDrafter(CopyDrafter[_State]):
             return range(count)
         if self._ties == "recent":
             return range(count - 1, -1, -1)
+        # A function of seed and position alone: the choice does not depend on which steps were drafted.
         stream = np.random.Philox(key=request.params.seed, counter=[0, request.num_tokens, _STREAM, 0])
         first = int(stream.random_raw() % count)
         return [*range(first, count), *range(first)]

@@ -63,9 +63,7 @@ OPTIONS: Mapping[str, Mapping[str, Option]] = {
     "auto": {
         "max_depth": _rows("tokens of a branch"),
         "history_tokens": _HISTORY,
-        "frequent_tokens": Option("frequent tokens tried below the root", 0, 1024),
         "recycling": Option("draft what the target ranked after a token", costly=True),
-        "bigrams": Option("ranks of the target's bigram table to draft", 0, 32, costly=True),
         "all_rows": Option("draft as many rows as allowed, whatever a row costs"),
         "similar_requests": _SIMILAR,
     },

@@ -96,6 +96,7 @@ class AdaPldDrafter(RequestDrafter[dict[int, list[int]]]):
         main = tokens[anchor + 1 : anchor + 1 + self._num_tokens * self.ranks].tolist()
         ranked = [token for token in state.get(anchor, ()) if token != main[0]]
         branches = [[token, *_followers(tokens, anchor, token)] for token in ranked]
+        # The branches keep their rows, and the main branch is cut to the rest of the budget.
         rows = [(main[: max(1, budget - sum(map(len, branches)))], _COPIED), *((branch, _RANKED) for branch in branches)]
         return tree_of(request.root, rows, budget)
 

@@ -100,6 +100,7 @@ class RecyclingDrafter(Drafter):
         table = self._table(self._tables, request)
         path = [0, *acceptance.rows]
         emitted = [*tree.tokens[list(acceptance.rows)].tolist(), acceptance.next_token]
+        # Counted before this step is learned, which would make every rank look right.
         for row, follower in zip(path, emitted, strict=True):
             table.count(int(tree.tokens[row]), follower)
         rows = _rows_to_learn(tree, path, self._learn_rows * self.ranks)

@@ -181,10 +181,7 @@ def build_drafters(
 
 
 def check_drafters(drafter: Drafter, strategies: Sequence[str], draft_model: str | None, exact: bool, shared: bool) -> None:
-    """Raise ``ValueError`` if an engine must not or cannot use a drafter; the message names the setting that allows it.
-
-    ``exact``: only strategies in ``LOSSLESS`` may be used. ``shared``: several ranks share a step's tree.
-    """
+    """Raise ``ValueError`` if an engine must not (``exact``) or cannot (``shared`` by ranks) use a drafter; name the setting."""
     if drafter.draft_rows and draft_model is None:
         named = ", ".join(name for name in strategies if name in WITH_DRAFT_MODEL)
         raise ValueError(f"{named} drafts with a second model: set speculation.draft_model to its folder or name on the hub")

@@ -206,12 +206,14 @@ class SuffixDecodingDrafter(RequestDrafter[CountedAutomaton]):
         if request.request_id in self._states:
             kept, history = self._kept(request), self._history(request)
             if kept is not None and history is not None:
+                # A text that was deleted while the request ran does not come back.
                 if not history.removed(request.text):
                     kept.add(request.output_ids.tolist())
                 history.extend(request.text, 0, (), final=True)
         super().finish(request)
 
     def _history(self, request: Request) -> History | None:
+        # Read anew each time: an engine with several strategies sets one history for all of them.
         return None if self.histories is None else self.histories.of(request.cache_namespace)
 
     def _kept(self, request: Request) -> _Outputs | None:
@@ -220,6 +222,7 @@ class SuffixDecodingDrafter(RequestDrafter[CountedAutomaton]):
         if history is None or request.cache_namespace is None:
             return None
         kept = self._outputs.get(request.cache_namespace)
+        # Another version means that texts of the tenant were deleted: single texts cannot be removed from an automaton.
         if kept is None or kept.history_version is not history.version:
             kept = self._outputs[request.cache_namespace] = _Outputs(self._depth, self._capacity, history.version)
         self._outputs.move_to_end(request.cache_namespace)

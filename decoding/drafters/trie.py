@@ -133,6 +133,7 @@ class TrieDrafter(RequestDrafter[_OwnTexts]):
     def draft(self, request: Request, state: _OwnTexts, budget: int) -> DraftTree:
         """Return the tree below the text's end."""
         own = state
+        # Published first, so that the request drafts from its own latest tokens too.
         history = self._publish(request, own) if own.published < request.num_output else self._history(request, own)
         if own.history_version is not history.version:  # texts were deleted
             self._lay_out(request, own, history)

@@ -44,10 +44,7 @@ def collect(scores: Float32Array, least: np.float32, ids: Int64Array) -> int:
 
 @compiled
 def _cut(ordered: Float32Array, top: float, total: float, min_p: float, top_k: int, top_p: float, all_near: bool) -> int:
-    """Return how many of the most likely tokens survive, or ``UNDECIDED``; ``ordered`` are scores, the highest first.
-
-    Unless the other tokens are certain to fail min-p or top-k (``all_near``), only top-p applies, with ``total`` the mass of all.
-    """
+    """Return how many of the most likely tokens survive, or ``UNDECIDED``; ``ordered`` are scores, the highest first."""
     count = len(ordered)
     if min_p > 0.0:
         while math.exp(ordered[count - 1] - top) < min_p * (1.0 - CLOSE):
@@ -56,10 +53,13 @@ def _cut(ordered: Float32Array, top: float, total: float, min_p: float, top_k: i
             return UNDECIDED
     if 0 < top_k < count:
         last = ordered[top_k - 1]
+        # Ties at the edge of top-k are all kept.
         while ordered[count - 1] < last:
             count -= 1
     if top_p == 1.0:
         return count
+    # If all other tokens are certain to fail min-p or top-k, top-p counts these tokens alone; otherwise ``total`` is the mass
+    # of the whole vocabulary.
     if all_near:
         total = 0.0
         for at in range(count):
@@ -73,6 +73,7 @@ def _cut(ordered: Float32Array, top: float, total: float, min_p: float, top_k: i
         before += math.exp(ordered[at] - top)
     if all_near:
         return count
+    # More of the nucleus may follow, unless its mass is reached.
     return at + 1 if before / total > top_p + CLOSE else UNDECIDED
 
 

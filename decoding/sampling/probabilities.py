@@ -1,8 +1,6 @@
 """Next-token probabilities, the random numbers that decide by them, and the computations of the verification rules.
 
-Every random number is a function of (seed, position, stream, index). Streams are independent, so drafting a token, accepting it
-and choosing its replacement are separate draws. Drawing again at a position below another prefix is sound: draft tokens behind a
-rejection were never examined, so they carry no information about the output.
+Every random number is a function of (seed, position, stream, index).
 """
 
 from __future__ import annotations
@@ -12,7 +10,10 @@ import numpy as np
 from outrider.decoding.arrays import Float64Array
 from outrider.decoding.sampling.philox import raw_stream
 
-# Streams. Stream 0 is for the target's own choice (``decoding.sampling.sampler.choose``).
+# Streams are independent, so drafting a token, accepting it and choosing its replacement are separate draws. Drawing again at a
+# position below another prefix is sound: draft tokens behind a rejection were never examined, so they carry no information about
+# the output.
+# Stream 0 is for the target's own choice (``decoding.sampling.sampler.choose``).
 ACCEPT = 1  # whether a draft token is accepted; the index numbers the candidates of a position
 RESIDUAL = 2  # the token that replaces a rejected one
 DRAFT = 16  # the draft token; DRAFT + k for the k-th of several draft sequences
@@ -21,6 +22,7 @@ DRAFT = 16  # the draft token; DRAFT + k for the k-th of several draft sequences
 def uniform(seed: int, position: int, stream: int, index: int = 0) -> float:
     """Return a random number in (0, 1), both ends excluded: number ``index`` of a stream for the token at ``position``."""
     raw = int(raw_stream(seed, position, index + 1, stream)[index])
+    # 53 bits with the half, exact in a float64: neither 0 nor 1.
     return ((raw >> 12) + 0.5) * 2.0**-52
 
 

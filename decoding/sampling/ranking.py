@@ -1,8 +1,4 @@
-"""Argmax and top-k of rows of logits on a CPU, as compiled loops.
-
-Floats are compared as integers with the same bits, whose order is equal once the magnitude bits of negative numbers are inverted:
-no conversion is needed and loops vectorise.
-"""
+"""Argmax and top-k of rows of logits on a CPU, as compiled loops."""
 
 from __future__ import annotations
 
@@ -17,6 +13,8 @@ from outrider.decoding.budget.features import TOKEN_BITS, likelihood_bucket
 from outrider.decoding.jit import NATIVE, compiled
 
 _BLOCK = 128  # numbers per block; a block's maximum decides whether its numbers are read
+# Floats are compared as integers with the same bits, whose order is equal once the magnitude bits of negative numbers are
+# inverted: no conversion is needed and loops vectorise.
 # By dtype: zero and the bits of -inf in the integer type of the same size, and the mask of all bits but the sign.
 _KINDS: dict[torch.dtype, tuple[Any, Any, int]] = {
     torch.bfloat16: (np.int16(0), np.int16(0x7F80 - 0x8000), 0x7FFF),
@@ -72,6 +70,7 @@ def _first_largest(
     """Return the index that ``np.argmax`` returns: the first of equal numbers, or the first NaN. Fill ``highest``."""
     strange = _fill_highest(row, zero, infinity, highest)
     first = highest.argmax()
+    # The common case: a positive maximum and no NaN, so that the order of the integers is that of the floats.
     if 0 < highest[first] <= infinity & sign and strange == infinity:
         for at in range(first * _BLOCK, len(row)):
             if row[at] == highest[first]:
@@ -143,13 +142,11 @@ def _fill_ranks(
     address: int, zero: np.signedinteger, infinity: np.signedinteger, sign: int, stride: int, vocab: int,
     rows: Int64Array, best: Int32Array, known: bool, highest: SignedArray,
 ) -> None:  # fmt: skip
-    """Fill [n, k] ``best`` for [n] ``rows`` of a matrix whose rows start ``stride`` numbers apart from ``address`` on.
-
-    ``highest`` is [m, blocks] for all rows if ``known``, otherwise scratch space for one row.
-    """
+    """Fill [n, k] ``best`` for [n] ``rows`` of a matrix whose rows start ``stride`` numbers apart from ``address`` on."""
     numbers = carray(pointer(address, zero), rows.max() * stride + vocab)
     for one in range(len(rows)):
         row = numbers[rows[one] * stride : rows[one] * stride + vocab]
+        # Unknown block maxima are computed into the only row of ``highest``; known ones are [m, blocks] for all rows.
         if not known:
             _fill_highest(row, zero, infinity, highest[0])
         _rank(row, sign, highest[rows[one] if known else 0], best[one])
@@ -181,16 +178,13 @@ def argmax_rows(logits: torch.Tensor, highest: SignedArray | None = None) -> Int
 
 
 def top_rows(logits: torch.Tensor, rows: Sequence[int], k: int, highest: SignedArray | None = None) -> Int32Array:
-    """Return the k most likely tokens of the given rows, [n, k] int32, the most likely first.
-
-    Ties are in order of id on a CPU with numba, for dtypes no wider than float32; elsewhere torch promises no order. ``highest``
-    are the block maxima of all rows as filled by ``argmax_rows``.
-    """
+    """Return the k most likely tokens of rows, [n, k] int32, the likeliest first; ``highest`` as filled by ``argmax_rows``."""
     best = np.empty((len(rows), k), np.int32)
     if not best.size:
         return best
     kind = _kind(logits)
     if kind is None:
+        # torch promises no order of ties; the compiled loops return them in order of id.
         best = logits[torch.tensor(rows).to(logits.device)].float().topk(k, dim=-1).indices.to("cpu").numpy().astype(np.int32)
         return best
     vocab, known = logits.shape[1], highest is not None

@@ -1,8 +1,6 @@
 """Draw of a token from a row of logits on a CPU, with warps and noise in one compiled call.
 
-The result equals that of ``warp`` and noise over the whole vocabulary, but only surviving tokens need noise. If the nucleus is
-wide, the winner among all tokens is tested first, then the next best while they lie outside. Decisions that the order of a sum
-could change are ``UNDECIDED``.
+The result equals that of ``warp`` and noise over the whole vocabulary, but only surviving tokens need noise.
 """
 
 from __future__ import annotations
@@ -116,10 +114,7 @@ def _likelier(scores: Float32Array, weights: Float32Array, token: int) -> float:
 
 @compiled
 def _winner(scores: Float32Array, weights: Float32Array, ids: Int64Array, raw: UInt64Array, passed: BoolArray) -> int:
-    """Return the index with the highest sum of score and Gumbel noise among those not ``passed``, or ``UNDECIDED``.
-
-    If ``ids`` is empty, the index is the token.
-    """
+    """Return the index (without ``ids``: the token) of the highest score plus noise that is not ``passed``, or ``UNDECIDED``."""
     best, second, place, least = -math.inf, -math.inf, UNDECIDED, math.inf
     for at in range(len(raw)):
         token = ids[at] if len(ids) else at
@@ -133,6 +128,7 @@ def _winner(scores: Float32Array, weights: Float32Array, ids: Int64Array, raw: U
             least = -math.log(uniform) / weights[token] * _SLACK
         elif value > second:
             second = value
+    # A decision that rounding could change is ``UNDECIDED``.
     return place if best - second > _EVEN * (1.0 + abs(best)) else UNDECIDED
 
 
@@ -141,6 +137,7 @@ def _draw_nucleus(scores: Float32Array, vocab: int, top: np.float32, top_p: floa
     """Return the winner within the nucleus of mass ``top_p`` (1.0: all tokens) without sorting, or ``UNDECIDED``."""
     ids, weights = np.empty(MOST, np.int64), np.empty(len(scores), np.float32)
     total = fill_weights(scores, top, weights)
+    # With a margin, so that no token of the nucleus is missing.
     count = _candidates(scores, weights, top, (top_p + 2.0 * CLOSE) * total, ids) if top_p < 1.0 else -1
     if count < 0:
         lanes = np.empty((4, (vocab + 3) // 4), np.uint64)
@@ -153,6 +150,7 @@ def _draw_nucleus(scores: Float32Array, vocab: int, top: np.float32, top_p: floa
         raw, ids = np.empty(count, np.uint64), ids[:count]
         fill_raw(seed, position, ids, raw)
     passed = np.zeros(len(raw), np.bool_)
+    # If the nucleus is wide, the winner among all tokens is tested first, then the next best while they lie outside.
     for _ in range(_TURNS):
         place = _winner(scores, weights, ids, raw, passed)
         if place < 0:
@@ -194,6 +192,7 @@ def _draw(
     scores = padded[:vocab]
     _fill_scores(address, zero, shift, np.float32(temperature), scores)
     top, finite = _highest(scores)
+    # Padding to whole vectors that no draw can choose.
     padded[vocab:] = top - np.float32(_FAR)
     if not finite:
         return UNDECIDED
@@ -203,13 +202,11 @@ def _draw(
 
 
 def draw_row(logits: torch.Tensor, params: SamplingParams, position: int) -> int | None:
-    """Return the token of ``decoding.sampling.sampler.choose`` for [vocab] logits, processed, of a request that is not greedy.
-
-    None is returned for other dtypes and devices, too many surviving tokens, and close decisions.
-    """
+    """Return the token of ``sampler.choose`` for [vocab] processed logits of a sampled request; None if undecided."""
     if logits.dtype == torch.float16:
         logits = logits.float()
     kind = _KINDS.get(logits.dtype)
+    # Other dtypes, devices and layouts are left to ``warp``.
     if kind is None or not NATIVE or not logits.is_cpu or logits.stride()[0] != 1:
         return None
     token = _draw(

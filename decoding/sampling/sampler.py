@@ -38,18 +38,17 @@ def gumbel_noise(seed: int, position: int, count: int) -> Float64Array:
 
 
 def warp(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Apply temperature, min-p (arXiv 2407.01082, section 3), top-k and top-p in vLLM's order; excluded tokens become -inf.
-
-    Ties at the edge of top-k are all kept; top-p cuts equal logits by token id. The most likely token is always kept.
-    """
+    """Apply temperature, min-p (arXiv 2407.01082, section 3), top-k and top-p in vLLM's order; excluded tokens become -inf."""
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) / params.temperature
     if params.min_p > 0.0:
         probs = torch.softmax(scores, dim=-1)
         scores = scores.masked_fill(probs < params.min_p * probs.max(), -torch.inf)
     if 0 < params.top_k < scores.shape[-1]:
+        # Ties at the edge are all kept.
         threshold = torch.topk(scores, params.top_k).values[-1]
         scores = scores.masked_fill(scores < threshold, -torch.inf)
     if params.top_p < 1.0:
+        # Stable, so that equal logits are cut by token id. No mass stands before the most likely token, which is always kept.
         ordered, order = torch.sort(scores, descending=True, stable=True)
         probs = torch.softmax(ordered, dim=-1)
         beyond = probs.cumsum(-1) - probs >= params.top_p  # the mass before a token already reaches top_p
@@ -100,6 +99,7 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], count: int) -
     best = torch.topk(logprobs, min(count, rows.shape[-1]), dim=-1)
     found = []
     for token, logprob, values, ids in zip(token_ids, emitted, best.values.tolist(), best.indices.tolist(), strict=True):
+        # torch promises no order of ties: they are reported by token id.
         top = sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
         found.append(TokenLogprob(token, logprob, tuple(top)))
     return tuple(found)

@@ -1,7 +1,4 @@
-"""Client-supplied embeddings, stored as signs of random projections (Charikar 2002, section 3).
-
-The fraction of differing signs estimates the angle between two vectors of equal length over pi, within about 0.025.
-"""
+"""Client-supplied embeddings, stored as signs of random projections (Charikar 2002, section 3)."""
 
 from __future__ import annotations
 
@@ -43,6 +40,7 @@ WORDS = 1 + _BITS // _WORD_BITS
 
 def nearness(distances: Int32Array) -> Float64Array:
     """Convert numbers of differing signs to similarities: 1 for equal signs, 0 for a cosine of at most 1/2."""
+    # The fraction of differing signs estimates the angle between two vectors of equal length over pi, within about 0.025.
     # Some models give unrelated texts a high cosine, so 1/2 maps to 0.
     similarities: Float64Array = np.maximum(0.0, 2.0 * np.cos(np.pi * distances / _BITS) - 1.0)
     return similarities

@@ -103,9 +103,8 @@ class _Text:
 class History:
     """Texts of one tenant, and the frequency of each token in them.
 
-    Texts arrive in pieces, from this process or others, twice or in any order, with the same result. A piece is used for drafting
-    once all tokens before it have arrived. Notes of requests are stored too, to find similar ones
-    (``decoding.sources.text_keys``). Texts are split at ``end_tokens``, which are in no branch and are not counted.
+    Texts arrive in pieces, from this process or others, twice or in any order, with the same result. Notes of requests are stored
+    too, to find similar ones (``decoding.sources.text_keys``).
 
     Raises:
         ValueError: ``capacity``, in tokens, is below 1.
@@ -155,6 +154,7 @@ class History:
             self._texts[text] = _Text()
         elif entry.complete or entry.dead:
             self._held.drop(text)
+            # Numbers whose blocks have all left the ring are forgotten.
             here = np.isin(entry.numbers, self.log.arrays.owners)
             del self._texts[text]
             self._texts[text] = _Text(numbers=np.asarray(entry.numbers, np.int64)[here].tolist())
@@ -181,6 +181,7 @@ class History:
         new = np.asarray(tokens, np.int32)
         if final:
             entry.end = offset + len(new)
+        # A piece is used for drafting once all tokens before it have arrived.
         if offset > entry.length:
             if len(new):
                 self._held.hold(text, offset, new)
@@ -189,6 +190,7 @@ class History:
         while piece := self._held.take(text, entry.length):
             self._append(text, entry, *piece)
         if entry.complete:
+            # Pieces behind the end never connect.
             self._held.drop(text)
             self.log.close(text)
 
@@ -197,6 +199,7 @@ class History:
         new = tokens[entry.length - offset :] if entry.length > offset else tokens
         listed = new.tolist()
         entry.length += len(listed)
+        # Texts are split at end tokens, which are in no branch and are not counted.
         if self.end_tokens and not self.end_tokens.isdisjoint(listed):
             ends = np.flatnonzero(np.isin(new, list(self.end_tokens)))
             for start, end in zip((0, *(ends + 1)), ends, strict=False):
@@ -307,6 +310,7 @@ class History:
     def remove_requests(self, hashes: Collection[int]) -> None:
         """Remove the present and future texts of requests, or documents by their hashes (``passages.names_of``)."""
         for name in hashes:
+            # Reinserted at the end: the oldest removals are forgotten first.
             self._removed.pop(name, None)
             self._removed[name] = None
             self._similar.remove(name)
@@ -364,6 +368,7 @@ class Histories:
     @property
     def log_bytes(self) -> int:
         """Return the bytes of the logs alone, nearly all of the memory; callable from any thread."""
+        # A copy, because the engine's thread may add a tenant meanwhile.
         return sum(history.log.nbytes for history in list(self._by_tenant.values()))
 
     def of(self, tenant: str | None) -> History | None:

@@ -39,10 +39,6 @@ class JacobiWindow:
     Level 0 with the root is block 0, which is causal; an entry above it attends to block 0 up to its column, and to its own
     column.
 
-    While it fills, each step adds the target's answers as a level and drops column 0, whose position is emitted. When full, each
-    column drops its oldest entry and appends the answer to its newest one, however many tokens the step emitted: after m accepted
-    draft tokens the content lags m positions behind its new places (as in the published code).
-
     Example: width 3, ngram 3, initial row ``4 5 6``. With the answers ``1 7 8 9`` below root, 4, 5 and 6 it becomes full: level 0
     is ``_ 5 6``, level 1 ``7 8 9``. With the root 1 and the answers ``2 3 1`` below 7, 8 and 9 the n-grams are ``1 7 2``,
     ``5 8 3`` and ``6 9 1``, and the window is ``_ 8 9``, ``2 3 1``.
@@ -96,11 +92,14 @@ class JacobiWindow:
     def advance(self, answers: Int32Array) -> None:
         """Advance by one step with the answers of ``ngrams``; a full window keeps later columns, otherwise all are required."""
         if self.full:
+            # Each column drops its oldest entry, however many tokens the step emitted: after m accepted draft tokens the content
+            # lags m positions behind its new places (as in the published code).
             count = len(answers)
             self.entries[:-1, :count] = self.entries[1:, :count].copy()
             self.entries[-1, :count] = answers
         else:
             assert len(answers) == self.columns, (len(answers), self.columns)
+            # The answers become a level, and column 0, whose position is emitted, is dropped.
             self.entries = np.vstack([self.entries[:, 1:], answers[1:]])
 
     def replace_newest(self, unwanted: Set[int], source: PromptTokens) -> None:

@@ -42,8 +42,6 @@ class ContextNgrams:
     """Continuations of a growing sequence's last q tokens (N-Grammys, arXiv 2411.03786, section 4.2).
 
     ``query`` and ``length`` are q and w of the paper, both at least 1.
-
-    Departure from the paper: only the latest ``max_occurrences`` of a q-gram are counted, to bound the cost of a proposal.
     """
 
     def __init__(self, query: int, length: int, max_occurrences: int) -> None:
@@ -51,14 +49,13 @@ class ContextNgrams:
         self._index = NgramIndex((query,))
 
     def continuations(self, tokens: Int32Array, count: int, short: bool) -> list[list[int]]:
-        """Return up to ``count`` distinct continuations of the last q tokens, by number of occurrences, then the latest first.
-
-        With ``short``, those of fewer than w tokens, cut off by the end of the sequence, follow unless they begin another row.
-        """
+        """Return up to ``count`` distinct continuations of the last q tokens, by number of occurrences, then the latest first."""
         self._index.update(tokens)
         ends = self._index.ends(tokens, self._query)
         complete = bisect_right(ends, len(tokens) - self._length)
+        # Departure from the paper: only the latest occurrences of a q-gram are counted, to bound the cost of a proposal.
         rows = self._ranked(tokens, ends[max(0, complete - self._max_occurrences) : complete], count)
+        # Those of fewer than w tokens, cut off by the end of the sequence, follow unless they begin another row.
         if short:
             for end in reversed(ends[complete:]):
                 row = tokens[end:].tolist()

@@ -53,6 +53,7 @@ def _anchors(tokens: Int32Array, places: Int32Array, marks: Int64Array) -> int:
             continue
         chosen = best
         if best < first:
+            # Robust winnowing: the last of equal hashes, and an anchor stays while it is in the window.
             chosen = first
             for at in range(first + 1, start + 1):
                 if hashes[at] <= hashes[chosen]:
@@ -175,10 +176,7 @@ def _owner(request: int) -> int:
 
 
 class Passages:
-    """Latest passages, by the key of the request that first brought each or in whose prompt it was found to recur.
-
-    ``capacity`` is in tokens; the search tables take three bytes per token of it.
-    """
+    """Latest passages, of ``capacity`` tokens, by the key of the request that first brought each or whose prompt repeated it."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -226,6 +224,7 @@ class Passages:
         if not recurs.any():
             return
         if removed:
+            # A stretch with a removed anchor at either end is not stored.
             gone = np.array([mark in removed for mark in marks.tolist()], np.bool_)
             recurs &= ~(gone[1:] | gone[:-1])
         edges = np.flatnonzero(np.diff(recurs, prepend=False, append=False)).reshape(-1, 2)
@@ -242,6 +241,7 @@ class Passages:
 
     def _make(self) -> None:
         if not len(self._known):
+            # The search tables take three to six bytes per token of the capacity.
             buckets = 1 << max(self._capacity // _TOKENS_PER_PLACE // _WAYS, 1).bit_length()
             self._known, self._owners = np.zeros((buckets, _WAYS), np.int64), np.zeros((buckets, _WAYS), np.int32)
 

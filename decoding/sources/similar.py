@@ -1,8 +1,4 @@
-"""Past requests of a tenant that resemble a new one, whose outputs it may repeat (LLMA, arXiv 2304.04487, section 2).
-
-A *sketch* consists of the smallest hashes of a prompt's n-grams (bottom-k sketch, Broder 1997). The overlap of two sketches
-estimates that of the n-grams. A client-supplied embedding (``decoding.sources.embeddings``) finds paraphrased prompts.
-"""
+"""Past requests of a tenant that resemble a new one, whose outputs it may repeat (LLMA, arXiv 2304.04487, section 2)."""
 
 from __future__ import annotations
 
@@ -13,6 +9,9 @@ import numpy as np
 from outrider.decoding.arrays import BoolArray, Float64Array, Int32Array, Int64Array, UInt64Array
 from outrider.decoding.jit import NATIVE, compiled
 from outrider.decoding.sources.embeddings import EMBEDDING, WORDS, nearness, words_of
+
+# A *sketch* consists of the smallest hashes of a prompt's n-grams (bottom-k sketch, Broder 1997). The overlap of two sketches
+# estimates that of the n-grams. A client-supplied embedding (``decoding.sources.embeddings``) finds paraphrased prompts.
 
 # (tokens, n-gram order, hashes to keep) for a prompt's beginning, its end (negative), and all of it (0).
 _PARTS = ((96, 2, 8), (-48, 2, 12), (0, 3, 12))
@@ -106,9 +105,6 @@ def _compare(
 ) -> int:  # fmt: skip
     """Compare a prompt with the latest requests that share a value with it, and return their number.
 
-    A value of k of n requests weighs ``log(1 + (n - k + 1/2) / (k + 1/2))``, as a word in BM25 (Robertson and Zaragoza 2009). The
-    similarity is the weight of the shared values over that of all values of the prompt.
-
     Args:
         wanted, live: sketch of the prompt, and number of stored requests, n.
         marks: [places] scratch space, all false.
@@ -121,6 +117,7 @@ def _compare(
         if value == 0:
             continue
         count = min(counts[value & (len(counts) - 1)], live)
+        # A value of k of n requests weighs as much as a word in BM25 (Robertson and Zaragoza 2009).
         worths[at] = np.log(1.0 + (live - count + 0.5) / (count + 0.5))
         total += worths[at]
         for way in range(_WAYS):
@@ -139,6 +136,7 @@ def _compare(
                         shared += worths[at]
                         break
         marks[places[found]] = False
+        # The weight of the shared values over that of all values of the prompt.
         similarities[found] = shared / total
     return used
 
@@ -228,6 +226,7 @@ class SimilarRequests:
         if not sketch[:SKETCH].any() or self.knows(request):
             return
         if self._next == len(self._requests) < self._capacity:
+            # Places depend on the size of the arrays, so that all requests are stored again.
             requests, sketches, words = self._requests, self._sketches, self._words
             self._make(self._capacity if len(requests) else min(_FEW, self._capacity))
             self._next = self._live = 0
@@ -250,6 +249,7 @@ class SimilarRequests:
         _post(sketch, place, self._postings)
 
     def _places(self, request: int) -> Int64Array:
+        # An empty place has the hash 0, which a request may have too.
         places = np.flatnonzero(self._requests == np.uint64(request))
         return places[self._sketches[places].any(axis=1)]
 

@@ -13,8 +13,7 @@ class SuffixAutomaton:
     A state is a class of substrings with equal end positions; its *link* is the class of its longest suffix that also ends
     elsewhere. The whole text ends at one position only, so its link holds the longest suffix that occurred before.
 
-    Departures from SAM-Decoding: the last occurrence is known as well as the first. If more than 32 classes are nested, as after
-    that many equal tokens, the outer ones may know an earlier occurrence instead of the last.
+    Departure from SAM-Decoding: the last occurrence is known as well as the first.
     """
 
     __slots__ = ("_next", "_whole", "first_end", "last_end", "length", "link", "text")
@@ -39,6 +38,8 @@ class SuffixAutomaton:
         state, end = self._whole, len(self.text)
         for token in tokens:
             suffix = link[state]
+            # If more classes are nested, as after that many equal tokens, the outer ones may know an earlier occurrence instead
+            # of the last.
             for _ in range(MAX_CLASSES):  # no longer the end of the text: an ordinary occurrence
                 if suffix <= 0:
                     break
@@ -101,13 +102,11 @@ class CountedAutomaton(SuffixAutomaton):
                 state = self.link[state]
 
     def ends(self, context: Sequence[int] | None = None) -> Iterator[tuple[int, int, int]]:
-        """Yield (state, most, fewest) tokens of the suffixes of ``context`` that occur in this text, the longest first.
-
-        Only the last ``depth`` tokens count. None stands for this text itself.
-        """
+        """Yield (state, most, fewest) tokens of the suffixes of ``context`` (None: this text) that occur, the longest first."""
         state, length = self._end, self._end_length
         if context is not None:
             state = length = 0
+            # No run longer than ``depth`` tokens is counted.
             for token in context[-self.depth :]:
                 while state > 0 and token not in self._next[state]:
                     state = self.link[state]
@@ -138,5 +137,6 @@ class CountedAutomaton(SuffixAutomaton):
         found = super()._class(state, token)
         if len(self.length) > states:  # split: its runs had the same positions as the longer ones
             self.count[found] = self.count[target]
+            # The state of the text's end may be the one that was split.
             self._end = self._within(self._end, self._end_length) if self._end else 0
         return found

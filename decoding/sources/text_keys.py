@@ -1,8 +1,4 @@
-"""Keys of stored texts: the outputs of a request and the notes stored with them when it has ended.
-
-A *sketch* summarises the prompt for similarity search (``decoding.sources.similar``). A *passage* is a document that the
-request brought along, or a part of its prompt that recurs in another prompt (``decoding.sources.passages``).
-"""
+"""Keys of stored texts: the outputs of a request and the notes stored with them when it has ended."""
 
 from __future__ import annotations
 
@@ -11,6 +7,8 @@ import hashlib
 from outrider.decoding.arrays import Int32Array
 
 _CHOICE_BITS = 16  # choice bits of a text key
+# Notes: a *sketch* summarises the prompt for similarity search (``decoding.sources.similar``). A *passage* is a document that the
+# request brought along, or a part of its prompt that recurs in another prompt (``decoding.sources.passages``).
 MAX_CHOICES = 0xFF00  # choice numbers of outputs are below it; higher numbers mark notes
 _SKETCH = 0xFFFF
 MAX_RECURRING = 16  # recurring passages per prompt

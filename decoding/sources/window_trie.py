@@ -119,14 +119,16 @@ def _learn(nodes: _Nodes, tokens: Int32Array, known: int, window: int, capacity:
             node = child if child > 0 else _make(nodes, node, tokens[at], slot)
             nodes.counts[node] += 1
         _visit(nodes, node)
+        # A visit makes a node's ancestors later than the node, so that none is removed before its descendants.
         while nodes.state[_NUM_NODES] > capacity:
             _drop_oldest(nodes)
 
 
 @compiled
 def _grow(nodes: _Nodes, tail: Int32Array, longest: int, least: int, count: int, tokens: Int32Array, parents: Int32Array) -> int:
-    """Fill rows from 1 on (see ``WindowTrie.build_tree``); return the number of rows, with the root, row 0."""
+    """Fill rows from 1 on (see ``WindowTrie.grow``); return the number of rows, with the root, row 0."""
     # Candidates: negative count, tokens below the suffix, order of entry, node, and row of its parent.
+    # Empty, but of a type that numba can infer.
     heap = [(np.int64(0), np.int64(0), np.int64(0), np.int64(0), np.int64(0)) for _ in range(0)]
     for length in range(longest, least - 1, -1):
         node = 0
@@ -145,6 +147,7 @@ def _grow(nodes: _Nodes, tail: Int32Array, longest: int, least: int, count: int,
         _, depth, _, opened, row = heapq.heappop(heap)
         if depth > 0:
             above, row = row, np.int64(1)
+            # Equal paths below two suffixes are counted twice but share rows.
             while row < rows and (parents[row] != above or tokens[row] != nodes.tokens[opened]):
                 row += 1
             if row == rows:
@@ -159,10 +162,7 @@ def _grow(nodes: _Nodes, tail: Int32Array, longest: int, least: int, count: int,
 
 
 class WindowTrie:
-    """Trie of all windows of ``window`` tokens (at least 2), with up to ``capacity`` nodes (at least ``window``) of 60 bytes.
-
-    Beyond it the least recently visited nodes are removed, never before their descendants.
-    """
+    """Trie of all windows of ``window`` (at least 2) tokens, with up to ``capacity`` (at least ``window``) nodes of 60 bytes."""
 
     def __init__(self, window: int, capacity: int) -> None:
         self._window, self._capacity = window, capacity
@@ -189,8 +189,7 @@ class WindowTrie:
     def grow(self, tail: Sequence[int], least: int, count: int) -> tuple[list[int], list[int]]:
         """Return tokens and parents of a tree of continuations of the suffixes of a text, the last token as the root.
 
-        The ``count`` most frequent nodes at and below the suffixes of ``least`` or more tokens are taken, of equal ones the
-        nearest to its suffix. Equal paths below two suffixes are counted twice but share rows.
+        The ``count`` most frequent nodes at and below the suffixes of ``least`` or more tokens are taken.
         """
         rows = np.full((2, count + 1), -1, np.int32)
         rows[0, 0] = tail[-1]

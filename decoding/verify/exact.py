@@ -28,6 +28,7 @@ def verify_exact(tree: DraftTree, choose: Callable[[int], int], max_tokens: int,
     while True:
         token = choose(reached[0])
         below = _children(tokens, parents, last, reached, token)
+        # An end token is emitted as the bonus token even if a child holds it: nothing may follow it.
         if not below or token in end_tokens or depth + 1 >= max_tokens:
             break
         reached, depth = below, depth + 1

@@ -72,6 +72,7 @@ class KSeq:
         assert k >= 1 and target_probs.shape == draft_probs.shape, (k, target_probs.shape, draft_probs.shape)
         rho = rho_star(target_probs, draft_probs, k)
         covered = np.minimum(draft_probs, target_probs / rho)
+        # Rounding may take the sum above 1.
         return cls(target_probs, draft_probs, k, rho, min(float(covered.sum()), 1.0), covered)
 
     def accept_prob(self, token: int) -> float:
@@ -121,9 +122,6 @@ class KSeqRule:
     At each row the tokens of the live sequences are candidates of ``KSeq``, which turns them into one token of the target's
     distribution. Sequences that hold this token stay alive. The output has exactly the target's distribution.
 
-    Departure from the paper, which stops if all candidates are rejected: if a live sequence holds the token drawn instead, the
-    walk continues with it. The later tokens of the sequences had no influence on that decision.
-
     Example: sequences 1 2, 1 3, 4 2. At the root the candidates are 1, 1, 4; say 1 is accepted. The first two live on, with the
     candidates 2, 3; both are rejected and 5 is drawn from the residual: the output is 1 5.
 
@@ -150,6 +148,8 @@ class KSeqRule:
         accepted: list[int] = []  # rows of a live sequence
         while len(accepted) < depth:
             token = self._token(alive, len(accepted), accepted[-1] if accepted else 0, distributions)
+            # Departure from the paper, which stops if all candidates are rejected: if a live sequence holds the token drawn
+            # instead, the walk continues with it. The later tokens of the sequences had no influence on that decision.
             alive = [one for one in alive if self._sequences[one][len(accepted)] == token]
             if not alive or token in distributions.end_tokens or len(accepted) + 1 >= distributions.remaining:
                 return Acceptance(tuple(accepted), token)
@@ -199,14 +199,13 @@ class MjsdRule:
     """Multi-token joint speculative decoding: acceptance of the longest likely prefix (arXiv 2407.09722, section 4).
 
     A prefix passes if ``min(1, target / draft)`` of its joint probabilities exceeds the threshold. The longest passing prefix is
-    accepted, even if a shorter one fails, and the target's own choice follows. Lossy: the output is not the target's. With a
-    threshold of 1 or more nothing passes, which is plain decoding. A draft is cut after its first end token.
+    accepted, even if a shorter one fails, and the target's own choice follows. Lossy: the output is not the target's.
 
     Example: threshold 0.5, target 0.2, 0.9, draft 0.5, 0.3: ratios 0.4 and 0.4 * 3 = 1.2, so that both tokens are accepted.
 
     Args:
         draft_logprobs: [gamma] log-probability of each draft token given those before it.
-        threshold: on the ratio of joint probabilities; below 0 every prefix passes.
+        threshold: on the ratio of joint probabilities; below 0 every prefix passes, from 1 on none, which is plain decoding.
         joint_law: target distribution: "raw", before temperature and truncation, or "warped", the sampling distribution.
     """
 
@@ -222,6 +221,7 @@ class MjsdRule:
             joint += _logprob(distributions, row, drafted, self._joint_law) - self._draft_logprobs[row]
             if math.exp(min(joint, 0.0)) > self._threshold:
                 kept = row + 1
+            # A draft is cut after its first end token.
             if drafted in distributions.end_tokens:
                 break
         accepted = tuple(range(1, kept + 1))

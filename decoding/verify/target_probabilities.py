@@ -109,6 +109,7 @@ class TargetDistributions:
         """Return the rules with the counts of the prefix that ends with a row."""
         if self._rules is not None and row != (self._path[-1] if self._path else 0):
             path, shared = self.tree.path(row), 0
+            # Only the tokens behind the common prefix of the last row and this one are exchanged.
             while shared < min(len(path), len(self._path)) and path[shared] == self._path[shared]:
                 shared += 1
             self._rules.truncate(self.num_output + shared)
@@ -121,11 +122,7 @@ class TargetDistributions:
 def request_distribution(
     logits: torch.Tensor, params: SamplingParams, rules: LogitRules | None = None, barred: Collection[int] = ()
 ) -> Float64Array:
-    """Return [vocab] probabilities from which a request draws its next token; for a greedy request 1 at its token.
-
-    Args:
-        rules, barred: as in ``decoding.sampling.sampler.choose``.
-    """
+    """Return [vocab] probabilities of a request's next token, 1 at a greedy one; ``rules`` and ``barred`` as in ``choose``."""
     if rules is not None:
         logits = rules.apply(logits, barred)
     if params.greedy:
@@ -150,6 +147,7 @@ def _distribution_of_few(logits: torch.Tensor, params: SamplingParams) -> Float6
         return None
     scores = (logits.to(torch.float32) / params.temperature).numpy()
     top = scores.max()
+    # Rows with NaN or infinite scores are left to ``warp``.
     if not np.isfinite(top):
         return None
     found = survivors(scores, top, float(np.exp(scores - top).sum()) if params.top_p < 1.0 else 0.0, params)

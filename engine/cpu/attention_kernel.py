@@ -1,8 +1,6 @@
 """CPU attention over KV slots: one call computes a layer for all requests, in decoding and prefill.
 
-Threads first store the new keys and values, then take blocks of sixteen rows that share a KV head. A row's result depends bit for
-bit only on what it sees. Values are added in text order, and hidden ones add zeros; weights are added as integers, whose sum does
-not depend on the order.
+A row's result depends bit for bit only on what it sees.
 """
 
 from __future__ import annotations
@@ -267,6 +265,7 @@ def _weigh(row: Any) -> np.float32:
     for first in range(0, len(row), WIDTH):
         store(scores + first * 4, exponential(add(load(scores + first * 4, _FLOAT), down)), _FLOAT)
     # Weights are at most 1, and one is 1. They are truncated to multiples of 2 ** -40 and added as integers.
+    # The sum of integers does not depend on their order.
     parts = np.int64(0)
     for key in range(len(row)):
         parts += np.int64(row[key] * _PARTS)
@@ -360,6 +359,7 @@ def _attend(layer: Any, rows: Any, head: int, first: int, count: int, scratch: A
         if own > 1 or layer.window or layer.chunk:
             _hide(scores[place], (first + place) % rows.rows, low, own, rows, layer)
         shares[place] = _weigh(scores[place])
+    # Values are added in text order, and hidden ones add zeros.
     _mix_all(scores, layer.values + entry * layer.value_dim, num_keys, mixed, like)
     _write(mixed, shares, layer, rows, head, first, like)
 
@@ -387,14 +387,13 @@ def _keep(layer: Any, rows: Any, head: int, like: Any) -> None:
 
 @compiled
 def move_entries(keys: int, values: int, slots: Any, start: int, rows: Any) -> None:
-    """Copy entry ``start + rows[i]`` of a slot to ``start + i``, in all layers and heads; rows increase.
-
-    ``keys`` and ``values`` are addresses of the slot in the first layer, ``slots`` is a ``SlotLayout``, ``rows`` are [n] int64.
-    """
+    """Copy entry ``start + rows[i]`` of a slot to ``start + i``, in all layers and heads; rows increase."""
+    # ``keys`` and ``values`` are addresses of the slot in the first layer, ``slots`` is a ``SlotLayout``, ``rows`` are [n] int64.
     wide, value_wide, panel, piece = slots.wide, slots.value_wide, slots.panel, slots.piece
     for part in range(slots.layers * slots.heads):
         entries = part // slots.heads * slots.layer_entries + part % slots.heads * slots.room
         own_keys, own_values = keys + entries * wide, values + entries * value_wide
+        # In increasing order: an entry is copied before another takes its place.
         for row in range(len(rows)):
             entry, to = start + rows[row], start + row
             copy_bytes(own_values + entry * value_wide, own_values + to * value_wide, value_wide)
@@ -420,6 +419,7 @@ def attend_blocks(layer: Any, requests: Any, taken: int, like: Any) -> int:
     for request in range(len(requests)):
         rows = requests[request]
         longest = max(longest, rows.start + rows.before + rows.rows)
+    # The longest row of scores, padded to whole panels, with a vector for the sink.
     scratch = _room(BLOCK * (longest + 2 * PANEL))
     block, request, begun = claim(taken), 0, 0  # number of blocks before those of ``request``
     while request < len(requests):
@@ -442,6 +442,7 @@ def _run(job: Any, like: Any) -> None:
     layer, at = layers[0], layers.ctypes.data
     requests = carray(address_of(layer.requests), layer.num_requests, ROWS)
     heads = layer.num_requests * layer.kv_heads
+    # Threads first store the new keys and values, then take blocks of sixteen rows that share a KV head.
     while True:
         item = claim(at + _TAKEN)
         if item >= heads:

@@ -211,9 +211,11 @@ def quantized(numbers: npt.NDArray[np.float32], name: str) -> Blocks:
         extreme = np.take_along_axis(groups, at, -1)[..., 0]
         scales = (np.abs(extreme) / np.float32(127) if form.bits == 8 else extreme / np.float32(-8)).astype(np.float16)
         minima = None
+    # ``where`` computes both branches: a scale of 0 is divided by and not used.
     with np.errstate(divide="ignore"):
         inverse = np.where(scales == 0, np.float32(0), np.float32(1) / scales.astype(np.float32))[..., None]
     above = groups if minima is None else groups - minima.astype(np.float32)[..., None]
     rounded = np.rint(above * inverse)
+    # Codes of 8 bits begin at 1, which is -127.
     codes = (rounded + np.float32(form.offset)).clip(form.bits == 8, (1 << form.bits) - 1).astype(np.uint8)
     return Blocks(codes.reshape(numbers.shape), scales, minima)

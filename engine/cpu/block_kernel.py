@@ -89,6 +89,7 @@ def _at(b: Any, address: Any, offset: int, kind: ir.Type) -> Any:
 def _halves(b: Any, address: Any, offset: int) -> Any:
     if _HALVES:
         return b.fpext(_at(b, address, offset, FLOAT16S), FLOATS)
+    # Without the instruction: exponent and mantissa are moved into place, and a product corrects the exponent's bias.
     bits = b.zext(_at(b, address, offset, HALVES), INTS)
     size = b.bitcast(b.shl(b.and_(bits, _constant(0x7FFF, INTS)), _constant(13, INTS)), FLOATS)
     sign = b.shl(b.and_(bits, _constant(0x8000, INTS)), _constant(16, INTS))

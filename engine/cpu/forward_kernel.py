@@ -1,8 +1,4 @@
-"""Layers of a model as one list of operations, which all threads execute together in one call.
-
-Threads take parts of an operation until none is left, and wait only if the next operation needs all results. Results are rounded
-as in the modules of the model's family.
-"""
+"""Layers of a model as one list of operations, executed by all threads together and rounded as the modules of its family."""
 
 from __future__ import annotations
 
@@ -278,6 +274,7 @@ def _by_rows(step: Any, operation: Any, first: int, last: int, requests: Any, th
 
 @compiled
 def _take_rows(step: Any, operation: Any, rows: int, taken: int, requests: Any, thread: int, forms: Any, like: Any) -> int:
+    # About four parts per thread, so that a slow thread leaves rows to the others.
     together, done = rows // (4 * step.threads) + 1, 0
     while True:
         first = claim(taken) * together
@@ -315,6 +312,7 @@ def _run(steps: Any, forms: Any, states: Any, like: Any) -> None:
     for number in range(step.count):
         operation, done = operations[number], 0
         taken = step.counters + COUNTER * (2 + number * step.threads)
+        # Threads take parts of an operation until none is left, and wait only if the next operation needs all results.
         if operation.waits:
             wait_for(finished, expected)
         picked = operation.kind == PICKED_LINEAR or operation.kind == PICKED_NORM

@@ -103,12 +103,14 @@ class FusedForward:
         operations = self._operations_of(len(self._layers()), adapters is not None)
         self._head.output = logits.data_ptr()
         counters = np.zeros(native.num_counters(len(operations), threads) * native.COUNTER, np.uint8)
+        # Without picked rows the last norm and the logits are left out.
         job = native.NativeStep(
             ctypes.addressof(operations), len(operations) - (0 if picked else 2), tokens.ctypes.data, positions.ctypes.data,
             count, wanted.ctypes.data, picked, ctypes.addressof(requests), len(requests), threads, counters.ctypes.data,
             0 if adapters is None else adapters.ctypes.data, *((0, 0) if states is None else states.walks),
         )  # fmt: skip
         self._kernel(job, threads)
+        # Until here the job referred to these by address.
         del kept
         if states is not None:
             states.finish()

@@ -87,6 +87,7 @@ def _set_some(job: Any, row: int, first: int, count: int, spare: Any, like: Any)
     bias = carray(address_of(job.bias + first * 4), count, np.float32)
     rates = carray(address_of(job.rates + first * 4), count, np.float32)
     for head in range(count):
+        # softplus of the step; the exponential of a non-positive number cannot overflow.
         x = float(spare[0, head] + bias[head])
         spare[0, head] = rates[head] * np.float32(max(x, 0.0) + math.log1p(math.exp(-abs(x))))
         spare[1, head] = np.float32(1.0 / (1.0 + math.exp(-float(spare[1, head]))))

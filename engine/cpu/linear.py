@@ -39,8 +39,7 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 class PanelWeight(torch.Tensor):
     """Weight matrices stored in the order in which ``linear`` reads them, of shape [..., outputs, size].
 
-    The memory holds zero-padded panels, [..., outputs / 32, size / pair, 32, pair] with pairs in bfloat16. Operations other than
-    products, embeddings and selection of a matrix get a copy in plain order, which is written back if they work in place.
+    The memory holds zero-padded panels, [..., outputs / 32, size / pair, 32, pair] with pairs in bfloat16.
     """
 
     _float32: PanelWeight | None = None
@@ -100,6 +99,8 @@ class PanelWeight(torch.Tensor):
                 return linear(args[0], args[1])
             if func in SHAPE_FUNCTIONS:
                 return func(*args, **kwargs)
+            # Operations other than products, embeddings and selection of a matrix get a copy in plain order, which is written
+            # back if they work in place.
             changed = [each for each in args[:1] if isinstance(each, PanelWeight) and _in_place(func)]
             found = func(*map(_usual, args), **{name: _usual(each) for name, each in kwargs.items()}) if not changed else None
             for weight in changed:

@@ -1,8 +1,7 @@
 """Linear layers that read a weight once for several rows, with bits that do not depend on the other rows.
 
 Each output of a row is one lane of a register, to which products are added in the order of the inner size, in float32. Weights
-are stored in panels of ``PANEL`` outputs, [outputs / PANEL, size, PANEL]. In bfloat16 two numbers of an output are adjacent,
-[outputs / PANEL, size / 2, PANEL, 2]: AVX512-BF16 multiplies such pairs, and AMX tiles of them, sixteen rows by sixteen outputs.
+are stored in panels of ``PANEL`` outputs, [outputs / PANEL, size, PANEL].
 """
 
 from __future__ import annotations
@@ -52,6 +51,8 @@ from outrider.engine.cpu.simd import (
 
 _PANEL_BYTES = PANEL * 4  # float32 sums of a row and a panel
 MOST_ROWS = 32 if TILES else TILE_ROWS  # maximum of ``rows_at_once`` over all types
+# In bfloat16 two numbers of an output are adjacent, [outputs / PANEL, size / 2, PANEL, 2]: AVX512-BF16 multiplies such pairs, and
+# AMX tiles of them, sixteen rows by sixteen outputs.
 _TILE = 32  # bfloat16 elements of a row in a tile
 _FLOAT = np.float32(0)  # stands for its type
 
@@ -236,10 +237,8 @@ def products(
     builder: Any, rows: Any, input: Any, stride: Any, panel: Any, panels: Any, size: Any, sums: Any, sums_stride: Any, ahead: Any,
     ahead_step: Any, like: Any,
 ) -> None:  # fmt: skip
-    """Multiply up to ``rows_at_once`` rows with adjacent panels, after ``shape_tiles``; prefetch from ``ahead`` on.
-
-    The sums are [rows, panels * ``PANEL``] float32 at ``sums``, with rows ``sums_stride`` bytes apart.
-    """
+    """Multiply up to ``rows_at_once`` rows with adjacent panels, after ``shape_tiles``; prefetch from ``ahead`` on."""
+    # The sums are [rows, panels * ``PANEL``] float32 at ``sums``, with rows ``sums_stride`` bytes apart.
     b, taken = builder, LONG(PANEL * (4 if like == types.float32 else 2))
     steps = b.lshr(size, LONG(int(like == types.uint16)))
 
@@ -354,6 +353,7 @@ def _take_panels(job: Any, rows: int, thread: int, threads: int, taken: int, scr
             for block in range(blocks):
                 row, end = block * rows // blocks, (block + 1) * rows // blocks
                 source, own = job.input + row * job.input_stride, end - row
+                # Shaping tiles takes as long as the products of a panel: only if the number of rows changes.
                 if own != shaped:
                     shape_tiles(own, like)
                     shaped = own

@@ -1,7 +1,6 @@
 """Outputs of LoRA adapters (arXiv 2106.09685), ``up @ (down @ x)``, computed row by row.
 
-Sums and factors are float32 for every model dtype, and the changed output is rounded once more. A row's sums follow the inner
-size, so that its bits do not depend on other rows. Rows without an adapter are not touched.
+Sums and factors are float32 for every model dtype, and the changed output is rounded once more.
 """
 
 from __future__ import annotations
@@ -95,6 +94,7 @@ def add_low_rank(job: Any, row: int, adapter: int, like: Any) -> None:
     source, target = job.input + row * job.size * wide, job.output + row * job.outputs * wide
     inner = job.scratch + row * job.scratch_size * 4
     for first in range(0, rank, WIDTH):
+        # Sums follow the inner size, so that a row's bits do not depend on other rows.
         a, b, c, d = splat(_FLOAT), splat(_FLOAT), splat(_FLOAT), splat(_FLOAT)
         place, step, whole = factors.down + first * 4, rank * 4, job.size // _TOGETHER * _TOGETHER
         for number in range(0, whole, _TOGETHER):

@@ -47,6 +47,7 @@ class MixerOperations:
         """Yield the operations of Qwen3.5's layer."""
         native, buffers = self._native, self._buffers
         heads, keys = module.num_v_heads, module.key_dim
+        # Steps and strengths are read in whole vectors.
         in_vectors = -(-heads // _WIDTH) * _WIDTH
         for name, size in (("wide", module.conv_dim), ("convolved", module.conv_dim), ("gates", module.value_dim)):
             buffers.make(name, size)

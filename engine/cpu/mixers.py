@@ -1,7 +1,6 @@
 """Recurrent layers (mixers) of stock models, and replacements for the functions that they call.
 
-A mixer calls two functions of its module where rows interact: a short convolution and a recurrent rule. A bound instance runs its
-class's own code with these two names looked up elsewhere; without a running step they are transformers' own.
+A mixer calls two functions of its module where rows interact: a short convolution and a recurrent rule.
 """
 
 from __future__ import annotations
@@ -50,6 +49,7 @@ def bind_mixers(model: PreTrainedModel) -> int:
                 f"{type(module).__name__} of this version of transformers calls its functions in an unsupported way"
             )
         replaced = {name: _instead_of(own.__globals__[name], _METHODS[name], 2 * count - 2 + at) for at, name in enumerate(names)}
+        # The class's own code with these names looked up elsewhere; without a running step they are transformers' own.
         run = types.FunctionType(own.__code__, {**own.__globals__, **replaced}, own.__name__, own.__defaults__, own.__closure__)
         run.__kwdefaults__ = own.__kwdefaults__
         module.forward = types.MethodType(run, module)

@@ -1,7 +1,4 @@
-"""Modules of stock models of known families, mapped to the parts that ``fused_forward`` computes.
-
-A layer is a norm, attention or a recurrent layer, another norm, and a SiLU-gated MLP; both outputs are added to the residual.
-"""
+"""Modules of stock models of known families, mapped to the parts that ``fused_forward`` computes."""
 
 from __future__ import annotations
 
@@ -45,6 +42,7 @@ class MixerParts:
     rule: str
 
 
+# A layer is a norm, attention or a recurrent layer, another norm, and a SiLU-gated MLP; both outputs are added to the residual.
 @dataclass(frozen=True, slots=True)
 class LayerParts:
     """Parts of one layer."""

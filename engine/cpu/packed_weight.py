@@ -60,6 +60,7 @@ class PackedWeight(torch.Tensor):
 
     def rows(self, outputs: torch.Tensor) -> torch.Tensor:
         """Return some unpacked rows, [..., size], as an embedding does."""
+        # Each panel is unpacked once, however many of its rows are wanted.
         panels, places = torch.unique(outputs // PANEL, return_inverse=True)
         return _unpacked(self, panels.tolist())[places, :, outputs % PANEL].flatten(-2)
 
@@ -93,6 +94,7 @@ PART_ROWS = _TOGETHER * PANEL
 
 
 def _over(panels: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> PackedWeight:
+    # A tensor of the weight's shape without memory for it: the numbers are in ``panels``.
     made = torch.empty((), dtype=dtype).expand(shape).as_subclass(PackedWeight)
     made.panels, made.kind = panels, name
     return made

@@ -200,6 +200,7 @@ def _walk(rule: Any, walk: Any, head: int, like: Any, written: Any) -> None:
     keys, queries = np.empty((_TILE, key_dim), np.float32), np.empty((_TILE, key_dim), np.float32)
     decays, rates, values = np.empty(_TILE, np.float32), np.empty(_TILE, np.float32), np.empty(_TILE, np.int64)
     skip = splat(_float_at(rule.skip + head * 4) if rule.skip else _FLOAT)
+    # The inputs of some steps are prepared at once; then each block of the state goes through all of these steps in the cache.
     for begin in range(0, walk.num_steps, _TILE):
         count = min(_TILE, walk.num_steps - begin)
         for own_step in range(count):
@@ -222,6 +223,7 @@ def _walk(rule: Any, walk: Any, head: int, like: Any, written: Any) -> None:
                 rate = _float_at(rule.rate + (row * rule.heads + head) * 4)
             _prepare(key, keys[own_step].ctypes.data, key_dim, rule.normalise, _ONE, like)
             if rule.delta == 0:
+                # The step is a softplus, which cannot overflow in this form; its product with A is the logarithm of the decay.
                 x = float(decay) + float(_float_at(rule.bias + head * 4))
                 rate = np.float32(min(max(max(x, 0.0) + math.log1p(math.exp(-abs(x))), rule.least), rule.most))
                 decay = rate * _float_at(rule.rates + head * 4)

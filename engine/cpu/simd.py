@@ -1,7 +1,6 @@
 """Vectors of sixteen float32 numbers for compiled code: LLVM's vector types, which numba does not offer.
 
-Addresses are plain integers. ``like`` arguments name a type by a value of it: ``uint16`` stands for bfloat16, ``int16`` for
-float16. Additions must keep the order in which they are written, or a number would depend on the code around it.
+Addresses are integers. ``like`` arguments name a type by a value of it: ``uint16`` for bfloat16, ``int16`` for float16.
 """
 
 from __future__ import annotations
@@ -57,7 +56,6 @@ def primitive(returns: types.Type, *takes: types.Type | None) -> Callable[[Calla
     """Make a function that emits LLVM code callable from compiled code; ``returns`` and ``takes`` are numba types.
 
     The function gets a builder and its arguments' values, numba's type for ``LIKE`` arguments, and returns the result's value.
-    The made function has it as ``emit``, for use in other emitting functions.
     """
 
     def decorate(emit: Callable[..., Any]) -> Any:
@@ -72,6 +70,7 @@ def primitive(returns: types.Type, *takes: types.Type | None) -> Callable[[Calla
             return returns(*(one if kind is LIKE else kind for kind, one in zip(takes, given, strict=True))), generate
 
         made: Any = intrinsic(define)
+        # For use in other emitting functions.
         made.emit = emit
         return made
 
@@ -104,6 +103,7 @@ def spread(builder: Any, number: Any, kind: ir.VectorType = FLOATS) -> Any:
 
 def _rounded(builder: Any, numbers: Any) -> Any:
     """Return bits whose upper halves are the numbers in bfloat16."""
+    # To nearest, ties to even: half a unit is added, or one bit less if the last kept bit is 0.
     bits = builder.bitcast(numbers, INTS)
     odd = builder.and_(builder.lshr(bits, _all(16, INTS)), _all(1, INTS))
     return builder.add(bits, builder.add(odd, _all(0x7FFF, INTS)))
@@ -184,6 +184,7 @@ def load_splat(builder: Any, address: Any) -> Any:
 @primitive(LANES, LANES, LANES)
 def add(builder: Any, left: Any, right: Any) -> Any:
     """Return the sums."""
+    # No fast-math flags: additions keep the order in which they are written, or a number would depend on the code around it.
     return builder.fadd(left, right)
 
 
@@ -275,6 +276,7 @@ def exponential(builder: Any, numbers: Any) -> Any:
 @primitive(LANES, LANES)
 def sigmoid(builder: Any, numbers: Any) -> Any:
     """Return ``1 / (1 + exp(-x))``."""
+    # 1 / (1 + e) or e / (1 + e) with e = exp(-|x|), whose exponent is never positive.
     down = builder.bitcast(builder.or_(builder.bitcast(numbers, INTS), _all(0x80000000, INTS)), FLOATS)  # -|x|
     power = exponential.emit(builder, down)
     above = builder.select(builder.fcmp_ordered("<", numbers, _all(0.0)), power, _all(1.0))

@@ -112,6 +112,7 @@ class States:
         self.reach = max((shape.reach for shape in shapes.values()), default=0)
         self._constants: dict[tuple[int, str], torch.Tensor] = {}
         _kernels(self.dtype)  # compile now, so that no request waits for it
+        # A first step compiles the walks, too.
         self.begin([SequenceRows(0, 0, 0, 1, None, (), np.full(1, -1, np.int32))])
         cache.forget(0)
 
@@ -147,6 +148,7 @@ class StateStep:
 
         self._states, self._segments, self._plans = states, segments, plans
         self._rows = sum(segment.rows for segment in segments)
+        # The walks refer to these arrays by address.
         self._kept: list[object] = []
         self.asked: list[int] = []  # places of the sites that were called
         self._walks = (NativeWalk * len(segments))()

@@ -17,6 +17,7 @@ _LIBRARY = "libgomp.so.1"
 @cache
 def _parallel() -> Callable[..., None] | None:
     """Return ``GOMP_parallel(function, data, threads, flags)`` of torch's OpenMP library; None if torch uses another one."""
+    # Only the library that torch has loaded: a second copy would bring further threads.
     loaded_only = getattr(os, "RTLD_NOLOAD", None)
     if loaded_only is None or not torch.backends.openmp.is_available():
         return None

@@ -1,7 +1,6 @@
 """Order in which a forward pass visits a request's rows in recurrent layers, and the state that each row begins from.
 
-A row's state is its parent's, advanced by one step: committed rows on the slot's own state, then the draft tree, depth first,
-with a copy of the state for each pending branch. A row's result depends bit for bit on its preceding tokens alone.
+A row's state is its parent's, advanced by one step: its result depends bit for bit on its preceding tokens alone.
 """
 
 from __future__ import annotations
@@ -61,6 +60,7 @@ def walk_steps(parents: Any, spine: int, path: Any, saves: Any, steps: Any) -> t
         while save < len(saves) and saves[save, 0] == row + 1:
             steps[count] = (SAVE, saves[save, 1], 0, 0)
             count, save = count + 1, save + 1
+    # The draft tree follows the committed rows, depth first, with a copy of the state for each pending branch.
     nodes = len(parents)
     below, waiting = np.zeros(nodes, np.int64), np.empty(nodes, np.int64)
     for node in range(nodes):
@@ -107,6 +107,7 @@ def walk_steps(parents: Any, spine: int, path: Any, saves: Any, steps: Any) -> t
         while child >= 0:
             waiting[num_waiting] = child
             num_waiting, child = num_waiting + 1, following[child]
+        # Children are popped from the end: reversed, so that the first one comes first.
         waiting[begin:num_waiting] = waiting[begin:num_waiting][::-1].copy()
     return count, buffers
 

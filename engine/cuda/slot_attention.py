@@ -100,11 +100,9 @@ def states_size(rows: int, heads: int, capacity: int, head_dim: int) -> tuple[in
 def launch_sizes(
     capability: tuple[int, int], head_dim: int, group: int, dtype: torch.dtype, block_rows: int | None = None
 ) -> dict[str, int | bool | None]:
-    """Return constants and compile options, the same for both kernels, because both must round alike.
-
-    ``group`` is the number of query heads per KV head; ``block_rows`` None: see ``block_sizes``.
-    """
+    """Return constants and compile options, the same for both kernels, because both must round alike."""
     chosen = block_sizes(capability, head_dim, dtype)
+    # ``tl.dot`` takes powers of two from 16 on. GROUP is the number of query heads per KV head.
     block_dim = max(16, 1 << (head_dim - 1).bit_length())
     constants = {"GROUP": group, "SPLIT": SPLIT, "D": head_dim}
     blocks = {"BLOCK_D": block_dim, "BLOCK_M": block_rows or chosen.rows, "BLOCK_N": BLOCK_N}
@@ -129,6 +127,7 @@ def _launch(
     """Launch both kernels; ``window`` or ``softcap`` 0 means none."""
     kv_heads, capacity, splits = keys.shape[1], keys.shape[2], states.shape[2]
     log2e = math.log2(math.e)
+    # ``_fold`` computes powers of two; with a softcap, the scaled score is twice the argument of tanh.
     scale *= log2e if softcap == 0 else 2 * log2e / softcap
     sizes = launch_sizes(_capability(query.device), query.shape[3], query.shape[1] // kv_heads, query.dtype, block_rows)
     limits = {"CAP": softcap * log2e, "WINDOW": window, **sizes}

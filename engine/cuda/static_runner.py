@@ -231,6 +231,7 @@ class StaticRunner(ModelRunner):
         size = next((size for size in self.sizes if size >= len(batch.token_ids)), None)
         if size is None:
             return super()._compute(batch)
+        # With any number of rows there are only steps with logits, see ``step_kinds``.
         return self._step(size, len(batch.logit_rows) > 0 or self.fixed_rows is None).run(batch, self._replays)
 
     def _step(self, size: int, logits: bool) -> StaticStep:

@@ -83,6 +83,7 @@ class StepBuffers:
         assert count <= self.rows and longest_path(batch) <= self.path, (count, self.rows, longest_path(batch), self.path)
         self._turn = (self._turn + 1) % len(self._hosts)
         host, copied = self._hosts[self._turn], self._copied[self._turn]
+        # The last copy from this buffer may still be in flight.
         if copied is not None:
             copied.synchronize()
         ids, position, slot, start, entry, tiles, paths = (host[first:last].numpy() for first, last in self._cuts)

@@ -1,7 +1,6 @@
 """Tree attention over KV slots, as an attention function for stock transformers models (``attn_implementation=TREE_ATTENTION``).
 
-It gets the query, key and value of all new rows, already rotated to their tree positions, stores keys and values in the slots and
-lets each row see its own sequence and its ancestors in the draft tree. The model's code is not changed.
+It stores the new rows' keys and values in the slots and lets each row see its own sequence and its ancestors in the draft tree.
 """
 
 from __future__ import annotations

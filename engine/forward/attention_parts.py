@@ -1,8 +1,5 @@
 """Attention of one request's rows in two parts: flash kernels for the shared context, plain matrix products for the draft tree.
 
-All rows see the whole context: that part needs no mask, which flash kernels do not take. Only the small block of rows among
-themselves needs one.
-
 The parts are merged by their log-sum-exps, as in FlashDecoding: a part counts as one more key whose score is the log-sum-exp of
 its scores and whose value is its output. Example: a context with scores log 1 and log 2 and the values 3 and 6 gives 5, with
 log-sum-exp log 3. Beside one key with score log 1 and value 1 the result is 4: (1 * 3 + 2 * 6 + 1 * 1) / 4.
@@ -76,6 +73,8 @@ def attend_parts(
     assert start > 0 and seen == (rows, entries - start), (seen, rows, entries, start)
     scale = size**-0.5 if scaling is None else scaling
     folded = query.reshape(1, kv_heads, -1, size)  # [1, kv_heads, group * rows, head_dim]
+    # All rows see the whole context: that part needs no mask, which flash kernels do not take. Only the small block of rows among
+    # themselves needs one.
     shared = entries if rows == 1 and mask is None else start
     output, sums = _attend_context(folded, keys[:, :, :shared], values[:, :, :shared], scale)
     if shared < entries:  # a single row sees all entries: no block
@@ -88,10 +87,8 @@ def attend_parts(
 
 
 def _merge(scores: torch.Tensor, values: torch.Tensor, output: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-    """Merge the attention over a block of keys into a part, [kv_heads, rows, head_dim] with log-sum-exps [kv_heads, rows].
-
-    ``scores``, [kv_heads, rows, columns], and ``values``, [kv_heads, columns, head_dim], have the dtype to compute in.
-    """
+    """Merge the attention over a block of keys into a part, [kv_heads, rows, head_dim] with log-sum-exps [kv_heads, rows]."""
+    # ``scores``, [kv_heads, rows, columns], and ``values``, [kv_heads, columns, head_dim], have the dtype to compute in.
     columns = scores.shape[2]
     weights = torch.softmax(torch.cat([scores, sums[..., None].to(scores.dtype)], 2), 2)
     return torch.addcmul(torch.matmul(weights[..., :columns], values), weights[..., columns:], output)

@@ -18,13 +18,11 @@ from outrider.decoding.tree_rows import lay_rows
 
 @dataclass(slots=True)  # not frozen, for speed: one is created per request and step
 class ScheduledRequest:
-    """Scheduled work of one request in one step: committed tokens ``start:end``, and a draft tree with the last one as root.
-
-    With a tree, ``end`` is the number of committed tokens. Without one (a prefill chunk) it is smaller and nothing is verified.
-    """
+    """Scheduled work of one request in one step: committed tokens ``start:end``, and a draft tree with the last one as root."""
 
     request: Request
     start: int
+    # With a tree the number of committed tokens. Without one (a prefill chunk) it is smaller and nothing is verified.
     end: int
     tree: DraftTree | None
     end_tokens: frozenset[int]  # stop tokens of the request

@@ -3,8 +3,7 @@
 Library kernels add in an order that depends on the number of rows and the context. So on a CPU, our own code computes products
 and attention in text order (``engine.cpu.linear_kernel``, ``engine.cpu.attention_kernel``). On a GPU, and wherever that form
 fails, every forward pass has the same number of rows, padded, and attention in text order. The rest of a model's code (norms,
-activations) may still depend on the number of rows, so ``check`` tests it. Checks that shorten the model to its first layers run
-without graphs, which do not follow such a change; ``check_graphs`` compares the graphs with the model's code.
+activations) may still depend on the number of rows, so ``check`` tests it.
 """
 
 from __future__ import annotations
@@ -54,22 +53,22 @@ class _Found:
 def check(runner: ModelRunner, tree_rows: int = _TREE_ROWS) -> str | None:
     """Compute tokens alone and in different batches, slots and chunks, and return a difference in any bit as text, or None.
 
-    ``tree_rows``: rows of the largest tree, its root included.
-
-    It writes to the first two slots. Numbers of rows, and on a GPU the borders of the attention kernels' splits, are tried on the
-    first layer of each kind. Then follow chunked prefill and trees on all layers.
+    ``tree_rows``: rows of the largest tree, its root included. It writes to the first two slots.
     """
     vocab, longest = int(runner.model.config.get_text_config().vocab_size), _longest(runner)
     tokens = np.random.default_rng(0).integers(0, vocab, max(_MANY) + _LAST).astype(np.int32)
     found = _Found()
+    # Numbers of rows, and on a GPU the borders of the attention kernels' splits, are tried on the first layer of each kind.
     if runner.fixed_rows is None:
         with first_layers(runner.model) as layers:
             _every_number_of_rows(runner, tokens[: min(_TOKENS, longest)], layers, found)
             if not found.differing:
                 _many_rows(runner, tokens[: min(len(tokens), longest)], layers, found)
     elif isinstance(runner, StaticRunner):
+        # Graphs do not follow a shortened model; ``check_graphs`` compares them with the model's code.
         with first_layers(runner.model), runner.uncaptured():
             _splits(runner, _tokens_of(runner), found)
+    # Chunked prefill and trees are tried on all layers.
     for reach in (0,) if runner.rope is None else (0, runner.rope.border + 1):  # once per set of frequencies
         if not found.differing:
             _trees(runner, tokens, found, reach)
@@ -80,10 +79,8 @@ def check(runner: ModelRunner, tree_rows: int = _TREE_ROWS) -> str | None:
 
 @torch.inference_mode()
 def check_attention(runner: ModelRunner) -> str | None:
-    """Compare tree attention with the model's own (stock ``transformers``); return a difference beyond rounding as text, or None.
-
-    This finds errors that ``check`` cannot see: positions that a model counts itself, or an unsupported kind of attention.
-    """
+    """Compare tree attention with the stock model's own; return a difference beyond rounding as text, or None."""
+    # This finds errors that ``check`` cannot see: positions that a model counts itself, or an unsupported kind of attention.
     model, tokens = runner.model, _tokens_of(runner)
     with first_layers(model), _uncaptured(runner):  # graphs compute all layers
         ours = _text_logits(runner, tokens)

@@ -49,12 +49,10 @@ class CompiledNorm(torch.nn.Module):
     """RMS norm of Llama's or Gemma's kind, in one call of compiled code."""
 
     def __init__(self, weight: torch.nn.Parameter, epsilon: float, above: float | None = None) -> None:
-        """Take over the weight of a norm, [size] of a dtype in ``DTYPES``, with size a multiple of 16.
-
-        For a norm that rounds only its end result, ``above`` is added to the weight, 1 in Gemma's.
-        """
+        """Take over the weight of a norm, [size] of a dtype in ``DTYPES``, with size a multiple of 16."""
         super().__init__()
         self.weight, self.variance_epsilon, self._size = weight, epsilon, weight.shape[0]
+        # A norm that rounds only its end result adds ``above`` to its weight, 1 in Gemma's.
         self.wide = above is not None
         self.factors: torch.Tensor = weight.detach() if above is None else weight.detach().float() + above  # factors as used
 

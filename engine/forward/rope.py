@@ -2,8 +2,7 @@
 
 transformers derives the frequencies of a forward pass from its greatest position, which another request or a rejected draft may
 have. Here a row has those of length ``max(reach, position + 1)``, as in ``generate`` of transformers 5.23, where the *reach* of a
-request is the length of its prompt. Phi-3 and Phi-MoE recompute a text that outgrows the first set of frequencies: all its rows
-have the second set.
+request is the length of its prompt.
 """
 
 from __future__ import annotations
@@ -73,6 +72,7 @@ def length_rope(config: PreTrainedConfig) -> LengthRope | None:
     border = rope.get(_ORIGINAL)  # equals the configuration's own value, if it has one
     if border is None or border >= own:
         return None
+    # Phi-3 and Phi-MoE recompute a text that outgrows the first set of frequencies: all its rows have the second set.
     prepare = inspect.unwrap(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].prepare_inputs_for_generation)
     recomputes = getattr(config, _ORIGINAL, None) == border and _ORIGINAL in prepare.__code__.co_names
     return LengthRope(int(border), int(own), False, recomputes)

@@ -175,7 +175,7 @@ class ModelRunner:
         """Return how the model's RoPE depends on the sequence length; None if it does not."""
         return self._ropes[0].rope if self._ropes else None
 
-    def _told(self, positions: torch.Tensor) -> dict[str, Any]:
+    def _position_kwargs(self, positions: torch.Tensor) -> dict[str, Any]:
         """Return extra model arguments: Llama 4 scales queries by position and takes the positions from its cache."""
         scales = getattr(self.model.config.get_text_config(), "attn_temperature_tuning", None)
         return {"past_key_values": PositionOnlyCache(positions)} if scales else {}
@@ -251,7 +251,7 @@ class ModelRunner:
                 use_cache=False,
                 logits_to_keep=torch.from_numpy(keep).to(device),
                 tree_step=context,
-                **self._told(context.positions),
+                **self._position_kwargs(context.positions),
             )
         finally:
             for rotation in self._ropes:

@@ -53,6 +53,7 @@ def _checked(model: PreTrainedModel, capacity: int, options: EngineOptions, tree
         runner = _made(model, capacity, options, None, graphs, tree_rows)
         _refuse_strays(runner)
         return runner
+    # Recurrent states need a runner for any number of rows.
     forms = (None,) if next(mixers(model), None) is not None else _FORMS[model.device.type]
     for number, rows in enumerate(forms, start=1):
         runner = _made(model, capacity, options, rows, graphs, tree_rows)
@@ -62,6 +63,7 @@ def _checked(model: PreTrainedModel, capacity: int, options: EngineOptions, tree
         if fault is None:
             runner.exact = True
             return runner
+        # Its KV slots are freed before the next runner allocates others.
         del runner
         if number < len(forms):
             what = "any number of rows" if rows is None else f"{rows} rows"
@@ -121,8 +123,6 @@ def _made(
 def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> int:
     """Compile a model's layers with torch at their first call, for any number of rows; return the number of layers.
 
-    Norms, RoPE and element-wise products become few kernels: in a CUDA graph, a small operation's cost is mostly its launch.
-
     Raises:
         ModelLoadError: the model has no list of layers.
     """
@@ -136,6 +136,7 @@ def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> int:
     AttentionInterface.register(TREE_ATTENTION, torch.compiler.disable(tree_attention))
     # Half precision rounds between fused operations as the model's own code does.
     options = {"emulate_precision_casts": True} if backend == "inductor" else None
+    # Norms, RoPE and element-wise products become few kernels: in a CUDA graph, a small operation's cost is mostly its launch.
     for layer in lists[0]:
         layer.compile(dynamic=True, backend=backend, options=options)  # all layers share one compiled code
     return wanted

@@ -1,8 +1,7 @@
 """Runners of a model that is split over several ranks, and the messages from the leader's runner to the others.
 
-All ranks compute the same batches in the same order, each for its heads (tensor parallelism) or layers (pipeline), with KV slots
-of their own. Only the leader knows requests: it packs and verifies. The other ranks repeat its KV copies and compactions before
-the next forward pass. So the engine, the drafters and the executor are the same as with one process.
+All ranks compute the same batches in the same order, each for its heads (tensor parallelism) or layers (pipeline). Only the
+leader knows requests: the other ranks repeat its KV copies and compactions before the next forward pass.
 """
 
 from __future__ import annotations
@@ -56,6 +55,7 @@ class RecordedCache(SlotCache):
 
     def compact(self, slot: int, start: int, rows: Sequence[int]) -> None:
         """See ``SlotCache``."""
+        # Rows that are in place already move nothing.
         if rows[-1] != len(rows) - 1:
             self._moves.append(Compaction(slot, start, tuple(rows)))
             super().compact(slot, start, rows)

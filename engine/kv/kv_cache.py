@@ -64,17 +64,15 @@ class SlotLayout(NamedTuple):
 
 
 class SlotCache:
-    """KV of ``slots`` sequences; entry i of a slot belongs to token i, and draft rows follow the committed ones.
-
-    Memory is not cleared: entries are written before they are read. Keys in panels form a [room, entry_size] matrix per layer,
-    slot and head, in the layout of ``linear`` weights.
-    """
+    """KV of ``slots`` sequences; entry i of a slot belongs to token i, and draft rows follow the committed ones."""
 
     def __init__(self, shape: KVShape, slots: int, capacity: int) -> None:
         self.room = -(-capacity // shape.panel) * shape.panel  # allocated entries per slot
         size = (shape.layers, slots, shape.kv_heads, self.room)
         # Padding is read by compiled code, so it must be initialised.
         empty = torch.zeros if shape.padding or shape.value_padding or shape.ragged else torch.empty
+        # Other memory is not cleared: entries are written before they are read. Keys in panels form a [room, entry_size] matrix
+        # per layer, slot and head, in the layout of ``linear`` weights.
         self._keys = empty((*size, shape.entry_size), dtype=shape.dtype, device=shape.device)
         self._values = empty((*size, shape.value_size), dtype=shape.dtype, device=shape.device)
         self.shape, self.slots, self.capacity = shape, slots, capacity
@@ -95,10 +93,8 @@ class SlotCache:
     def write(
         self, layer: int, slot: int, start: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new rows behind the first ``start`` entries and return views of all entries, [kv_heads, start + rows, head_dim].
-
-        ``keys`` are [kv_heads, rows, head_dim], and may have fewer and smaller heads than other layers; so may ``values``.
-        """
+        """Store new rows behind the first ``start`` entries; return views of all entries, [kv_heads, start + rows, head_dim]."""
+        # ``keys`` are [kv_heads, rows, head_dim], and may have fewer and smaller heads than other layers; so may ``values``.
         heads, rows, size = keys.shape
         end, at = start + rows, layer - self._first
         slot_values = self._values[at, slot, :heads, :, : values.shape[2]]
@@ -133,11 +129,13 @@ class SlotCache:
         """Move accepted rows together: entry ``start + rows[i]``, in ascending order, becomes ``start + i`` in all layers."""
         if self.states is not None:
             self.states.accept(slot, rows)
+        # The accepted rows are the first ones.
         if rows[-1] == len(rows) - 1:
             return
         if self.shape.panel == 1:
             source = torch.tensor([start + row for row in rows]).to(self._keys.device, non_blocking=True)
             for entries in (self._keys, self._values):
+                # The rows are gathered into a copy first, because source and target overlap.
                 entries[:, slot, :, start : start + len(rows)] = entries[:, slot].index_select(2, source)
             return
         from outrider.engine.cpu.attention_kernel import move_entries  # needs numba, like panels

@@ -28,8 +28,7 @@ class PrefixCache:
     """Tokens whose KV the slots of one ``SlotCache`` hold.
 
     A request takes over, or copies, the entries of the longest common prefix within its *scope*, a name for the requests that may
-    share KV, because the time of a first step reveals whether its prompt was cached. Nothing is kept of a request without a
-    scope.
+    share KV, because the time of a first step reveals whether its prompt was cached.
 
     Example: slot 0 holds 100 tokens of a live request, and slot 1, free, 8 tokens. A request of the same scope begins as both,
     for 60 tokens as slot 0 and for 8 as slot 1: it is placed in slot 1, where 52 entries are copied from slot 0, and 60 of its
@@ -42,6 +41,7 @@ class PrefixCache:
 
     def keep(self, slot: int, scope: str | None, tokens: Int32Array) -> None:
         """Record the tokens of the first entries of a slot, which are not written to any more."""
+        # Nothing is kept of a request without a scope.
         self._held[slot] = None if scope is None else (scope, tokens)
 
     def cut(self, slot: int, length: int) -> None:
@@ -64,18 +64,17 @@ class PrefixCache:
         return np.zeros(0, np.int32) if held is None else held[1]
 
     def place(self, tokens: Int32Array, scope: str | None, free: Sequence[int]) -> Placement:
-        """Choose one of the ``free`` slots (in order of release) for a request and record it; the caller copies the entries.
-
-        A slot is reused in place if the common prefix is at least half of its tokens. Otherwise the slot released longest ago,
-        empty ones first, is overwritten, and a longer common prefix is copied from another slot. The last token is always left to
-        compute.
-        """
+        """Choose one of the ``free`` slots (in order of release) for a request and record it; the caller copies the entries."""
+        # The last token is always left to compute.
         common, states = ({}, {}) if scope is None else self._common(tokens[:-1], scope)
+        # The slot released longest ago, empty ones first, is overwritten, unless a slot can be reused in place: then the common
+        # prefix is at least half of its tokens.
         slot = min(free, key=lambda one: self._held[one] is not None)  # the first of equal ones
         best = max(free, key=lambda one: common.get(one, 0))
         if common.get(best, 0) >= WORTH_COPYING and 2 * common[best] >= len(self.tokens(best)):
             slot = best
         length = start = common.get(slot, 0)
+        # A longer common prefix is copied from another slot.
         source = max(common, key=lambda one: common[one], default=None)
         if source is not None and common[source] >= start + WORTH_COPYING:
             length = common[source]

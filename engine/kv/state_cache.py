@@ -128,11 +128,13 @@ class StateCache:
             wanted = self._wanted.get(slot, ())
             saves = [(at - segment.start, place) for at, place, _ in wanted if 0 < at - segment.start <= spine]
             keep = segment.rows - spine
+            # Rows with several roots are no draft tree: none of them is accepted.
             if segment.parents is not None and (segment.parents[1:] < 0).any():
                 keep = 0
             if keep > self.kept_rows:
                 self._make_room(keep)
             plans.append(StatePlan(slot, segment.start == 0, path, spine, saves, keep, not segment.start or anchor != _ANYWHERE))
+        # A forward that fails leaves its states somewhere between two positions.
         for segment in segments:
             self._anchors[segment.slot] = _LOST
         return plans
@@ -163,13 +165,11 @@ class StateCache:
     def request_snapshot(
         self, slot: int, scope: str | None, tokens: Int32Array, start: int, anchor: int, num_prompt: int
     ) -> None:
-        """Request snapshots of a prompt from the next forward, which advances a slot's state from ``start`` to ``anchor``.
-
-        Nothing is stored without a scope. Raises ``RuntimeError``: the rows follow a text, but the slot's state belongs to none.
-        """
+        """Request snapshots of a prompt from the next forward, to ``anchor``. Raises ``RuntimeError`` without a state."""
         if start and self._anchors[slot] == _ANYWHERE:
             raise RuntimeError(f"slot {slot} holds no state, but a step computes rows from {start} on")
         self._wanted.pop(slot, None)
+        # Nothing is stored without a scope.
         if scope is None or anchor <= start or start >= num_prompt:
             return
         doubling = itertools.takewhile(lambda at: at <= anchor, (_FIRST << power for power in itertools.count()))

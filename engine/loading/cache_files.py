@@ -15,6 +15,7 @@ def cache_folder_of(made: Path, folder: Path, replaced: Path) -> None:
     """Sync ``made`` to disk and move it to ``folder``, so that readers find all of it; an old folder moves to ``replaced``."""
     for path in (*made.iterdir(), made):
         _sync(path)
+    # A folder cannot be renamed over one that holds files.
     if os.path.lexists(folder):
         os.rename(folder, replaced)
     os.rename(made, folder)

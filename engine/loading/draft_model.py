@@ -38,12 +38,10 @@ class _Slot:
         self.tokens[:computed] = request.tokens[:computed]
 
     def align(self, chain: Sequence[int], known: int) -> int:
-        """Set ``tokens`` to the request's tokens and the chain, and cut ``length`` at the first change; return the total length.
-
-        Ids from ``known``, the size of the draft model's vocabulary, are replaced by the last one.
-        """
+        """Set ``tokens`` to the request's and the chain's, and cut ``length`` at the first change; return the total length."""
         assert self.request is not None
         committed = self.request.tokens
+        # Ids from ``known``, the size of the draft model's vocabulary, are replaced by the last one.
         self._follow(self._agreed, np.minimum(committed[self._agreed :], known - 1))
         self._agreed = len(committed)
         if chain:
@@ -62,6 +60,8 @@ class _Slot:
     def _follow(self, at: int, tokens: Int32Array) -> None:
         """Overwrite ``tokens`` at a position, and cut ``length`` at the first difference."""
         end = at + len(tokens)
+        # A KV entry is valid if the tokens up to it are those it was computed from; comparing tokens detects rejected drafts,
+        # preemption and reused slots.
         if self.length > at:
             same = common_prefix(self.tokens[at : min(self.length, end)], tokens)
             if at + same < min(self.length, end):
@@ -70,17 +70,11 @@ class _Slot:
 
 
 class LocalDraftModel:
-    """Draft model (``decoding.drafters.base.DraftModel``) with the target's slot numbers.
-
-    A KV entry is valid if the tokens up to it are those it was computed from; comparing tokens detects rejected drafts,
-    preemption and reused slots. Requests of one scope share KV, and those without a scope share none.
-    """
+    """Draft model (``decoding.drafters.base.DraftModel``) with the target's slot numbers; requests of one scope share KV."""
 
     def __init__(self, runner: ModelRunner, vocab_size: int, max_model_len: int, step_tokens: int) -> None:
-        """Create a draft model over a runner with a slot for each of the target's, and the size of the target's vocabulary.
-
-        A sequence has at most ``max_model_len`` tokens, which both models can hold, and a forward at most ``step_tokens`` rows.
-        """
+        """Create a draft model over a runner with a slot for each of the target's, and the size of the target's vocabulary."""
+        # A sequence has at most ``max_model_len`` tokens, which both models can hold, and a forward at most ``step_tokens`` rows.
         self.runner, self.vocab_size, self.max_model_len = runner, vocab_size, max_model_len
         self._cache, self._step_tokens = runner.cache, step_tokens
         self._known = int(runner.model.config.get_text_config().vocab_size)

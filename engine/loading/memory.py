@@ -35,6 +35,7 @@ def free_bytes() -> int:
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError, KeyError):  # no container limit
         limit, used = (int((_CONTAINER / f"memory.{name}").read_text()) for name in ("max", "current"))
+        # Cached file pages count as used, but the kernel drops them for a process that needs memory.
         kinds = dict(line.split() for line in (_CONTAINER / "memory.stat").read_text().splitlines())
         free = min(free, limit - used + int(kinds["inactive_file"]))
     return free

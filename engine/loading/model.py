@@ -340,11 +340,7 @@ def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> t
 
 
 def model_revision(model: PreTrainedModel) -> str:
-    """Return 32 hexadecimal digits that identify the weights and the configuration.
-
-    Names, types, shapes and contents of all (dequantized) weights are hashed; above ``_HASH_WHOLE_BYTES``, evenly spaced
-    elements.
-    """
+    """Return 32 hexadecimal digits that identify the weights and the configuration."""
     digest = hashlib.blake2b(digest_size=16)
     config = model.config.to_dict()
     for name in ("_name_or_path", "transformers_version"):  # the origin does not identify the model
@@ -352,6 +348,7 @@ def model_revision(model: PreTrainedModel) -> str:
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     whole = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters()) <= _HASH_WHOLE_BYTES
     quantized = getattr(model, "hf_quantizer", None) is not None  # some packages keep weights in buffers
+    # Names, types, shapes and contents of all (dequantized) weights; above ``_HASH_WHOLE_BYTES``, evenly spaced elements.
     for name, tensor in (*model.named_parameters(), *(model.named_buffers() if quantized else ())):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         parts = _chosen(tensor, 1 if whole else max(1, tensor.numel() // _SAMPLES))

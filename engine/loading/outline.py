@@ -1,7 +1,4 @@
-"""Outline of a model from its configuration alone: attention of its layers, and number of weights.
-
-The stock model is built on torch's meta device and computes one row: the arguments of its attention calls are recorded.
-"""
+"""Outline of a model from its configuration alone: attention of its layers, and number of weights."""
 
 from __future__ import annotations
 
@@ -117,6 +114,7 @@ def _outline(key: _Key) -> Outline:
     name = _architecture(config).__name__
     row = torch.zeros(1, 1, dtype=torch.int64, device="meta")
     try:
+        # The stock model computes one row on torch's meta device: the arguments of its attention calls are recorded.
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=TREE_ATTENTION).eval()
         do_not_warn(model)

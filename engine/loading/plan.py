@@ -1,8 +1,4 @@
-"""Plan of a start on a GPU, from a model's configuration and a card's data sheet, by the functions of a real start.
-
-Bytes of weights, KV slots, states and buffers are those that the engine allocates; activations, graphs and libraries are
-estimates, and times are computed by the roofline.
-"""
+"""Plan of a start on a GPU, from a model's configuration and a card's data sheet, by the functions of a real start."""
 
 from __future__ import annotations
 
@@ -25,6 +21,8 @@ from outrider.engine.loading.slot_memory import STRICT_ROWS, Reserved, SlotMemor
 STEP_ROWS = (1, STRICT_ROWS)
 STEP_CONTEXT = 2048  # tokens before a step's rows, or less in a shorter context
 PROMPTS = (2048, 8192)  # lengths in tokens
+# Bytes of weights, KV slots, states and buffers are those that the engine allocates; activations, graphs and libraries are
+# estimates, and times are computed by the roofline.
 ALLOWED = ("activations", "graphs_and_libraries")  # estimates in ``Plan.memory``, see ``engine.loading.slot_memory``
 
 # Shares of the peaks that engines with graphs and fused kernels reach: reading weights, and with matrices of some hundred rows.
@@ -47,16 +45,14 @@ class Roofline:
     weight_bytes: int  # bytes of all weights
 
     def forward_s(self, rows: int, context: int) -> float:
-        """Return the seconds of one forward of ``rows`` that each attend to ``context`` entries of one sequence.
-
-        Weights are read once, experts in proportion to the rows routed to them evenly; KV is read once. A row takes 2 operations
-        per weight, and 4 per KV entry and query element.
-        """
+        """Return the seconds of one forward of ``rows`` that each attend to ``context`` entries of one sequence."""
         found = self.found
         used = 1 - (1 - found.expert_share) ** rows  # share of experts that some row uses
         others = found.parameters - found.embeddings - found.expert_parameters
         wide = self.weight_bytes / found.parameters
+        # Weights are read once, experts in proportion to the rows routed to them evenly; KV is read once.
         read = wide * (others + used * found.expert_parameters) + context * self.entry_bytes
+        # A row takes 2 operations per weight, and 4 per KV entry and query element.
         products = 2 * rows * (others + found.expert_share * found.expert_parameters)
         attended = 4 * rows * context * sum(layer.heads * layer.head_dim for layer in found.layers)
         rates = self.card.bandwidth * BANDWIDTH_SHARE, self.card.flops(self.dtype) * FLOPS_SHARE

@@ -89,11 +89,6 @@ def reserved(
         an MLP or attention  4 x the widest product: gate, up, activation and their product, or queries and what is rotated
         residual and norm    4 x hidden in the model's type, 3 x in float32
 
-    The largest forward without a graph has STRICT_ROWS rows, or ``max_step_tokens`` in rounding mode; the largest graph has as
-    many rows as the largest captured step. Graphs share the memory of their layers, and each keeps its logits. Attention keeps
-    one buffer of the largest graph between its two kernels: a state per row, head and split, [rows, heads, splits, head_dim + 4]
-    float32.
-
     Args:
         capacity: entries of a slot.
         tree_rows: most rows of a request's tree, with its root.
@@ -102,6 +97,8 @@ def reserved(
     vocab, hidden, wide = int(text.vocab_size), int(getattr(text, "hidden_size", found.widest)), dtype.itemsize
     of_row = vocab * (2 * wide + 4) + 4 * wide * found.widest + hidden * (4 * wide + 12)
     strict, shape = options.exact == "strict", found.kv_shape(dtype, device)
+    # The largest forward without a graph has STRICT_ROWS rows, or ``max_step_tokens`` in rounding mode; the largest graph has as
+    # many rows as the largest captured step.
     fixed, rows = (STRICT_ROWS, STRICT_ROWS) if strict else (None, max(options.max_step_tokens, ROWS[-1]))
     if lacks_graphs(config, shape) is not None:
         return Reserved(rows * of_row, 0)
@@ -112,7 +109,9 @@ def reserved(
         inputs = sum(buffer_sizes(size, per_tile, *step_room(size, options.max_running, tree_rows))) * torch.int32.itemsize
         for logits in step_kinds(fixed):
             buffers += inputs + (size * torch.int64.itemsize if logits else 0)  # indices of the rows with logits
+    # Attention keeps one buffer of the largest graph between its two kernels: a state per row, head and split.
     states = math.prod(states_size(sizes[-1], heads, capacity, shape.head_dim)) * torch.float32.itemsize
+    # Graphs share the memory of their layers, and each keeps its logits.
     return Reserved((rows + sizes[-1]) * of_row, sum(sizes[:-1]) * vocab * wide, states, buffers)
 
 

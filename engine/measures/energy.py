@@ -140,6 +140,7 @@ class RaplMeter(EnergyMeter):
     def _counted_j(self) -> float:
         read = [int(file.read_text()) for file in self._files]
         for now, last, span in zip(read, self._last, self._ranges, strict=True):
+            # A smaller number means that the counter has wrapped around.
             self._total_uj += now - last if now >= last else now - last + span
         self._last = read
         return self._total_uj / 1e6

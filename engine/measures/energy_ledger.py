@@ -30,8 +30,7 @@ class EnergyLedger:
     """Attribution of metered energy to requests, in proportion to their rows (``SpecStats.energy_j``).
 
     A *window* lasts from one reading to the next; there is none without requests. Its energy is shared in proportion to the rows,
-    drafts included, that the target computed. A request that ends less than ``FRESH_S`` after a reading, while others run, is
-    charged up to that reading and may have no figure. Its last rows stay in the window, so that no other request pays for them.
+    drafts included, that the target computed.
 
     Example: a window of 30 J with two steps, of 1 row of A and 9 rows of B, then of 5 rows of A: A has 12 J, B has 18 J.
     """
@@ -56,6 +55,7 @@ class EnergyLedger:
         if self._open:
             return
         now = self._clock()
+        # The counter would not have changed: the window begins at the last reading.
         if self._read_s is not None and now - self._read_s < FRESH_S:
             self._open = True
             return
@@ -77,6 +77,8 @@ class EnergyLedger:
 
     def record_end(self, request: Request, last: bool) -> None:
         """Finalise the figure of an ended request. ``last``: no request is left, so the window ends."""
+        # A request that ends less than ``FRESH_S`` after a reading, while others run, is charged up to that reading and may have
+        # no figure. Its last rows stay in the window, so that no other request pays for them.
         if self._open and self._read_s is not None and (last or self._clock() - self._read_s >= FRESH_S):
             self._book()
         _, rows = self._rows.pop(request.request_id, (request, 0))

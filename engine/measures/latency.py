@@ -125,11 +125,7 @@ def quick_curve(runner: ModelRunner, max_model_len: int) -> LatencyCurve:
 def timing(
     runner: ModelRunner, wanted: Sequence[Case], report: Report | None = None, most_rounds: int | None = None
 ) -> Generator[None, None, Timings]:
-    """Time forwards, including the argmax of all rows, which waits for a GPU; the caller may pause before each.
-
-    Slots are overwritten. The steps alternate, so that disturbances affect all of them. ``most_rounds`` is by default as many as
-    fit into ``_TIMING_S``.
-    """
+    """Time forwards on overwritten slots, with the argmax of all rows, which waits for a GPU; callers may pause before each."""
     # The CPU time of a single thread does not include other processes on its core.
     alone = runner.ranks == 1 and runner.model.device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.thread_time if alone else time.perf_counter
@@ -159,8 +155,10 @@ def timing(
         pass_s += seconds * often
         if report is not None:
             report(number, (_LEAST_ROUNDS + 1) * len(wanted))
+    # By default as many rounds as fit into ``_TIMING_S``.
     rounds = most_rounds or max(_LEAST_ROUNDS, min(_ROUNDS, int(_TIMING_S / pass_s)))
     taken: dict[Case, list[float]] = {case: [] for case, _ in turns}
+    # The steps alternate, so that disturbances affect all of them.
     for done, (case, batch) in enumerate(turns * rounds, start=1):
         yield
         taken[case].append(timed(batch))
@@ -183,12 +181,8 @@ def measure(runner: ModelRunner, max_model_len: int, report: Report | None = Non
 
 
 def fit(seconds: Mapping[Case, float]) -> LatencyCurve:
-    """Fit a latency curve to measured steps.
-
-    Times of one sequence at the context with the most row counts are used directly. The excess time of the other steps is divided
-    between further sequences, KV entries, and entries that each row reads, by least squares relative to the time of each step.
-    Raises ``ValueError``: no context has two steps of one sequence, one of them with a single row.
-    """
+    """Fit a latency curve to measured steps. Raises ``ValueError`` without two of one sequence and context, one with one row."""
+    # Times of one sequence at the context with the most row counts are used directly.
     contexts = [case.context for case in seconds if case.sequences == 1]
     context = max(contexts, key=contexts.count, default=0)
     own = sorted(case for case in seconds if case.sequences == 1 and case.context == context)
@@ -196,6 +190,8 @@ def fit(seconds: Mapping[Case, float]) -> LatencyCurve:
     others = [case for case in seconds if case not in own]
     if not others:
         return curve
+    # The excess time of the other steps is divided between further sequences, KV entries, and entries that each row reads, by
+    # least squares relative to the time of each step.
     base = np.array([curve.seconds(np.array([case.rows * case.sequences]), StepLoad(1, 1, context))[0] for case in others])
     parts = np.array([_parts(case, context) for case in others], np.float64)
     weights = 1.0 / np.array([seconds[case] for case in others])
@@ -247,15 +243,13 @@ def _clear(runner: ModelRunner, wanted: Iterable[Case]) -> None:
 class LiveCurve:
     """Timed latency curve with two factors, fitted to the latest steps by least squares relative to the timed seconds.
 
-    One factor scales the fixed time of a step (mostly memory), the other the time that its rows add (mostly compute). If all
-    steps have equal rows, which cannot separate the two, the larger part changes more.
-
     Example: one row was timed at 6 ms, nine at 8. The neighbours of the machine go, and steps of one row take 4 ms, of nine 6.
     The factors go to 0.67 and 1: a row, which added a 24th to a step, adds a 16th.
     """
 
     def __init__(self, timed: LatencyCurve) -> None:
         self.curve = self._timed = timed
+        # One factor scales the fixed time of a step (mostly memory), the other the time that its rows add (mostly compute).
         self._fixed = self._added = 1.0  # the factors
         self._since = 0  # steps since the last update of ``curve``
         # Decayed sums of products of: f, the fixed part of the timed step; a, the part added by rows; t, the time taken.
@@ -274,6 +268,7 @@ class LiveCurve:
         fixed = min(max(self._timed.one_row_s + parts[3], parts[5]), timed) / timed
         added = 1.0 - fixed
         expected = self._fixed * fixed + self._added * added
+        # One disturbed step must not change much.
         taken = min(max(seconds / timed, expected / _MOST_OFF), expected * _MOST_OFF)
         self._ff = _KEPT * self._ff + fixed * fixed
         self._fa = _KEPT * self._fa + fixed * added
@@ -285,6 +280,8 @@ class LiveCurve:
             self._redraw()
 
     def _redraw(self) -> None:
+        # If all steps have equal rows, which cannot separate the two factors, the weight of the timed curve makes the larger part
+        # change more.
         ff, fa, aa, ft, at = self._ff + _TIMED, self._fa, self._aa + _TIMED, self._ft + _TIMED, self._at + _TIMED
         over = ff * aa - fa * fa
         fixed = self._fixed = min(max((ft * aa - at * fa) / over, _LEAST), _MOST)

@@ -1,7 +1,4 @@
-"""Engine counters for dashboards: plain numbers and histograms with fixed bounds.
-
-The engine's thread counts and any thread reads, without a lock: an increment is visible now or at the next reading.
-"""
+"""Engine counters for dashboards: plain numbers and histograms with fixed bounds."""
 
 from __future__ import annotations
 
@@ -142,6 +139,7 @@ class EngineMetrics:
     """Counters of one engine; only ``read`` may be called from other threads. ``max_model_len`` bounds the histograms."""
 
     def __init__(self, max_model_len: int) -> None:
+        # The engine's thread counts and any thread reads, without a lock: an increment is visible now or at the next reading.
         self._engine = uuid.uuid4().hex[:8]
         self._prompt_tokens = self._generation_tokens = self._steps = self._rows = self._draft_tokens = 0
         self._seen_tokens = 0  # generation tokens at the end of the previous step

@@ -25,11 +25,7 @@ PROBATION_S = 60.0
 
 
 class SlotPlacement:
-    """Placement of the requests of one engine into KV slots, with prefix-cache statistics.
-
-    The requests of a tenant reuse each other's KV until texts of the tenant are deleted. Requests without a tenant reuse nothing,
-    except choices of one prompt. Prompt log-probabilities disable reuse.
-    """
+    """Placement of the requests of one engine into KV slots, with prefix-cache statistics."""
 
     def __init__(self, executor: Executor, memory: Histories | None, reuses: bool) -> None:
         self._executor, self._memory, self._reuses = executor, memory, reuses
@@ -38,10 +34,8 @@ class SlotPlacement:
         self.queries = self.hits = 0  # tokens of admitted requests with a scope; reused ones of these
 
     def place(self, request: Request, free: Sequence[int]) -> tuple[int, int]:
-        """Return the slot for a request, one of ``free``, and the number of its tokens computed there (``Executor.place``).
-
-        For a request with a slot, pass that slot alone: to copy tokens that others computed meanwhile, or because it ``crosses``.
-        """
+        """Return the slot for a request, one of ``free``, and the number of its tokens computed there (``Executor.place``)."""
+        # A request with a slot is placed in that slot alone: to copy what others computed meanwhile, or because it crosses.
         if request.slot is None or self.crosses(request):
             rope = self._executor.rope
             request.rope_length = 0 if rope is None else rope.rope_length(request)
@@ -65,10 +59,13 @@ class SlotPlacement:
 
     def _scope(self, request: Request) -> str | None:
         tenant = request.cache_namespace
+        # Prompt log-probabilities need all rows of the prompt.
         if not self._reuses or request.prompt_logprobs is not None:
             return None
+        # Requests without a tenant reuse nothing, except choices of one prompt.
         if tenant is None:
             return f"{self._engine}/-/{request_of(request.text):x}" if request.siblings else None
+        # The requests of a tenant reuse each other's KV until texts of the tenant are deleted.
         history = None if self._memory is None else self._memory.of(tenant)
         edition = None if history is None else history.version
         former, number = self._scopes.get(tenant, (edition, 0))
@@ -79,13 +76,7 @@ class SlotPlacement:
 
 
 class StepPlanner:
-    """Schedules requests, has draft trees proposed for those that decode, and gives the remaining rows to prefills.
-
-    Requests whose grammar masks took too long in their last step (``Grammar.slow_s``) get no drafts and take turns, one per step,
-    with pauses of ``MASK_RESTS`` times the duration of the masks while other requests run. After masks of ``LONG_S`` all requests
-    of the account that have a grammar are treated so for ``PROBATION_S``: a mask cannot be interrupted, and the next may be as
-    slow.
-    """
+    """Schedules requests, has draft trees proposed for those that decode, and gives the remaining rows to prefills."""
 
     def __init__(
         self,
@@ -132,10 +123,14 @@ class StepPlanner:
         return works
 
     def _left_out(self, requests: Sequence[Request], now_s: float) -> set[str]:
+        # Requests whose grammar masks took too long in their last step (``Grammar.slow_s``) get no drafts and take turns, one per
+        # step, with pauses of ``MASK_RESTS`` times the duration of the masks while other requests run.
         took_s = 0.0  # duration of the slow masks of the last step
         for request in self._constrained:
             if request.grammar is not None and request.grammar.slow_s > 0.0:
                 took_s += request.grammar.slow_s
+                # All requests of the account that have a grammar are treated so: a mask cannot be interrupted, and the next may
+                # be as slow.
                 if request.grammar.slow_s > LONG_S:
                     self._probation_until_s[request.account] = now_s + PROBATION_S
         if took_s > 0.0:

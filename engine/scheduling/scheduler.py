@@ -54,7 +54,7 @@ class FairQueue:
 
     Among the most urgent requests, the account with the fewest slots for its weight is next, then the least served one: an
     admission adds prompt length and ``max_tokens``, over the weight, to the service of its account (start-time fair queueing,
-    Goyal, Vin and Cheng 1996). Idle time earns no credit. Within an account the order is priority, then arrival.
+    Goyal, Vin and Cheng 1996).
     """
 
     def __init__(self) -> None:
@@ -74,6 +74,7 @@ class FairQueue:
         account = request.account
         if account not in self._waiting:
             self._waiting[account] = []
+            # Idle time earns no credit.
             if not self._held[account]:
                 self._served[account] = max(self._served[account], self._now)
         heapq.heappush(self._waiting[account], (request.priority, request.arrival, request))
@@ -164,15 +165,12 @@ class Scheduler:
 
     *Decoding* requests are in every step, with one row and their drafts each. The remaining rows of ``max_step_tokens``, at least
     a quarter, go to *prefills* in chunks. The prefill admitted first gets at least half of them, so that every prefill ends; the
-    rest is for prefills that may pass it: more urgent ones, and equally urgent ones that lack at most half as many tokens. A
-    prefill waits for another one of its scope that computes tokens it needs in this step, and copies them.
+    rest is for prefills that may pass it: more urgent ones, and equally urgent ones that lack at most half as many tokens.
 
     Under the policy ``priority`` a more urgent request without a slot preempts the least urgent one. A request that has waited
     ``max_wait_s`` in total takes the next free slot in order of arrival and is not preempted again.
 
-    Accounts share slots (``FairQueue``) and prefill rows by weight. If no slot is free, a waiting request preempts an account
-    that holds more slots for its weight than its own account would with the slot. While several accounts are active, prefill rows
-    are limited (``_prefill_shares``), and at most every second step excludes the accounts with the most slots for their weight.
+    Accounts share slots (``FairQueue``, ``_victim``), prefill rows (``_prefill_shares``) and steps (``_going_ahead``) by weight.
 
     Args:
         max_draft_rows: most rows drafted for one request in a step, per rank that shares the step.
@@ -266,12 +264,10 @@ class Scheduler:
         self._waiting.push(request)
 
     def shrink(self, rows: int) -> bool:
-        """Lower the limits after a step of ``rows`` rows ran out of memory; return False if they cannot be lower.
-
-        The request admitted last is preempted, unless it is the only one; the rest becomes the maximum, with half the rows.
-        """
+        """Lower the limits after a step of ``rows`` rows ran out of memory; return False if they cannot be lower."""
         if len(self.running) == 1 and self._most_rows == 2:
             return False
+        # The request admitted last is preempted, unless it is the only one; the rest becomes the maximum, with half the rows.
         if len(self.running) > 1:
             self.preempt(self.running[-1])
         self._most_running = len(self.running)
@@ -297,14 +293,12 @@ class Scheduler:
         request.num_computed = self._place(request, (request.slot,))[1]
 
     def schedule(self, width: int = 1) -> list[RowAllotment]:
-        """Return the shares of the next step; empty if there is nothing to do.
-
-        Draft trees are partitioned among the ``width`` ranks that share the step; roots and prefill rows are computed on every
-        rank. Ancestors that a rank repeats and tokens accepted on other ranks in the last step are beyond ``max_step_tokens``.
+        """Return the shares of the next step, which ``width`` ranks share; empty if there is nothing to do.
 
         Example: 16 rows a step, two requests that decode, one prefill of 100: 12 rows are for decoding, so 5 are drafted for each
         request, and 4 tokens of the prefill are computed. With width 2 it is 10 drafted rows each, 5 of them on each rank.
         """
+        # A prefill waits for another one of its scope that computes tokens it needs, and copies them.
         for request in self._followers:
             if request.slot is not None and request.scope is not None:
                 request.num_computed = self._place(request, (request.slot,))[1]
@@ -319,6 +313,8 @@ class Scheduler:
         self._decoding, self._prefilling = len(decoding), prefilling
         budget = self._most_rows
         for_decoding = budget - budget // 4 if prefilling else budget
+        # Draft trees are partitioned among the ranks; roots and prefill rows are computed on every rank. Ancestors that a rank
+        # repeats and tokens accepted on other ranks in the last step are beyond ``max_step_tokens``.
         drafts = self._draft_rows(decoding, for_decoding)
         shares = [RowAllotment(request, request.num_tokens, rows * width) for request, rows in zip(decoding, drafts, strict=True)]
         return shares + self._prefill_shares(budget - len(decoding) - sum(drafts)) if prefilling else shares
@@ -352,6 +348,7 @@ class Scheduler:
 
     def _going_ahead(self, running: Sequence[Request]) -> list[Request]:
         """Return the requests to compute exclusively so that accounts with fewer slots catch up; empty if the step is for all."""
+        # At most every second step excludes the accounts with the most slots for their weight.
         turn = not self._ahead and len({request.account for request in running}) > 1
         going: list[Request] = []
         if turn:
@@ -418,6 +415,7 @@ class Scheduler:
         below = [one for one in running if one.priority > request.priority]
         if below:
             return max(below, key=lambda one: (one.priority, one.arrival))
+        # Its account must hold more slots for its weight than the request's own account would with the slot.
         load, fair = self._waiting.load, self._waiting.load(request, 1)
         above = [one for one in running if one.account != request.account and load(one) > fair]
         return max(above, key=lambda one: (load(one), one.arrival), default=None)

@@ -62,6 +62,7 @@ class FileReader:
 
     def _in_a_process(self, content: bytes) -> str:
         with self._lock:
+            # Under the lock, so that ``stop`` prevents the start or finds the process.
             if self._is_stopped:
                 raise UnreadableFileError("reading was cancelled")
             # By its path, because -m would find a package of this name in the user's folder.
@@ -81,6 +82,7 @@ class FileReader:
 
     def _talk(self, process: subprocess.Popen[bytes], content: bytes) -> str:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        # The process reads all of its input before it writes: neither side blocks the other.
         with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # the process has ended: see its exit code
             stdin.write(content)
         read = process.stdout.read(_MAX_BYTES + 1)

@@ -1,9 +1,7 @@
 """Structured output: grammars for JSON schemas, regular expressions and choices, compiled for the tokenizer of a model.
 
 llguidance computes the allowed next tokens: an Earley parser over a lexer of lazily built regular-expression derivatives, walked
-along a trie of the vocabulary (https://guidance-ai.github.io/llguidance/llg-go-brrr). States move back as well as forward, as the
-branches of a draft tree require. A grammar is sent as text in the library's notation (``SamplingParams.grammar``), so that every
-rank, and a replica that takes over a request, compiles the same one.
+along a trie of the vocabulary (https://guidance-ai.github.io/llguidance/llg-go-brrr).
 """
 
 from __future__ import annotations
@@ -25,7 +23,8 @@ import numpy as np
 from outrider.decoding.arrays import BoolArray, Int32Array
 from outrider.engine.errors import RequestError
 from outrider.engine.text.chat_format import Tags
-from outrider.engine.text.grammar_check import INSTALLED, NO_VOCABULARY, GrammarChecker, Vocabulary, deeply
+from outrider.engine.text.grammar_check import INSTALLED, NO_VOCABULARY, TOO_COSTLY, GrammarChecker, Vocabulary, deeply
+from outrider.engine.text.json_schema import enforceable, lenient, without_patterns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -57,6 +56,10 @@ HARMONY_TEXT = r"TEXT: /(?s:.*)/ & ~/(?s:.*)<\|[a-z]+\|>(?s:.*)/"  # text of a m
 WHITESPACE = r"[\x20\x0A\x0D\x09]{0,40}"
 
 
+_PATTERN_PARTS = re.compile(r"\\.|[\[\]]|[^\\\[\]]+|\\", re.DOTALL)  # escapes, brackets and the rest
+_ASCII_CLASSES = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\r\n\f\v"}
+
+
 class GrammarError(ValueError):
     """Invalid schema, pattern or choice, or one that the library cannot enforce; the message gives the reason."""
 
@@ -64,7 +67,7 @@ class GrammarError(ValueError):
 def json_grammar(schema: Mapping[str, Any] | str) -> str:
     """Return the grammar of JSON that is valid under a schema. Raises ``GrammarError``."""
     try:
-        text = schema if isinstance(schema, str) else json.dumps(schema)
+        text = json.dumps(enforceable(json.loads(schema) if isinstance(schema, str) else schema))
         return _checked(LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE}), len(text))
     except RecursionError:
         raise GrammarError("is nested too deeply") from None
@@ -72,14 +75,71 @@ def json_grammar(schema: Mapping[str, Any] | str) -> str:
         raise GrammarError(reason_of(str(error))) from None
 
 
+def lenient_schema(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return a schema without the keywords that cannot be enforced, and their paths.
+
+    Raises:
+        GrammarError: nothing is valid under the schema, it is not a schema, or it takes too long to compile.
+    """
+    if not _fault_of(schema):
+        return dict(schema), []
+    changed, left_out = lenient(schema)
+    if not _fault_of(changed):
+        return changed, left_out
+    changed, patterns = without_patterns(changed, lambda pattern: not _fault_of({"type": "string", "pattern": pattern}))
+    if fault := _fault_of(changed):
+        raise GrammarError(fault)
+    return changed, left_out + patterns
+
+
+def _fault_of(schema: Mapping[str, Any]) -> str:
+    """Return why a schema cannot be enforced; empty if it can. Raises ``GrammarError`` if it takes too long to compile."""
+    try:
+        json_grammar(schema)
+    except GrammarError as error:
+        if str(error) in (TOO_COSTLY, reason_of(TOO_COSTLY)):
+            raise
+        return str(error)
+    return ""
+
+
 def object_grammar() -> str:
     """Return the grammar of any JSON object."""
     return json_grammar({"type": "object"})
 
 
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """Return JSON that is valid under a schema, as the right side of a rule in Lark's notation. Raises ``GrammarError``."""
+    try:
+        return f"%json {json.dumps({**enforceable(schema), 'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
+    except RecursionError:
+        raise GrammarError("is nested too deeply") from None
+    except ValueError as error:
+        raise GrammarError(reason_of(str(error))) from None
+
+
 def regex_grammar(pattern: str) -> str:
-    """Return the grammar of a regular expression (Rust's syntax; no look-around), matched as a whole. Raises ``GrammarError``."""
-    return _checked(LLMatcher.grammar_from_regex(pattern), len(pattern))
+    """Return the grammar of a regular expression, matched as a whole. Raises ``GrammarError``.
+
+    The syntax is Rust's, without look-around. The classes ``\\d``, ``\\w`` and ``\\s`` are ASCII, as in JSON schemas.
+    """
+    return _checked(LLMatcher.grammar_from_regex(_with_ascii_classes(pattern)), len(pattern))
+
+
+def _with_ascii_classes(pattern: str) -> str:
+    """Return a pattern with its escapes for classes of characters spelled out."""
+    parts, inside = [], False
+    for found in _PATTERN_PARTS.finditer(pattern):
+        part = found[0]
+        known = _ASCII_CLASSES.get(part[1:].lower()) if part.startswith("\\") else None
+        if known is not None and part[1].islower():
+            part = known if inside else f"[{known}]"
+        elif known is not None:
+            part = f"[^{known}]"
+        elif part in ("[", "]"):
+            inside = part == "["
+        parts.append(part)
+    return "".join(parts)
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
@@ -176,6 +236,8 @@ def _checked(grammar: str, size: int) -> str:
     if grammar.startswith("{"):  # JSON, around a schema or Lark's notation
         (one,) = json.loads(grammar)["grammars"]
         rules = one["lark_grammar"] or f"start: %json {json.dumps(one['json_schema'])}"
+    # Grammars are sent as text in the library's notation (``SamplingParams.grammar``), so that every rank, and a replica that
+    # takes over a request, compiles the same one.
     return f"{_UNFORCED}\n{rules}"
 
 
@@ -248,6 +310,7 @@ class MatcherGrammar:
         behind = min(surplus, self._beyond)
         self._beyond -= behind
         if surplus > behind:
+            # States move back as well as forward, as the branches of a draft tree require.
             self._matcher.rollback(surplus - behind)
             self._size -= surplus - behind
 
@@ -370,6 +433,7 @@ class Grammars:
             if compiled is None and waited is None:
                 future = self._compiling[key] = Future()
         if compiled is None and waited is not None:
+            # Another thread compiles the same grammar: wait for it outside of the lock.
             compiled = waited.result()
         if compiled is None:
             try:

@@ -1,8 +1,7 @@
 """Checks of grammars in killable processes, because the library's compiler can neither be interrupted nor limited.
 
-``{"multipleOf": 9999991}`` compiles for 200 s and takes 4.7 GB, and 20 patterns in an ``allOf`` are compared for 34 s. So each
-grammar is tried in a fork of a small process with bounded processor time (``CPU_S``) and memory. Serving processes compile only
-grammars that passed.
+Each grammar is tried in a fork of a small process with bounded processor time (``CPU_S``) and memory. Serving processes compile
+only grammars that passed.
 
     python -P engine/text/grammar_check.py DESCRIPTOR
 """
@@ -29,6 +28,7 @@ INSTALLED = importlib.util.find_spec("llguidance") is not None  # benchmark mach
 if INSTALLED:
     from llguidance import LLMatcher, LLTokenizer
 
+# ``{"multipleOf": 9999991}`` compiles for 200 s and takes 4.7 GB, and 20 patterns in an ``allOf`` are compared for 34 s.
 CPU_S = 2.0  # per check. Schemas of real services take up to 0.1 s, a ``multipleOf`` of five digits up to 1 s
 MEMORY_BYTES = 128 << 20  # per check
 # The library compiles recursively: a long chain of rules would overflow the stack of an ordinary thread and crash the process.
@@ -73,6 +73,7 @@ class GrammarChecker:
         if connection is None:
             assert verdict is not None
             return verdict
+        # Outside of the lock: several grammars may be checked at once.
         with connection:
             connection.sendall(grammar.encode())
             connection.shutdown(socket.SHUT_WR)
@@ -203,6 +204,7 @@ def _answer(connection: socket.socket, vocabulary: LLTokenizer | str | None) -> 
     grammar = _read(connection).decode()
     with contextlib.suppress(OSError), open("/proc/self/status") as status:  # Linux only
         data = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
+        # The deep stack counts as data even where it is not used.
         resource.setrlimit(resource.RLIMIT_DATA, (data + STACK_BYTES + MEMORY_BYTES,) * 2)
     signal.setitimer(signal.ITIMER_PROF, CPU_S)  # SIGPROF ends the process
     try:

@@ -46,9 +46,8 @@ class _StopString:
 class Detokenizer:
     """Incremental text of one request.
 
-    Tokens are processed one at a time, also within an accepted burst, so that a stop string ends the output at the token that
-    completes it. Text that was returned stays: if a later byte makes earlier tokens decode to other text, the tokens whose text
-    was not returned yet are decoded separately.
+    Text that was returned stays: if a later byte makes earlier tokens decode to other text, the tokens whose text was not
+    returned yet are decoded separately.
 
     Example: the bytes ``41 FF`` and a token ``b`` decode to two replacement characters and ``b``. ``A`` was shown after the first
     byte; a replacement character and ``b`` follow.
@@ -138,14 +137,11 @@ class Outputs:
         return self._live[request.request_id][0]
 
     def read(self, request: Request, tokens: Sequence[int]) -> tuple[list[str], FinishReason | None]:
-        """Return a piece of text, maybe empty, for each token of the output, and the reason if the output ends.
-
-        Text that was held back is released by the token that decided it, and the rest at the end by the last token. Call it with
-        at least one token, before the tokens are committed.
-        """
+        """Return a piece of text, maybe empty, for each of at least one uncommitted token, and the reason if the output ends."""
         (end_tokens, detokenizer), room = self._live[request.request_id], request.remaining
         pieces: list[str] = []
         reason: FinishReason | None = None
+        # One at a time, also within an accepted burst, so that a stop string ends the output at the token that completes it.
         for token in tokens:
             if token in end_tokens:
                 reason = FinishReason.STOP
@@ -161,6 +157,7 @@ class Outputs:
             if len(pieces) == room:
                 reason = FinishReason.LENGTH
                 break
+        # Text that was held back is released by the token that decided it, and the rest at the end by the last token.
         if reason is not None and detokenizer is not None:
             pieces[-1] += detokenizer.flush()
         return pieces, reason

@@ -3,39 +3,54 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 
-from outrider.experiments.bench.run import HINT, run
+from outrider.experiments.bench.run import run
 
-COMMANDS = {  # name -> module with ``BENCH``, or with ``main(argv) -> int``
-    "strategies": "outrider.experiments.bench.strategies",
-    "load": "outrider.experiments.bench.load",
-    "scaling": "outrider.experiments.bench.scaling.command",
-    "paper": "outrider.experiments.papers.__main__",
-    "replay": "outrider.experiments.bench.memory.__main__",
-    "rag": "outrider.experiments.rag.bench",
-    "peers": "outrider.experiments.peers.__main__",
-    "service": "outrider.experiments.service.__main__",
-    "faults": "outrider.experiments.faults.__main__",
-    "gpu": "outrider.experiments.gpu_suite.__main__",
-    "outputs": "outrider.experiments.bench.outputs",
-    "profile": "outrider.experiments.bench.profile",
-    "report": "outrider.experiments.report.page",
+# Name -> module of ``outrider.experiments`` with ``BENCH`` or with ``main(argv) -> int``, or such modules by name.
+COMMANDS: dict[str, str | Mapping[str, str]] = {
+    "strategies": "bench.strategies",
+    "load": "bench.load",
+    "scaling": "bench.scaling.command",
+    "paper": "papers.commands",
+    "replay": {"strategies": "bench.memory.replay_strategies", "sharing": "bench.memory.sharing"},
+    "rag": "rag.bench",
+    "peers": "peers.__main__",
+    "service": {
+        "attacks": "service.attacks.run",
+        "clients": "service.clients",
+        "first-minutes": "service.first_minutes",
+        "fuzz": "service.fuzz",
+        "parity": "service.parity",
+    },
+    "faults": {"cache": "faults.cache", "nodes": "faults.nodes", "ranks": "faults.ranks"},
+    "gpu": "gpu_suite.__main__",
+    "outputs": "bench.outputs",
+    "profile": "bench.profile",
+    "report": "report.page",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the named experiment and return its exit code; 2 for an unknown name."""
-    name, *rest = (sys.argv[1:] if argv is None else list(argv)) or [""]
-    if name not in COMMANDS:
-        print(f"usage: outrider bench {{{','.join(COMMANDS)}}} ...\n{HINT}", file=sys.stderr)
+    return _start(COMMANDS, "outrider bench", sys.argv[1:] if argv is None else argv)
+
+
+def _start(commands: Mapping[str, str | Mapping[str, str]], prog: str, argv: Sequence[str]) -> int:
+    name, *rest = argv or [""]
+    found = commands.get(name)
+    if found is None:
+        hint = "Run NAME --help for the options of a command."
+        print(f"usage: {prog} {{{','.join(commands)}}} ...\n{hint}", file=sys.stderr)
         return 0 if name in ("-h", "--help") else 2
-    module = import_module(COMMANDS[name])
+    if not isinstance(found, str):
+        return _start(found, f"{prog} {name}", rest)
+    module = import_module(f"outrider.experiments.{found}")
     if hasattr(module, "main"):
         code: int = module.main(rest)
         return code
-    return run(module.BENCH, rest, f"outrider bench {name}")
+    return run(module.BENCH, rest, f"{prog} {name}")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from typing import Any
 from outrider.actors.offline_group import OfflineGroup, OfflinePrompt
 from outrider.actors.ranks import GroupError
 from outrider.cluster.cli.generate.prompt_file import PromptRecord
+from outrider.cluster.observe.replay_check import difference
 from outrider.configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 from outrider.decoding.drafters.registry import LOSSLESS, WITH_DRAFT_MODEL
 from outrider.decoding.request import PLAIN, Request, SamplingParams
@@ -213,16 +214,11 @@ def read_asks(args: argparse.Namespace) -> list[Ask]:
     return asks
 
 
-def parted(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the index of the first differing token."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
 def compared(kept: Kept, case: str, with_case: str) -> dict[str, Any]:
     """Count the outputs of a case that equal those of another."""
     own, others = answers(kept, case), answers(kept, with_case)
-    differing = {ask: parted(tokens, others[ask]) for ask, tokens in own.items() if tokens != others[ask]}
+    found = {ask: difference(tokens, others[ask]) for ask, tokens in own.items()}
+    differing = {ask: one.position for ask, one in found.items() if one is not None}
     return {
         "case": case, "with": with_case, "answers": len(own), "equal": len(own) - len(differing),
         "tokens": sum(map(len, own.values())), "first_parted": differing,

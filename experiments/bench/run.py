@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from outrider.experiments.bench.progress import Progress
 from outrider.experiments.bench.record import RESULTS, write_record
 
 IDLE_S = 5.0  # duration of the idle power measurement, if there is a meter
-HINT = "Run NAME --help for the options of a command."
 Results = dict[str, Any]
 Options = Callable[[argparse.ArgumentParser], None]
 
@@ -80,15 +78,6 @@ def keep(name: str, args: argparse.Namespace, results: Results, started: datetim
 
         picture = f", figure: {draw(results['figures'], path.with_suffix('.svg')).name}"
     print(f"record: {path.name}{picture}", file=sys.stderr)
-
-
-def run_named(benches: Mapping[str, str], prog: str, argv: Sequence[str] | None = None) -> int:
-    """Run the bench that the command line names first; ``benches`` maps names to modules with a ``BENCH``."""
-    name, *rest = (sys.argv[1:] if argv is None else list(argv)) or [""]
-    if name not in benches:
-        print(f"usage: {prog} {{{','.join(benches)}}} ...\n{HINT}", file=sys.stderr)
-        return 0 if name in ("-h", "--help") else 2
-    return run(import_module(benches[name]).BENCH, rest, f"{prog} {name}")
 
 
 def arguments(bench: Bench, argv: Sequence[str] | None = None, prog: str | None = None) -> argparse.Namespace:

@@ -35,10 +35,10 @@ from outrider.experiments.bench.run import Bench, Results, Run
 
 TEXT = """Compare strategies with transformers on the same prompts with a real model.
 
-Transformers runs greedy generate, its prompt lookup and its assisted generation: with --assistant, or by early exit from the
-first half of the model's own layers. All take turns on each prompt, one prompt at a time, and return token ids; a strategy starts
-each workload and each repeat without history. Ratios are the seconds of greedy generate over the contestant's, prefill included,
-as the mean over workloads with the extremes of the repeats; "decode" excludes the prefill, which drafting does not shorten.
+Transformers runs greedy generate and its prompt lookup. All take turns on each prompt, one prompt at a time, and return token
+ids; a strategy starts each workload and each repeat without history. Ratios are the seconds of greedy generate over the
+contestant's, prefill included, as the mean over workloads with the extremes of the repeats; "decode" excludes the prefill, which
+drafting does not shorten.
 
 With --random-model, models with random weights follow the known outputs of the files in turns: each strategy is compared with
 plain decoding with the same model, and its speed-up with that of the first model.
@@ -64,12 +64,11 @@ def add_strategies(parser: argparse.ArgumentParser, dtypes: Sequence[str]) -> No
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add_strategies(parser, get_args(Dtype))
-    parser.add_argument("--assistant", help="model for assisted generation, with the same tokenizer")
     add_random_model(parser, several=True)
 
 
 def measure(args: argparse.Namespace, run: Run) -> Results:
-    """Return rows per workload and contestant and over all workloads, with the reasons of skipped contestants.
+    """Return rows per workload and contestant and over all workloads.
 
     ``lossless`` names the strategies whose outputs must equal ``generate``. With ``--random-model`` see ``measure_models``.
     """
@@ -78,9 +77,7 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
     if args.random_model:
         return measure_models(args, choices, run)
     setting = load_setting(args)
-    runners, skipped = contestants(setting, choices, args)
-    for name, reason in skipped.items():
-        run.progress.say(f"{name} does not run: {reason}")
+    runners = contestants(setting, choices, args)
     workloads, tallies = {}, []
     for workload in setting.workloads:
         run.progress.say(f"{workload.name}: {len(workload.prompts)} prompts")
@@ -92,7 +89,7 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
         tallies.append(counted)
     overall = {runner.name: _overall(runner.name, runners[0].name, tallies, workloads) for runner in runners}
     lossless = [choice.label for choice in choices if choice.name in LOSSLESS]
-    return {"workloads": workloads, "overall": overall, "skipped": skipped, "lossless": lossless, "figures": figures(overall)}
+    return {"workloads": workloads, "overall": overall, "lossless": lossless, "figures": figures(overall)}
 
 
 def _row(workload: Workload, tally: Tally, baseline: Tally, repeats: int) -> dict[str, Any]:

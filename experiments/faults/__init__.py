@@ -1,1 +1,1 @@
-"""Requests while ranks, replicas, machines or Redis fail. In: a fault. Out: answers compared with undisturbed ones, and times."""
+"""Requests while ranks, machines or Redis fail. In: a fault. Out: answers compared with undisturbed ones, and times."""

@@ -124,7 +124,7 @@ def measure_load(model: ModelOptions, load: Load, repeats: int, progress: Progre
     tenants = tuple(f"{phase} {repeat}" for phase in phases for repeat in range(repeats))
     engine = EngineOptions(max_running=load.concurrency)
     with RedisProcess() as redis, ExitStack() as started:
-        access = CacheAccess(CacheOptions(timeout_s=0.5, retry_s=0.5), redis.url, secrets.token_bytes(32), tenants)
+        access = CacheAccess(CacheOptions(timeout_s=0.5), redis.url, secrets.token_bytes(32), tenants)
 
         def replica(*arguments: Any) -> Replica:
             made = Replica(model, engine, *arguments)

@@ -14,7 +14,7 @@ from typing import Any, get_args
 from outrider.configs.slices import Dtype
 from outrider.experiments.bench.options import add_engine, add_model
 from outrider.experiments.bench.record import ROOT, git_state, portable
-from outrider.experiments.bench.run import Bench, Results, Run
+from outrider.experiments.bench.run import Bench, Results, Run, run
 from outrider.experiments.papers.numbers.mjsd import load_mjsd
 from outrider.experiments.papers.numbers.published import ALL, Paper, load
 
@@ -40,13 +40,13 @@ the known outputs of the files. The references of `cache` are the known outputs 
 }
 
 
-def chosen(argv: Sequence[str]) -> tuple[Bench | None, list[str]]:
-    """Return the bench of the paper named first, and the rest of the command line; print the usage for another name."""
-    name, *rest = [*argv] or [""]
+def main(argv: Sequence[str]) -> int:
+    """Run the bench of the paper that the command line names first, and return its exit code; 2 for an unknown name."""
+    name, *rest = argv or [""]
     if name in PAPERS:
-        return bench_of(name), rest
+        return run(bench_of(name), rest, f"outrider bench paper {name}")
     print(f"usage: outrider bench paper {{{','.join(PAPERS)}}} ...; PAPER --help says more", file=sys.stderr)
-    return None, rest
+    return 0 if name in ("-h", "--help") else 2
 
 
 def bench_of(key: str) -> Bench:
@@ -105,7 +105,7 @@ def check(paper: Paper, args: argparse.Namespace, parser: argparse.ArgumentParse
         parser.error("two files of --prompts have one name: a workload is called after its file")
 
 
-def measure(paper: Paper, args: argparse.Namespace, run: Run) -> Results:
+def measure(paper: Paper, args: argparse.Namespace, given: Run) -> Results:
     """Run a paper's tables and compare them with the paper's own."""
     from outrider.experiments.bench.engines.models import calm
     from outrider.experiments.papers.beside import Found, beside
@@ -114,10 +114,10 @@ def measure(paper: Paper, args: argparse.Namespace, run: Run) -> Results:
     from outrider.experiments.papers.stage import load_stage, ran
 
     calm(args.threads)
-    stage = load_stage(args, paper.follows == "files", run.progress)
+    stage = load_stage(args, paper.follows == "files", given.progress)
     setting = {name: value for name, value in vars(args).items() if name not in _OF_RUN}
     setting = portable({"paper": paper.key, **setting, "git": git_state(ROOT)})
-    stage, found = replace(stage, runs=KeptRuns(args.kept, setting, args.hours, run.meter)), Found()
+    stage, found = replace(stage, runs=KeptRuns(args.kept, setting, args.hours, given.meter)), Found()
     times = step_ms(stage.loaded, [(1, _CONTEXT), (paper.rows, _CONTEXT)])
     if len(times) == 2:
         ratio = times[paper.rows, _CONTEXT] / times[1, _CONTEXT]
@@ -127,7 +127,7 @@ def measure(paper: Paper, args: argparse.Namespace, run: Run) -> Results:
         stage.runs.end()
     except OutOfTimeError as error:
         found.notes.append(f"not all of it: {error}")
-        run.progress.say(f"{error}: the same command goes on with {args.kept}")
+        given.progress.say(f"{error}: the same command goes on with {args.kept}")
     told = ran(stage, args.prompts) | {"preset": args.preset}
     return beside(paper, found, told, stage.loaded.model.device.type)
 

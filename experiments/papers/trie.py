@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
 from outrider.decoding.drafters.registry import StrategyChoice
 from outrider.experiments.bench.engines.contestants import EngineContestant, Prompt, SharedModel
 from outrider.experiments.bench.figure import panel
-from outrider.experiments.bench.memory.trie_speed import quiet
 from outrider.experiments.papers.ablation.explicit_trie import ablate
 from outrider.experiments.papers.beside import Found
 from outrider.experiments.papers.devices import peak_bytes, step_ms
@@ -33,6 +35,22 @@ def strategy(layout: str, decoding: int = DECODING, branch: int = BRANCH) -> Str
         return StrategyChoice(layout, "llma", {"copy_length": branch, "similar_requests": 0})
     options = {"decoding_length": decoding, "branch_length": branch, "layout": layout, "similar_requests": 0}
     return StrategyChoice(layout, "trie", options)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Run on one core, if the system allows it, and without garbage collection."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_setaffinity") else None
+    if cores:
+        os.sched_setaffinity(0, {max(cores)})
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        if cores:
+            os.sched_setaffinity(0, cores)
 
 
 METHODS = {

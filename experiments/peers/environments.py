@@ -73,7 +73,7 @@ class Environments:
         return self._once("aiperf", self._folder / "aiperf", f"aiperf=={AIPERF}") / "bin" / "python"
 
     def of(self, package: str) -> Path:
-        """Return a Python that has a package of the index, such as ``locust==2.47.0``."""
+        """Return a Python that has packages of the index, separated by spaces, such as ``locust==2.47.0``."""
         return self._once(package, self._folder / package, package) / "bin" / "python"
 
     def llama(self) -> Path:
@@ -101,7 +101,7 @@ class Environments:
             if not mark.exists():
                 self._say(f"making {name} in {made}")
                 if isinstance(make, str):
-                    self._pip(name, self._venv(made), make)
+                    self._pip(name, self._venv(made), *make.split())
                 else:
                     make(made)
                 mark.write_text("whole\n", encoding="utf-8")

@@ -1,1 +1,1 @@
-"""Records as tables in documents, on a terminal and on a page. In: records. Out: Markdown, HTML, figures."""
+"""Records as tables in documents and on a terminal. In: records. Out: Markdown, figures."""

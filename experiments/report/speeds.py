@@ -13,14 +13,6 @@ from outrider.decoding.request import PLAIN
 from outrider.experiments.report.values import Table, figure, median, repeats, table_of
 
 Results = Mapping[str, Any]
-_EARLY_EXIT = "generate + early exit "
-
-
-def contestant(name: str) -> str:
-    """Return the title of a contestant of ``bench strategies``."""
-    if name.startswith(_EARLY_EXIT):
-        return f"`generate`, assisted by its own first {name.removeprefix(_EARLY_EXIT)} layers"
-    return "`generate` with its prompt lookup" if name == "generate + lookup" else f"`{name}`"
 
 
 def strategies(results: Results) -> Table:
@@ -30,7 +22,7 @@ def strategies(results: Results) -> Table:
     titles = ("", "speed", "decode", "tokens per step", "tokens/s", "ms a forward", "identical")
     rows = [
         [
-            contestant(name), repeats(row["ratio"]), median(row["decode_ratio"]), figure(row["tokens_per_step"]),
+            f"`{name}`", repeats(row["ratio"]), median(row["decode_ratio"]), figure(row["tokens_per_step"]),
             figure(row["tokens_per_s"], 1), figure(row["ms"]["forward"], 1), f"{row['identical']} of {row['records']}",
         ]
         for name, row in results["overall"].items()

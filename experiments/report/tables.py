@@ -1,4 +1,4 @@
-"""Tables of the records of faults, attacks, sharing, exactness, simulation and papers, and those of every known record."""
+"""Tables of the records of faults, sharing, exactness, simulation and papers, and those of every known record."""
 
 from __future__ import annotations
 
@@ -289,44 +289,6 @@ def exactness(results: Results) -> Table:
     return exact_cost(results) if "against" in results else exact_outputs(results)
 
 
-def step_profile(results: Results) -> Table:
-    """``bench profile``: milliseconds of the phases of a step, and the share outside the forward pass."""
-    phases = list(results["cases"][0]["ms"])
-    rows = []
-    for case in results["cases"]:
-        names = (case["strategy"], str(case["batch"]), "sampled" if case["sampled"] else "greedy")
-        times = (*(figure(case["ms"][phase], 3) for phase in phases), figure(case["step_ms"], 3))
-        rows.append((*names, *times, f"{case['around']:.1%}", figure(case["tokens_per_step"])))
-    return table_of("ms", ("strategy", "batch", "", *phases, "step", "around", "tokens per step"), rows)
-
-
-def attacks(results: Results) -> Table:
-    """``bench service attacks``: a calm client's inter-token times beside each form of attack, failures first."""
-    sides = ("alone", "polite", "attack")
-    rows = []
-    for each in results.get("attacks", ()):
-        times = (text_of(each[name]) or "" for name in (*(f"{side}_p95_ms" for side in sides), "attack_max_ms"))
-        ratios = []
-        for side in ("polite", "alone"):
-            low, high = each[f"to_{side}"]["interval"]
-            ratios.append(f"{each[f'to_{side}']['median']:.2f} ({low:.2f}-{high:.2f})")
-        rows.append((each["form"], "; ".join(each["fails"]) or "-", *times, *ratios))
-    titles = ("attack", "fails", *(f"p95 {side}, ms" for side in sides), "longest, ms", "to polite", "to alone")
-    return table_of("inter-token times of a calm client", titles, rows)
-
-
-def attacks_around(results: Results) -> Table:
-    """``bench service attacks``: rows of the calm request, memory, and statuses of shots that were fired once."""
-    rows = []
-    for row in results.get("rows", ()):
-        rows.append((row["form"], f"a calm row in {row['attack']} steps, {row['polite']} beside polite requests"))
-    for kind, of in results.get("memory", {}).items():
-        rows.append((kind, f"{of['before_mib']:.0f} MiB before, {of['after_mib']:.0f} after"))
-    for title, statuses in results.get("once", {}).items():
-        rows.append((title, ", ".join(f"{count} x {label}" for label, count in sorted(statuses.items()))))
-    return table_of("", ("of the attacks", ""), rows)
-
-
 _KNOWN: dict[str, tuple[Callable[[Results], Table], ...]] = {
     "bench-strategies": (speeds.strategies,),
     "bench-load": (speeds.load,),
@@ -338,12 +300,10 @@ _KNOWN: dict[str, tuple[Callable[[Results], Table], ...]] = {
     "node-faults": (node_faults,),
     "peers": (speeds.peers,),
     "rank-faults": (rank_faults,),
-    "service-attacks": (attacks, attacks_around),
     "simulate": (deployments, answer),
     "simulate-forms": (form_map, answer),
     "simulate-papers": (published,),
     "simulate-validation": (validation,),
-    "step-profile": (step_profile,),
 }
 
 

@@ -1,9 +1,9 @@
-"""Other people's clients against a running server: OpenAI's SDK, LangChain, locust, aiperf and schemathesis.
+"""Other people's clients against a running server: OpenAI's SDK, LangChain, LiteLLM, AutoGen, instructor, locust, and others.
 
 outrider bench service clients [--url http://127.0.0.1:8000] [--seconds 60] [--cases 2000] [--only openai locust]
 
 Each runs in its own virtual environment, kept in the folder ``--venvs``. Without ``--url`` a server of the demo model is started.
-The record holds the last lines that each printed.
+The record holds the last lines that each printed. A client whose packages cannot be installed is skipped by name.
 """
 
 from __future__ import annotations
@@ -32,10 +32,13 @@ _USERS = 4  # concurrent users of locust and aiperf
 _TAIL = 60  # lines of output kept in the record
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _PATHS = re.compile(r"(?:/[\w.+-]+){2,}(?=/)")  # folders; the last part stays
-# Package of the index, and its command: the first word is a program of its environment.
+# Packages of the index, and the command: the first word is a program of its environment.
 CLIENTS = {
     "openai": ("openai==3.54.0", "python {scripts}/openai_sdk.py {url} {model}"),
     "langchain": ("langchain-openai==1.7.3", "python {scripts}/langchain_chat.py {url} {model}"),
+    "litellm": ("litellm==1.110.2", "python {scripts}/litellm_chat.py {url} {model}"),
+    "autogen": ("autogen-agentchat==0.7.5 autogen-ext[openai]==0.7.5", "python {scripts}/autogen_agent.py {url} {model}"),
+    "instructor": ("instructor==1.17.0", "python {scripts}/instructor_models.py {url} {model}"),
     "locust": (
         "locust==2.47.0",
         "locust -f {scripts}/locust_file.py --headless --host {url} --only-summary -u {users} -r {users} -t {seconds:g}s "
@@ -71,7 +74,11 @@ def measure(args: argparse.Namespace, given: bench.Run) -> bench.Results:
             given.progress.say(client)
             package, command = CLIENTS[client]
             program, *arguments = (word.format(**values) for word in command.split())
-            programs = environments.of(package).parent
+            try:
+                programs = environments.of(package).parent
+            except MissingPeerError as error:
+                results[client] = {"package": package, "skipped": str(error)}
+                continue
             results[client] = {"package": package, **run([str(programs / program), *arguments], folder)}
             results[client]["well_after"] = httpx.get(f"{url}/health", timeout=30).json().get("status") == "ok"
         return {"clients": results, "speculation": speculation(url)}
@@ -124,7 +131,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def failed(results: bench.Results, args: argparse.Namespace) -> list[str]:
     """Return the clients that failed or left the server unhealthy."""
-    return [name for name, of in results["clients"].items() if of["exit_code"] or not of["well_after"]]
+    ran = {name: of for name, of in results["clients"].items() if "skipped" not in of}
+    return [name for name, of in ran.items() if of["exit_code"] or not of["well_after"]]
 
 
 BENCH = bench.Bench(

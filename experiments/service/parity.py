@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -234,12 +235,14 @@ async def measure(url: str, key: str, args: argparse.Namespace, progress: Progre
         asker = Asker(client, card["id"], strategies, args.max_tokens, streamed)
         for prompt in args.prompt:
             said = await asker.said(prompt)
-            for case in cases(said):
-                if args.field and case.field not in args.field:
-                    continue
-                before = await asker.counters()
-                await asker.compare(said, case, table)
-                table.count(case.field, before, await asker.counters())
+            chosen = [case for case in cases(said) if not args.field or case.field in args.field]
+            before = await asker.counters()
+            for name, group in itertools.groupby(chosen, lambda case: case.field):
+                for case in group:
+                    await asker.compare(said, case, table)
+                after = await asker.counters()
+                table.count(name, before, after)
+                before = after
             progress.say(f"{sum(row.compared for row in table.rows.values())} answers, {len(table.mismatches)} differ")
     return strategies, table
 

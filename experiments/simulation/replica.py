@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outrider.actors.lookahead.width import WidthChoice, WidthChoices
@@ -12,11 +12,10 @@ from outrider.configs.slices import EngineOptions
 from outrider.decoding.arrays import Int32Array
 from outrider.decoding.budget.latency import LatencyCurve, StepLoad
 from outrider.decoding.drafters.registry import StrategyChoice
-from outrider.decoding.replay import KnownText, known_rows
+from outrider.decoding.replay import KnownText, known_rows, verify_known
 from outrider.decoding.request import PLAIN, Acceptance, Request, SamplingParams
 from outrider.decoding.sources.text_keys import text_key
 from outrider.decoding.tree import DraftTree, TreePart
-from outrider.decoding.verify.exact import verify_exact
 from outrider.engine.kv.prefix_cache import PrefixCache
 from outrider.engine.scheduling.scheduler import RowAllotment, Scheduler
 from outrider.experiments.simulation.steps import RankLoad, StepTimes
@@ -82,12 +81,6 @@ class _Work:
     end: int  # tokens that are computed after it
     tree: DraftTree | None  # None for a chunk of a prefill
     decodes: bool  # one token and its drafts
-
-
-def _accepted(tree: DraftTree, live: _Live) -> Acceptance:
-    """Verify a tree against the known output."""
-    said: Iterator[int] = iter(live.known[live.request.num_output :])
-    return verify_exact(tree, lambda row: next(said), live.request.remaining, frozenset())
 
 
 class _Tally:
@@ -262,7 +255,7 @@ class SimulatedReplica:
             if self._prefixes is not None and live.request.slot is not None:
                 self._prefixes.cut(live.request.slot, live.computed[0])
                 self._prefixes.keep(live.request.slot, TENANT, live.request.tokens[: work.end])
-            acceptance = None if work.tree is None else _accepted(work.tree, live)
+            acceptance = None if work.tree is None else verify_known(work.tree, live.request, live.known)
             parts = [] if work.tree is None else work.tree.partition(self._width)
             for rank, tally in enumerate(tallies):
                 part = parts[rank] if rank < len(parts) else None

@@ -28,6 +28,7 @@ from outrider.decoding.request import Request, SamplingParams, SpecStats
 from outrider.experiments.faults.redis_process import RedisProcess
 from tests.helpers import waiting
 from tests.helpers.models import llama_config, save_model
+from tests.helpers.shared_memory import shorten_times
 
 eventually = functools.partial(waiting.eventually, timeout_s=30.0)
 TENANTS = ("acme", "umbra", "one", "two", "three", "four", "five", "six")
@@ -35,7 +36,14 @@ TOKENS = 64  # of an output
 ENGINE = EngineOptions(max_running=2)
 # All rows: how many pay depends on the machine.
 AUTO = SpeculationOptions(strategy="auto", max_draft_tokens=16, options={"all_rows": True})
-OPTIONS = CacheOptions(flush_s=0.005, snapshot_s=0.2, timeout_s=5.0, retry_s=0.1)
+OPTIONS = CacheOptions(timeout_s=5.0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        shorten_times(patch)
+        yield
 
 
 @dataclass(frozen=True)
@@ -249,7 +257,7 @@ def redis() -> Iterator[RedisProcess]:
 @pytest.fixture(scope="module")
 def replicas(model: ModelOptions, redis: RedisProcess) -> Iterator[list[Replica]]:
     """Two that share, through all faults of this file."""
-    options = CacheOptions(flush_s=0.005, timeout_s=0.2, retry_s=0.1)
+    options = CacheOptions(timeout_s=0.2)
     access = CacheAccess(options, redis.url, b"secret", (*FAULTS, *(f"after {fault}" for fault in FAULTS)))
     made = [Replica(model, EngineOptions(max_running=4), AUTO, access) for _ in range(2)]
     yield made

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import redis
 
+from outrider.cache_service.server import cache_server
 from outrider.cache_service.store.embedded import EmbeddedRedis
 from outrider.cache_service.store.redis_store import RedisStore
 from outrider.experiments.faults.redis_process import RedisProcess
-from tests.helpers.shared_memory import Cluster
+from tests.helpers.shared_memory import Cluster, shorten_times
 
 
 @pytest.fixture(scope="session")
@@ -35,6 +36,18 @@ def store(server: EmbeddedRedis, raw: redis.Redis) -> Iterator[RedisStore]:
     opened = RedisStore(server.url, "outrider", 2.0)
     yield opened
     opened.close()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short delays, for all tests."""
+    shorten_times(monkeypatch)
+
+
+@pytest.fixture
+def rare_snapshots(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots are written after a minute, if nothing else demands one."""
+    monkeypatch.setattr(cache_server, "SNAPSHOT_S", 60.0)
 
 
 @pytest.fixture

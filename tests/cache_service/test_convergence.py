@@ -1,4 +1,4 @@
-"""Whatever happens to batches on their way, every mirror and the service end up with the same texts: those of the model."""
+"""Whatever happens to batches on their way, every cache client and the service end up with the same texts: those of the model."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def tokens_of(text: int) -> np.ndarray:
     return np.array([100 + (text >> 16), *((text % 3) * 40 + at % 7 for at in range(1, LENGTH))], np.int32)
 
 
-class Mirror:
-    """What a mirror does with a stream, without the threads."""
+class ReplayClient:
+    """Cache client that reads a stream without threads."""
 
     def __init__(self) -> None:
         self.ledger, self.cursor = Ledger(), 0
@@ -59,10 +59,10 @@ class Mirror:
 
 
 class World:
-    """A writer that is also the first mirror, two more mirrors, a service, and a stream between them that loses nothing."""
+    """A writer that is also the first cache client, two more cache clients, a service, and a lossless stream between them."""
 
     def __init__(self) -> None:
-        self.mirrors = [Mirror(), Mirror(), Mirror()]
+        self.clients = [ReplayClient(), ReplayClient(), ReplayClient()]
         self.service, self.position, self.now_s = TenantTexts(), 0, 0.0
         self.flying: list[bytes] = []  # written, and not in the stream yet
         self.stream: list[bytes] = []
@@ -81,7 +81,7 @@ class World:
 
     def grow(self, first: int, second: int) -> None:
         """The next piece of a text of the writer, which drafts from it at once, before anybody else."""
-        writer = self.mirrors[0]
+        writer = self.clients[0]
         if first % 5 == 0 or not self.growing:
             self.requests += 1
             self.growing[self.requests << 16 | first % 2] = 0
@@ -132,26 +132,26 @@ class World:
         self.service, self.position = TenantTexts.restore(decoded), int(decoded.stream_id.split("-")[1])
 
     def read(self, first: int, second: int) -> None:
-        mirror = self.mirrors[first % 3]
-        mirror.read(self.stream, 1 + second)
+        client = self.clients[first % 3]
+        client.read(self.stream, 1 + second)
         self.abandon()
 
     def reload(self, first: int, second: int) -> None:
-        self.mirrors[first % 3].reload(self.snapshots[-1 - second % len(self.snapshots)])
+        self.clients[first % 3].reload(self.snapshots[-1 - second % len(self.snapshots)])
         self.abandon()
 
     def abandon(self) -> None:
         """The writer writes no more of what it wrote before it learned of a deletion of the tenant."""
-        if self.mirrors[0].ledger.epoch > self.seen:
-            self.seen = self.mirrors[0].ledger.epoch
+        if self.clients[0].ledger.epoch > self.seen:
+            self.seen = self.clients[0].ledger.epoch
             self.growing.clear()
 
     def settle(self) -> None:
         """Everything arrives."""
         self.stream += self.flying
         self.flying = []
-        for mirror in self.mirrors:
-            mirror.read(self.stream, len(self.stream))
+        for client in self.clients:
+            client.read(self.stream, len(self.stream))
         self.serve(0, len(self.stream))
 
     def model(self) -> Kept:
@@ -178,7 +178,7 @@ OPERATIONS = st.sampled_from(
 @pytest.mark.slow
 @settings(max_examples=120)
 @given(st.lists(st.tuples(OPERATIONS, st.integers(0, 20), st.integers(0, 20)), min_size=40, max_size=100))
-def test_mirrors_service_and_model_agree(operations: list[tuple[str, int, int]]) -> None:
+def test_cache_clients_service_and_model_agree(operations: list[tuple[str, int, int]]) -> None:
     world = World()
     for name, first, second in operations:
         world.do(name, first, second)
@@ -186,8 +186,8 @@ def test_mirrors_service_and_model_agree(operations: list[tuple[str, int, int]])
     expected = world.model()
     service = {key >> 16: text.tokens.tolist() for key, text in world.service.texts.items() if text.length}
     assert service == expected
-    for mirror in world.mirrors:
-        assert mirror.kept() == expected
+    for client in world.clients:
+        assert client.kept() == expected
     restored = TenantTexts.restore(decode_snapshot(encode_snapshot(world.service.snapshot("0-1", VOCAB, "ab", 0.0))))
     assert {key: (text.tokens.tolist(), text.final) for key, text in restored.texts.items()} == {
         key: (text.tokens.tolist(), text.final) for key, text in world.service.texts.items()
@@ -208,7 +208,7 @@ def test_the_scenario_reaches_what_it_is_about() -> None:
     batches = [decode_batch(data, VOCAB) for data in world.stream]
     assert any(batch.removed for batch in batches) and any(batch.evicted for batch in batches)
     assert sorted(map(len, world.model().values())) == [5, 5, 5, 14]
-    assert [mirror.kept() for mirror in world.mirrors] == [world.model()] * 3
+    assert [client.kept() for client in world.clients] == [world.model()] * 3
     world.do("delete_tenant", 0, 0)
     world.settle()
-    assert world.model() == {} and [mirror.kept() for mirror in world.mirrors] == [{}] * 3 and world.service.num_tokens == 0
+    assert world.model() == {} and [client.kept() for client in world.clients] == [{}] * 3 and world.service.num_tokens == 0

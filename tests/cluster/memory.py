@@ -1,4 +1,4 @@
-"""The cluster's memory in a Redis, as operators see it and as a mirror fills it."""
+"""The cluster's memory in a Redis, as operators see it and as a cache client fills it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LocalCacheAdmin(CacheAdminPort):
 
 @dataclass(frozen=True)
 class MemoryServer:
-    """Admin routes over a Redis of their own; what a mirror would write there is written by ``add``."""
+    """Admin routes over a Redis of their own; what a cache client would write there is written by ``add``."""
 
     url: str
     redis: EmbeddedRedis

@@ -32,6 +32,7 @@ def refusal(*overrides: str) -> str:
         ("tenancy.tenants.acme.cache_mb=1", "tenancy.tenants.acme.cache_mib"),
         ("tenancy.anonimous=x", "tenancy.anonymous"),
         ("cache.ttl=1", "cache.ttl_s"),
+        ("cache.retry_s=1", "cache.ttl_s"),  # a constant
         ("zzzz=1", "model.path"),  # the first of all
     ],
 )
@@ -48,12 +49,11 @@ def test_an_unknown_key(override: str, nearest: str) -> None:
         "server.allowed_hosts=['x:80']", "server.host=0.0.0.0", "engine.max_running=[1]", "speculation.strategies=llma",
         "speculation.strategies=[llma, 3]", "parallelism.mode=lade", "parallelism.mode=tensor", "parallelism.world_size=0",
         "parallelism.world_size=65", "parallelism.world_size=two", "parallelism.world_size=1.5",
-        "parallelism.rank_timeout_s=0.1", "parallelism.rank_timeout_s=61", "parallelism.check_steps=0",
+        "parallelism.rank_timeout_s=0.1", "parallelism.rank_timeout_s=61",
         "parallelism.placement=pack", "tenancy.tenants.acme.cache_mib=0", "tenancy.tenants.acme.max_concurrent=0",
-        "tenancy.anonymous='*'", "tenancy.anonymous=..", "tenancy.anonymous=''", "cache.ttl_s=0", "cache.half_life_s=.nan",
-        "cache.outbox_mib=.inf", "cache.flush_s=-1", "cache.services=0", "cache.prefix='{x}'", "cache.prefix=''",
+        "tenancy.anonymous='*'", "tenancy.anonymous=..", "tenancy.anonymous=''", "cache.ttl_s=.nan",
+        "cache.tenant_mib=.inf", "cache.timeout_s=-1", "cache.services=0", "cache.prefix='{x}'", "cache.prefix=''",
         "limits.requests_per_minute=0", "limits.request_timeout_s=0", "limits.max_request_bytes=1",
-        "limits.max_upload_bytes=5000", "limits.max_key_upload_bytes=5000", "limits.body_timeout_s=0",
         "server.target_tokens_per_s=100", "model.adapters.sql=3",
     ],
 )  # fmt: skip

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from outrider.decoding import jit
+from outrider.decoding.drafters.auto import AutoDrafter
 from outrider.decoding.drafters.registry import build_drafter
 from outrider.decoding.replay import known_rows
 from outrider.decoding.request import Request, SamplingParams
@@ -44,7 +45,9 @@ def drafted() -> list[list[list[float]]]:
         ("trie", {"layout": "single", "max_query_length": 3}),
     ]
     for strategy, chosen in options:
-        drafter = build_drafter(strategy, chosen | ({"frequent_tokens": 0} if strategy == "auto" else {}))
+        drafter = build_drafter(strategy, chosen)
+        if isinstance(drafter, AutoDrafter):
+            drafter.num_frequent = 0
         assert drafter.histories is not None
         drafter.histories.public.extend(0, 0, [*texts[2][:40], *texts[0][30:]], final=True)
         for number, text in enumerate(texts):

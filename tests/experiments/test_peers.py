@@ -78,16 +78,26 @@ def test_missing_systems_are_named(tmp_path: Path) -> None:
     assert made.of("a==1").parent == tmp_path / "a==1" / "bin"
 
 
+@pytest.mark.parametrize(
+    ("levels", "theirs"),
+    [
+        ("1", ["transformers"]),
+        pytest.param("1 8", [f"transformers{way}" for way in ("", " lookup", " batching")], marks=pytest.mark.proof),
+    ],
+    ids=["one at a time", "all"],
+)
 def test_end_to_end_beside_transformers(
-    tiny_model: Path, workloads: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    levels: str, theirs: list[str], tiny_model: Path, workloads: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = "--dtype float32 --threads 1 --levels 1 8 --records 1 --prompt-tokens 200 --max-tokens 4 --context 256 --rounds 1"
-    field = ["plain", "vLLM", "transformers", "transformers lookup", "transformers batching"]
+    options = (
+        f"--dtype float32 --threads 1 --levels {levels} --records 1 --prompt-tokens 200 --max-tokens 4 --context 256 --rounds 1"
+    )
+    field = ["plain", "vLLM", *theirs]
     given = ["--model", str(tiny_model), "--workloads", str(workloads), *options.split(), "--no-install", "--contestants", *field]
     given += ["--kept", str(tmp_path / "kept.jsonl"), "--environments", str(tmp_path / "made"), "--out", str(tmp_path)]
     assert main(given) == 0
     (found,) = json.loads(next(tmp_path.glob("*-peers.json")).read_text())["results"]["models"].values()
-    assert set(found["speeds"]) == {"plain", "transformers", "transformers lookup", "transformers batching"}
+    assert set(found["speeds"]) == {"plain", *theirs}
     assert all(of["as_plain"] == of["answers"] > 0 for row in found["speeds"].values() for of in row.values())
     assert found["missing"] == {"vllm": "vllm is not installed: leave out --no-install, or name one that is"}
     assert found["speeds"]["plain"]["1"]["prefill_tokens_per_s"][0] > 0 and found["roof_gb_s"][0] > 0

@@ -36,8 +36,9 @@ SECRET = b"of the tests"
 MOST_RANKS = 5
 CAPACITY = CONTEXT + MAX_DRAFT * MOST_RANKS
 CONNECT_S = 60.0
+CHECK_STEPS = 8
 # Threads of one process wait for each other and for the compiler: nobody is lost for that.
-PATIENT = ParallelismOptions(mode="lookahead", rank_timeout_s=60.0, step_timeout_s=120.0, check_steps=8, adaptive=False)
+PATIENT = ParallelismOptions(mode="lookahead", rank_timeout_s=60.0, step_timeout_s=120.0, adaptive=False)
 
 # Forked from a process that has imported everything: a rank is there in half a second, not in ten.
 _forks = multiprocessing.get_context("forkserver")
@@ -196,6 +197,7 @@ class TinyGroup:
         options: ParallelismOptions = PATIENT,
         batch: int = SLOTS,
         step_tokens: int = 256,
+        check_steps: int = CHECK_STEPS,
         strategy: str = "test",
         fixed_rows: int | None = None,
     ) -> None:
@@ -208,6 +210,7 @@ class TinyGroup:
             options: of the group.
             batch: requests in one step.
             step_tokens: rows of one rank's forward.
+            check_steps: steps between comparisons of the texts.
             strategy: the name to show.
             fixed_rows: of the runners of ranks in threads.
         """
@@ -216,6 +219,7 @@ class TinyGroup:
         self._servers: dict[int, RankServer] = {}
         runner = rank_runner(family, dtype, 0, fixed_rows)
         self.executor = LookaheadParallelExecutor(LocalExecutor(runner), options, step_tokens)
+        self.executor.check_steps = check_steps
         self.engine = engine_over(runner, drafter, batch, step_tokens, strategy, self.executor)
         for rank in range(1, world):
             self.join(rank)
@@ -295,6 +299,7 @@ def loaded_group(
 
     def lead(runner: ModelRunner) -> LookaheadParallelExecutor:
         groups.append(LookaheadParallelExecutor(LocalExecutor(runner), PATIENT, engine.max_step_tokens))
+        groups[0].check_steps = CHECK_STEPS
         return groups[0]
 
     leader = Engine.load(model, engine, speculation, world, lead)

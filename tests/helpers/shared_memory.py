@@ -1,4 +1,4 @@
-"""The memory of a cluster in a real Redis: what replicas write to it, what is there, and services and mirrors over it."""
+"""The memory of a cluster in a real Redis: what replicas write to it, what is there, and services and cache clients over it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import redis
 
 from outrider.cache_service.access import CacheAccess
+from outrider.cache_service.client import cache_client
 from outrider.cache_service.client.cache_client import CacheClient
 from outrider.cache_service.namespace import Identity
 from outrider.cache_service.records import CacheDelta, TextBatch, encode_batch
+from outrider.cache_service.server import cache_server
 from outrider.cache_service.server.admin import CacheAdmin
 from outrider.cache_service.server.cache_server import CacheServer
 from outrider.cache_service.server.snapshot import Snapshot, SnapshotText, TextTable, decode_snapshot, encode_snapshot
@@ -24,8 +27,17 @@ from outrider.decoding.sources.text_keys import request_hash, text_key
 SECRET = b"of the tests"
 IDENTITY = Identity("a1", "b2", 5000)
 DAMAGED = ("5-5", b"nonsense")  # a snapshot
-QUICK: dict[str, object] = {"snapshot_s": 0.05, "lease_s": 0.6, "retry_s": 0.1, "flush_s": 0.001, "start_timeout_s": 5.0}
+_TIMES = (
+    (cache_server, "SNAPSHOT_S", 0.05), (cache_server, "LEASE_S", 0.6), (cache_server, "RETRY_S", 0.1),
+    (cache_client, "FLUSH_S", 0.001), (cache_client, "RETRY_S", 0.1),
+)  # fmt: skip
 Texts = dict[int, tuple[list[int], bool]]  # by text key: tokens, and whether the text ends with them
+
+
+def shorten_times(patch: pytest.MonkeyPatch) -> None:
+    """Sets the delays of services and mirrors to fractions of a second."""
+    for module, name, seconds in _TIMES:
+        patch.setattr(module, name, seconds)
 
 
 def tokens(seed: int, count: int) -> list[int]:
@@ -52,12 +64,12 @@ def contents(history: History) -> list[list[int]]:
 
 
 class Replica:
-    """A mirror, and the thread that would be the engine's."""
+    """A cache client, and the thread that would be the engine's."""
 
     def __init__(self, access: CacheAccess, identity: Identity = IDENTITY) -> None:
         self.memory, self.woken = Histories(100_000), 0
-        self.mirror = CacheClient(access, identity, self.memory, self._wake)
-        self.mirror.start(access.options.start_timeout_s)
+        self.cache_client = CacheClient(access, identity, self.memory, self._wake)
+        self.cache_client.start(access.options.start_timeout_s)
 
     def _wake(self) -> None:
         self.woken += 1
@@ -65,7 +77,7 @@ class Replica:
     def write(self, tenant: str, text: int, offset: int, tokens: Sequence[int], final: bool = False) -> None:
         """As an engine does: into its own history, and out."""
         self.history(tenant).extend(text, offset, tokens, final)
-        self.mirror.publish(tenant, text, offset, tokens, final)
+        self.cache_client.publish(tenant, text, offset, tokens, final)
 
     def history(self, tenant: str) -> History:
         history = self.memory.of(tenant)
@@ -74,7 +86,7 @@ class Replica:
 
     def texts(self, tenant: str) -> list[list[int]]:
         """What can be drafted from, once what has arrived is applied."""
-        while self.mirror.apply():
+        while self.cache_client.apply():
             pass
         return contents(self.history(tenant))
 
@@ -87,7 +99,7 @@ class Cluster:
     """A prefix of its own in one Redis. ``close`` ends what was started over it."""
 
     def __init__(self, url: str, tenants: Sequence[str] = ("acme", "umbra"), **options: object) -> None:
-        made = CacheOptions(**{"prefix": f"t{secrets.token_hex(4)}"} | QUICK | options)  # type: ignore[arg-type]
+        made = CacheOptions(**{"prefix": f"t{secrets.token_hex(4)}", "start_timeout_s": 5.0} | options)  # type: ignore[arg-type]
         self.access = CacheAccess(made, url, SECRET, tuple(tenants))
         self.url, self.prefix = url, made.prefix
         self.store, self.admin = self.access.store(), CacheAdmin(self.access, IDENTITY)
@@ -159,7 +171,7 @@ class Cluster:
 
     def close(self) -> None:
         for replica in self.replicas:
-            replica.mirror.close(0.5)
+            replica.cache_client.close(0.5)
         for server in self.servers:
             server.stop()
         self.admin.close()

@@ -34,6 +34,7 @@ from outrider.cluster.cli.launch.preflight import PASSWORD_VARIABLE, redis_addre
 from outrider.configs.slices import CacheOptions
 from tests.helpers.network import ending_tls, free_port
 from tests.helpers.redis_user import use_every_command
+from tests.helpers.shared_memory import shorten_times
 from tests.helpers.waiting import eventually
 from tests.k8s.made_secrets import Made, make_secrets
 from tests.k8s.manifests import K8S, load_all, pods_of, quantity
@@ -189,12 +190,12 @@ def url(shared: Pod) -> Iterator[str]:
         yield address
 
 
-def test_the_user_outrider_can_do_what_replicas_and_the_operator_do(url: str) -> None:
+def test_the_user_outrider_can_do_what_replicas_and_the_operator_do(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = RedisStore(url, "outrider", 5.0)
     use_every_command(store)
     store.close()
-    options = CacheOptions(snapshot_s=0.05, lease_s=0.6, retry_s=0.1)
-    access = CacheAccess(options, url, b"of the tests", ("acme",))
+    shorten_times(monkeypatch)
+    access = CacheAccess(CacheOptions(), url, b"of the tests", ("acme",))
     identity = Identity("a1", "b2", 5000)
     admin, server = CacheAdmin(access, identity), CacheServer(access, identity, {})
     server.start()

@@ -54,7 +54,7 @@ def _compiled(dtype: str) -> pytest.MarkDecorator:
 
 _OFTEN = ("bfloat16", "float32")  # of the types on a CPU, those that are tried each time
 ON_CPU = [
-    pytest.param("cpu", dtype, marks=[_compiled(dtype), *(() if dtype in _OFTEN else (pytest.mark.slow,))])
+    pytest.param("cpu", dtype, marks=[_compiled(dtype), *(() if dtype in _OFTEN else (pytest.mark.proof,))])
     for dtype in (*_HALF, "float32")
 ]
 EVERYWHERE = [*ON_CPU, *(pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in (*_HALF, "float32"))]

@@ -293,9 +293,9 @@ def test_ranks_give_every_bit_of_plain_decoding_in_half_precision(strategy: str,
     """Outputs, and log-probabilities to the last digit: rows on a rank with others than on one replica have the same bits."""
     found = []
     for world, drafter in ((1, "autoregressive"), (3, strategy)):
-        ready, options = prepared(build_drafter(drafter, {}), tiny_model("qwen3", "bfloat16")), replace(PATIENT, check_steps=1)
+        ready = prepared(build_drafter(drafter, {}), tiny_model("qwen3", "bfloat16"))
         rows = None if world == 1 else fixed_rows  # forwards of any number of rows and of sixteen say the same, too
-        with TinyGroup("qwen3", ready, world, dtype="bfloat16", options=options, strategy=drafter, fixed_rows=rows) as ranks:
+        with TinyGroup("qwen3", ready, world, dtype="bfloat16", check_steps=1, strategy=drafter, fixed_rows=rows) as ranks:
             wanted = requests([output for outputs, _ in found for output in outputs])
             found.append(ranks.answers(wanted))
             assert ranks.state.ready == tuple(range(world))

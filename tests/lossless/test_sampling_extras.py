@@ -164,6 +164,8 @@ def test_rules_change_the_output(engines: dict[str, Engine]) -> None:
         assert generate(engines["llma"], params_of(case))[0] != plain, case
     lengths = [len(output) for output in generate(engines["llma"], params_of("min_tokens"))[0]]
     assert min(lengths) > 20 and min(len(o) for o in generate(engines["llma"], params_of("min_tokens", min_tokens=0))[0]) < 20
+    ending = SamplingParams(max_tokens=MAX_TOKENS, min_tokens=5, logit_bias=((0, 100.0),))  # the end token as soon as it may come
+    assert {len(output) for output in generate(engines["llma"], ending)[0]} == {6}
 
 
 @pytest.mark.slow

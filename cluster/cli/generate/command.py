@@ -97,6 +97,7 @@ def generate(
     except ValueError as error:
         fail_input(str(error))
     stdout = sys.stdout
+    # stdout holds results only, so that a pipe can read them.
     with contextlib.redirect_stdout(sys.stderr), _engine(settings) as engine:  # Ray prints the output of its processes
         started = time.perf_counter()
         for record in _run(engine, records, params, chat):
@@ -385,12 +386,17 @@ def _speculation(config: Config, flags: Mapping[str, Any]) -> SpeculationOptions
     options = config.speculation.options if strategy == config.speculation.strategy else {}
     drafted = flags.get("max_draft_tokens", config.speculation.max_draft_tokens)
     draft_model = flags.get("draft_model", config.speculation.draft_model)
+    options = {**options, **pairs(flags.get("option") or ())}
+    if options:  # refuse a wrong one before the model is loaded
+        from outrider.decoding.drafters.registry import build_drafter
+
+        build_drafter(strategy, options)
     return dataclasses.replace(
         config.speculation,
         strategy=strategy,
         max_draft_tokens=drafted,
         as_published=flags.get("as_published", config.speculation.as_published),
-        options={**options, **pairs(flags.get("option") or ())},
+        options=options,
         strategies=(),
         draft_model=None if draft_model is None else find_model(draft_model),
         exact=flags.get("exact", config.speculation.exact),

@@ -73,10 +73,9 @@ def _end_token(config: Path) -> str:
 
 
 def read_known_texts(path: Path, tokenizer: TextTokenizer, max_tokens: int | None, limit: int | None = None) -> list[KnownText]:
-    """Return up to ``limit`` records of a workload file, each with its output and one end token.
+    """Return up to ``limit`` records of a workload file, each with its output and one end token, cut to ``max_tokens``.
 
     Raises ``PromptFileError`` if the file cannot be read, or a record has no ``output`` or a prompt without tokens.
-    ``max_tokens`` cuts outputs, including the end token.
     """
     records = read_prompts(path)[:limit]
     for number, record in enumerate(records, start=1):

@@ -31,15 +31,13 @@ def pairs(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def chosen_strategies(texts: list[str] | None) -> list[StrategyChoice]:
-    """Return the requested strategies, or all of them with defaults; each is built once as a check.
-
-    Raises ValueError: see ``parse_strategy`` and ``StrategyChoice.build``; or a strategy was given twice.
-    """
+    """Return the requested strategies, or all with defaults. Raises ValueError: unknown, with a wrong option, or given twice."""
     choices = [parse_strategy(text) for text in texts or STRATEGIES]
     labels = [choice.label for choice in choices]
     for label in labels:
         if labels.count(label) > 1:
             raise ValueError(f"--strategy {label} was given twice")
+    # Built once as a check: a wrong option is an error before the first measurement.
     for choice in choices:
         choice.build()
     return choices

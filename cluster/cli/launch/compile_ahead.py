@@ -1,8 +1,7 @@
-"""Ahead-of-time compilation: ``python -m cluster.cli.launch.compile_ahead``, the last step of ``make install``.
+"""Ahead-of-time compilation: ``python -m cluster.cli.launch.compile_ahead``, the last step of ``make install``."""
 
-Compiled code does not depend on the model: every strategy runs once on a tiny model with random weights, and the code is cached
-in ``decoding.jit.cache_folder``; with ``--image``, in ``decoding.jit.IMAGE``, for each kind of this processor and weight type.
-"""
+# Compiled code does not depend on the model: every strategy runs once on a tiny model with random weights, and the code is cached
+# in `decoding.jit.cache_folder`; with `--image`, in `decoding.jit.IMAGE`, for each kind of this processor and weight type.
 
 from __future__ import annotations
 
@@ -99,6 +98,7 @@ def _compile(all_types: bool) -> None:
         _make_model(Path(folder))
         model = ModelOptions(folder, device="cpu", dtype="bfloat16")  # the weights are initialized in float32
         _run_engine(model, PLAIN, ())
+        # Now the engine drafts, too: its drafters' code is in the cache only when the other process has ended.
         drafts.wait()
         _run_engine(model, "auto", tuple(name for name in STRATEGIES if name not in ("auto", PLAIN)))
         others: tuple[dict[str, Any], ...] = ({"dtype": "float32"}, {"weights": "int8"}, {"weights": "int4"})

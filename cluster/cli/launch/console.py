@@ -101,6 +101,7 @@ class StopSignals:
         signal.alarm(0)  # cancel the alarm of Ray's C++ handler, which aborts the process 3 s after SIGTERM
         # Ray's processes get SIGHUP, too, and end.
         if self.requested or number == signal.SIGHUP:
+            # The second signal, or SIGHUP: nothing is stopped in order any more.
             kill_children()
             self._folder.end()
             os._exit(128 + number)

@@ -81,6 +81,7 @@ def check_port(host: str, port: int, name: Literal["", "admin_"] = "") -> None:
     """Raise LaunchError unless a server can listen there; ``name`` prefixes the keys in messages, ``server.{name}port``."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
+        # Like the server's socket: a port that was just closed counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -65,8 +65,7 @@ _WORDED_FOR_USERS = {"GroupError", "ModelLoadError", "RequestError", "ConfigErro
 def serve_until_stopped(config: Config, instead: str | None = None, as_json: bool = False) -> None:
     """Start everything, print the address, and block until SIGINT or SIGTERM; then stop everything that was started.
 
-    Call it in the main thread: it installs signal handlers. A signal before the service is ready ends the process with exit code
-    128 plus its number. ``instead`` is served if the configured model cannot be fetched. Raises LaunchError.
+    Call it in the main thread. ``instead`` is served if the configured model cannot be fetched. Raises LaunchError.
     """
     say = Progress(as_json)
     try:
@@ -74,6 +73,7 @@ def serve_until_stopped(config: Config, instead: str | None = None, as_json: boo
     except OSError as error:
         raise LaunchError(str(error)) from None
     signals = StopSignals(say, folder)
+    # Python allows this in the main thread only.
     signals.install()
     if config.server.ray_address is None:
         for name, value in SERVE_SETTINGS.items():
@@ -109,6 +109,7 @@ def serve_until_stopped(config: Config, instead: str | None = None, as_json: boo
                 raise
     say("stopped")
     if not is_ready:
+        # The exit code that a shell shows for a process that the signal ended.
         raise SystemExit(128 + signals.requested)
 
 

@@ -24,7 +24,7 @@ from outrider.cluster.http.answers.logprobs import TokenBytes
 from outrider.cluster.http.errors import ApiError
 from outrider.cluster.http.turns import Turns
 from outrider.cluster.http.types.strict import Text
-from outrider.cluster.observe.audit import Audit, Auditor, Difference, Forget, Result, Served, keeps_nothing
+from outrider.cluster.observe.audit import Audit, Auditor, Forget, Result, Served, keeps_nothing
 from outrider.cluster.observe.shadow import Shadow
 from outrider.cluster.serving.cache_port import CacheAdminPort, answered
 from outrider.engine.measures.metrics import sum_counts
@@ -68,7 +68,7 @@ class AdminService:
         """Return the cache size of each tenant and the replicas' counters; ``error`` is set if Redis does not answer."""
         port = self._allowed(request)
         replicas = await self.replicas()
-        mirrors = [replica.cache for replica in replicas]
+        cache_clients = [replica.cache for replica in replicas]
         tenants: Sequence[TenantStats] = ()
         error = None
         try:
@@ -78,7 +78,7 @@ class AdminService:
             error = str(refusal)
         return {
             "tenants": [dataclasses.asdict(entry) for entry in tenants],
-            "replicas": [dataclasses.asdict(counts) for counts in mirrors if counts is not None],
+            "replicas": [dataclasses.asdict(counts) for counts in cache_clients if counts is not None],
             "prefix_queries": sum(replica.counts.prefix_queries for replica in replicas),
             "prefix_hits": sum(replica.counts.prefix_hits for replica in replicas),
             "strategies": [dataclasses.asdict(counts) for counts in sum_counts(replica.strategies for replica in replicas)],
@@ -119,6 +119,7 @@ class AdminService:
 
     async def delete_tenant(self, request: Request, tenant: str) -> dict[str, Any]:
         """Delete a tenant's texts and audit records."""
+        # Checks the admin key, and works without a shared cache, which `_allowed` requires.
         await self._forget(request, tenant)
         port = self._allowed(request)
         with answered():
@@ -222,7 +223,7 @@ class AuditService:
     async def counters(self, request: Request) -> dict[str, Any]:
         """Return the results of all audits since the start, and the latest audits that found a difference."""
         auditor = self._allowed(request)
-        differences = [self._told(found) for found in auditor.differences()]
+        differences = [self._as_json(found) for found in auditor.differences()]
         return {"kept": auditor.num_kept, "audits": auditor.counts(), "last_differences": differences}
 
     async def run(self, request: Request) -> Response:
@@ -239,31 +240,21 @@ class AuditService:
         for one in served:
             found = await auditor.audit(one)
             results[found.result] += 1
-            yield json.dumps(self._told(found)) + "\n"
+            yield json.dumps(self._as_json(found)) + "\n"
         yield json.dumps({"summary": {result.value: results[result] for result in Result if result is not Result.DROPPED}}) + "\n"
 
-    def _told(self, found: Audit) -> dict[str, Any]:
-        told: dict[str, Any] = {
+    def _as_json(self, found: Audit) -> dict[str, Any]:
+        fields: dict[str, Any] = {
             "request": found.request_id, "strategy": found.strategy, "result": found.result.value, "tokens": found.tokens,
         }  # fmt: skip
         if found.detail is not None:
-            told["detail"] = found.detail
+            fields["detail"] = found.detail
         if found.difference is not None:
-            told["difference"] = self._difference(found.difference)
-        return told
+            fields["difference"] = found.difference.as_dict(self._token)
+        return fields
 
-    def _difference(self, found: Difference) -> dict[str, Any]:
-        return {
-            "position": found.position,
-            "served": self._token(found.served, found.served_logprob),
-            "plain": self._token(found.plain, found.plain_logprob),
-            "gap": found.gap,
-        }
-
-    def _token(self, token: int | None, logprob: float | None) -> dict[str, Any] | None:
-        if token is None:
-            return None
-        return {"id": token, "text": self.token_bytes(token).decode("utf-8", "backslashreplace"), "logprob": logprob}
+    def _token(self, token: int) -> dict[str, Any]:
+        return {"id": token, "text": self.token_bytes(token).decode("utf-8", "backslashreplace")}
 
     def _allowed(self, request: Request) -> Auditor:
         self.tenancy.check_admin(request.headers.get("authorization"))
@@ -293,6 +284,7 @@ class BaselineService:
 async def read_body(request: Request, limit: int, advice: str = "") -> bytes:
     """Return the body. Raises ``ApiError`` (413) as soon as it is known to exceed ``limit`` bytes."""
     too_long = ApiError(413, f"the body is longer than {limit} bytes{advice}", code="body_too_long")
+    # A client may declare less than it sends, or nothing: the received bytes are counted as well.
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared) > limit:
         raise too_long

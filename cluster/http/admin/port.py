@@ -44,6 +44,7 @@ class AdminPort:
         server = _Server(config)
         task = asyncio.create_task(server.serve(sockets=[self._socket]))
         try:
+            # The task ends before the start if the server cannot start: then waiting would last forever.
             while not server.started and not task.done():
                 await asyncio.sleep(_POLL_S)
             yield

@@ -1,13 +1,13 @@
-"""Parser of GPT-OSS's harmony format: messages in channels, split into reasoning, text and function calls.
+"""Parser of GPT-OSS's harmony format: messages in channels, split into reasoning, text and function calls."""
 
-A message is ``<|channel|>NAME<|message|>TEXT``, ended by ``<|end|>`` or the end of the output; the next one begins with
-``<|start|>assistant``. The part before ``<|message|>`` is the header. It may name a recipient (``to=functions.look``), before or
-after the channel, and the type of the text (https://cookbook.openai.com/articles/openai-harmony).
-"""
+# A message is `<|channel|>NAME<|message|>TEXT`, ended by `<|end|>` or the end of the output; the next one begins with
+# `<|start|>assistant`. The part before `<|message|>` is the header. It may name a recipient (`to=functions.look`), before or
+# after the channel, and the type of the text (https://cookbook.openai.com/articles/openai-harmony).
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Literal
 
 from outrider.cluster.http.answers.reasoning import Thought
@@ -29,10 +29,7 @@ Kind = Literal["thought", "text", "call", "dropped"]
 
 
 class HarmonyReader:
-    """Incremental parser of harmony output.
-
-    The channel ``analysis`` is reasoning, a message to a function is a call, and any other message is text. Malformed output,
-    for example without ``<|message|>``, is text. A blank line separates messages of the same kind.
+    """Incremental parser of harmony output: channel ``analysis`` is reasoning, a message to a function a call, the rest text.
 
     Example: ``push("<|channel|>analysis<|message|>Two")`` gives ``[Thought("Two")]``, and then
     ``push("<|end|><|start|>assistant to=functions.f<|channel|>commentary json<|message|>{")`` gives
@@ -42,14 +39,18 @@ class HarmonyReader:
     is_over = False  # reasoning may follow at any time
     has_thought = False
 
-    def __init__(self, begins_within: bool | None, reads_calls: bool = False, most: int | None = None) -> None:
+    def __init__(
+        self, begins_within: bool | None, reads_calls: bool = False, most: int | None = None, names: Collection[str] = ()
+    ) -> None:
         """Set the state at the end of the prompt.
 
         Args:
             begins_within: true if the prompt ends in channel ``analysis``, false for ``final``; None: before a header.
             reads_calls: parse messages to functions as calls instead of text.
             most: maximum calls to report, later ones are dropped; None for no limit.
+            names: of the tools; messages to other functions are text. Empty for any.
         """
+        self._names = names
         self._kind: Kind | None = None if begins_within is None else "thought" if begins_within else "text"  # None in a header
         self._reads_calls, self._most, self._calls = reads_calls, most, 0
         self._held = self._header = ""
@@ -69,6 +70,7 @@ class HarmonyReader:
             before, self._held = self._held[: mark.start()], self._held[mark.end() :]
             self._take(before, found)
             self._end(mark[0], found)
+        # The end of the text may be the beginning of a mark: hold it back.
         place = self._held.rfind("<")
         unsure = place >= 0 and any(mark.startswith(self._held[place:]) for mark in _MARKS)
         sure, self._held = (self._held[:place], self._held[place:]) if unsure else (self._held, "")
@@ -88,6 +90,7 @@ class HarmonyReader:
         if self._kind is not None:
             self._say(text, found)
             return
+        # Malformed output is text: a header that is too long, or does not begin like one.
         room = _LONGEST - len(self._header)
         self._header, rest = self._header + text[:room], text[room:]
         if _MARK.search(self._header) is None and not (
@@ -115,7 +118,7 @@ class HarmonyReader:
         """Begin the text of a message, after its complete header."""
         recipient = _RECIPIENT.search(self._header)
         name = recipient[1].removeprefix("functions.") if recipient and recipient[1].startswith("functions.") else ""
-        if name and self._reads_calls:
+        if name and self._reads_calls and (not self._names or name in self._names):
             self._kind = "call" if self._most is None or self._calls < self._most else "dropped"
             if self._kind == "call":
                 self._calls += 1
@@ -144,6 +147,7 @@ class HarmonyReader:
         if kind == "call":
             found.append(Arguments(text))
             return
+        # A blank line separates messages of the same kind.
         if self._is_first and kind in self._said:
             text = f"\n\n{text}"
         self._is_first = False

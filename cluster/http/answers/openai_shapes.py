@@ -8,12 +8,12 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from outrider.cluster.http.answers.logprobs import TokenBytes
-from outrider.cluster.http.answers.pieces import Pauses, to_json, written
+from outrider.cluster.http.answers.pieces import Pauses, event_data, to_json, written
 from outrider.cluster.http.answers.reasoning import Thought
 from outrider.cluster.http.answers.response_extras import ResponseExtras
 from outrider.cluster.http.answers.tool_calls import Arguments, Call, whole_calls
 from outrider.cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
-from outrider.cluster.serving.generation import Generation, GenerationJob
+from outrider.cluster.serving.generation import GenerationJob
 from outrider.decoding.request import StepOutput, StepReport
 from outrider.engine.loading.model_info import ModelInfo
 
@@ -107,6 +107,7 @@ class Answer(BaseModel):
     lossless: bool  # whether the output has the distribution of plain decoding
     choices: list[Choice]
     usage: Usage | None = None
+    unenforced: list[str] | None = None  # keywords of schemas without strict that the answer need not follow; absent if none
     obfuscation: str | None = None  # padding of a chunk, see stream_guard.py
     prompt_token_ids: list[int] | None = None  # chats only, on request, like prompt_logprobs
     prompt_logprobs: list[dict[str, Any] | None] | None = None
@@ -123,7 +124,7 @@ class Answer(BaseModel):
             self.usage = None  # marks the field as set: like OpenAI, chunks before the usage chunk have null
         data = await self.to_json(pauses)
         await pauses.after(len(data))  # the copy below counts as a piece too
-        return f"data: {data.decode()}\n\n"
+        return event_data(data)
 
     @property
     def _is_small(self) -> bool:
@@ -145,6 +146,7 @@ class AnswerBuilder:
         token_bytes: TokenBytes,
         jobs: Sequence[GenerationJob],  # one per choice
         echoes: Sequence[str] = (),  # prompt that the text of each choice begins with; empty without ``echo``
+        left_out: Sequence[str] = (),  # keywords of schemas that are not enforced
     ) -> None:
         self.id, self._model, self._created = answer_id, body.model, created
         self._kind: Literal["chat", "text"] = "chat" if isinstance(body, ChatCompletionRequest) else "text"
@@ -152,6 +154,7 @@ class AnswerBuilder:
         self._cuts: dict[int, str] = {}  # by choice: unsent ``Reported.cut``
         self._lossless = info.is_lossless(body.drafting.strategy, body.drafting.max_draft_tokens)
         self.pauses = Pauses()
+        self._left_out = list(left_out)  # until the first object has it
         self._extras = ResponseExtras(body, jobs, token_bytes, self.pauses, echoes)
         self._steps: dict[int, list[bytes]] = {}  # by choice: unsent step reports as JSON
 
@@ -241,21 +244,14 @@ class AnswerBuilder:
         )
         if usage is not None:
             answer.usage = usage
+        if self._left_out:
+            answer.unenforced, self._left_out = self._left_out, []
         for choice in choices:
             of_choice, of_answer = self._extras.take(choice.index)
             for target, fields in ((choice, of_choice), (answer, of_answer)):
                 for field, value in fields.items():
                     setattr(target, field, value)
         return answer
-
-
-def usage_of(generation: Generation) -> Usage:
-    """Return the token counts of a generation so far."""
-    prompt, completion = generation.prompt_tokens, generation.completion_tokens
-    details = PromptTokensDetails(cached_tokens=generation.cached_tokens)
-    return Usage(
-        prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion, prompt_tokens_details=details
-    )
 
 
 def reported_step(report: StepReport) -> bytes:

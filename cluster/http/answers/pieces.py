@@ -21,6 +21,18 @@ to_json: Callable[[Any], bytes] = functools.partial(pydantic_core.to_json, inf_n
 _TURNS: WeakKeyDictionary[AbstractEventLoop, Lock] = WeakKeyDictionary()
 
 
+def event_data(data: bytes) -> str:
+    """Return the ``data:`` field of a server-sent event, for JSON.
+
+    U+0085, U+2028 and U+2029, which JSON allows in strings, are escaped: many clients take them for ends of lines.
+    """
+    text = data.decode()
+    if not text.isascii():
+        for character in "\x85\u2028\u2029":
+            text = text.replace(character, f"\\u{ord(character):04x}")
+    return f"data: {text}\n\n"
+
+
 class Pauses:
     """Counter of the work on one response, which yields to the event loop after each piece."""
 

@@ -33,7 +33,6 @@ class Predicted:
 class PredictionMatch:
     """Counter of predicted tokens that the output contains in order: their longest common subsequence.
 
-    Hyyrö's bit-vector algorithm (Bit-parallel LCS-length computation revisited, AWOCA 2004): one bit per predicted token.
     Example: of the prediction ``a b c d`` the answer ``a x c d e`` holds ``a c d``: three accepted, one rejected.
     """
 
@@ -47,6 +46,8 @@ class PredictionMatch:
         for token in tokens:
             if places := self._prediction.places(token):
                 matched = row & places
+                # Hyyrö's bit-vector algorithm (Bit-parallel LCS-length computation revisited, AWOCA 2004): one bit per predicted
+                # token.
                 row = (row + matched | row - matched) & self._all
         self._row = row
 

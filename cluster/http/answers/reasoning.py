@@ -37,8 +37,6 @@ class Reader(Protocol):
 class ReasoningReader:
     """Incremental parser of reasoning at the beginning of the output.
 
-    The tags and the whitespace around them are dropped, as chat templates do for earlier messages.
-
     Example: ``push("<think>Two and two")`` gives ``[Thought("Two and two")]``, and then ``push(" is four.</think>\\n\\n4")``
     gives ``[Thought(" is four."), "4"]``.
     """
@@ -62,6 +60,7 @@ class ReasoningReader:
             return [text] if text else []
         self._held += text
         found: list[str | Thought] = []
+        # The tags and the whitespace around them are dropped, as chat templates do for earlier messages.
         if self.is_within is None:
             bare, opening = self._held.lstrip(), self._tags.opening
             if bare.startswith(opening):

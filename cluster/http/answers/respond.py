@@ -12,7 +12,13 @@ from fastapi.responses import Response, StreamingResponse
 from outrider.cluster.http import errors
 from outrider.cluster.http.answers.harmony import HarmonyReader
 from outrider.cluster.http.answers.logprobs import TokenBytes
-from outrider.cluster.http.answers.openai_shapes import Answer, AnswerBuilder, CompletionTokensDetails, Usage, usage_of
+from outrider.cluster.http.answers.openai_shapes import (
+    Answer,
+    AnswerBuilder,
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    Usage,
+)
 from outrider.cluster.http.answers.pieces import Pauses
 from outrider.cluster.http.answers.predicted import Predicted, PredictionMatch
 from outrider.cluster.http.answers.reasoning import ReasoningReader, ReasoningTokens, Thought
@@ -44,7 +50,9 @@ class ReasoningFormat:
         """Return a new parser for one choice; that of harmony parses calls too."""
         if self.tags is not HARMONY:
             return ReasoningReader(self.tags, self.begins_within)
-        return HarmonyReader(self.begins_within, calls is not None, None if calls is None else calls.most)
+        if calls is None:
+            return HarmonyReader(self.begins_within)
+        return HarmonyReader(self.begins_within, True, calls.most, calls.schemas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +131,9 @@ class ChoiceReader:
         return found
 
     def reason(self, reason: FinishReason | None) -> Any:
-        """Return OpenAI's finish reason of the choice."""
-        return "tool_calls" if self._called and reason is FinishReason.STOP else reason
+        """Return OpenAI's finish reason of the choice: ``stop`` if a stop string cut a call's arguments."""
+        is_cut = self._calls is not None and self._calls.is_within
+        return "tool_calls" if self._called and not is_cut and reason is FinishReason.STOP else reason
 
 
 async def respond(answer: AnswerBuilder, generation: Generation, form: ResponseForm) -> Response:
@@ -183,15 +192,20 @@ async def _events(
         if include_usage and (event := await form.event(answer.usage(usage_so_far(generation, readers)), answer.pauses)):
             yield event
         yield "data: [DONE]\n\n"
-    except Exception as error:  # noqa: BLE001  # told_error logs it
+    except Exception as error:  # noqa: BLE001  # logged_error logs it
         yield shape.pad(f"data: {json.dumps(errors.logged_error(error, 'a stream broke off').body())}\n\n")
     finally:
+        # Also when the client has left: the slots must be freed.
         await outputs.aclose()
         await generation.__aexit__()
 
 
 def usage_so_far(generation: Generation, readers: Sequence[ChoiceReader]) -> Usage:
-    usage = usage_of(generation)
+    """Return the token counts and the energy of a generation so far; each choice has a reader."""
+    prompt, completion = generation.prompt_tokens, generation.completion_tokens
+    cached = PromptTokensDetails(cached_tokens=generation.cached_tokens)
+    total = prompt + completion
+    usage = Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=total, prompt_tokens_details=cached)
     matches = [reader.match for reader in readers if reader.match is not None]
     reasoned = [reader.reasoned.count for reader in readers if reader.reasoned is not None]
     details: dict[str, int] = {"reasoning_tokens": sum(reasoned)} if reasoned else {}

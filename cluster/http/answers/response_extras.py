@@ -108,6 +108,7 @@ class ResponseExtras:
 def _parts(entries: Sequence[TokenLogprob], count: int | None) -> Iterator[tuple[Sequence[TokenLogprob], int]]:
     """Yield slices of entries of about ``PIECE`` bytes of JSON, and their sizes, with ``count`` or all alternatives."""
     size = _ALTERNATIVE * (1 + len(entries[0].top[:count])) if entries else 1
+    # Entries are converted in slices, between which the event loop runs.
     step = max(1, PIECE // size)
     for start in range(0, len(entries), step):
         part = entries[start : start + step]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Literal
@@ -12,14 +13,16 @@ from pydantic import BaseModel
 
 from outrider.cluster.http import errors
 from outrider.cluster.http.answers.openai_shapes import Reported, Usage, reported_step
-from outrider.cluster.http.answers.pieces import Pauses, written
+from outrider.cluster.http.answers.pieces import Pauses, event_data, written
 from outrider.cluster.http.answers.reasoning import Thought
 from outrider.cluster.http.answers.respond import OUTPUT, STREAM_HEADERS, ChoiceReader, Part, ResponseForm, usage_so_far
 from outrider.cluster.http.answers.tool_calls import Arguments, Call
-from outrider.cluster.http.types.responses import ResponsesRequest, response_fields
+from outrider.cluster.http.types.responses import ResponsesRequest, own_name, response_fields
 from outrider.cluster.serving.generation import Generation
 from outrider.decoding.request import FinishReason, StepOutput
 from outrider.engine.loading.model_info import ModelInfo
+
+logger = logging.getLogger(__name__)
 
 # By item type: prefix of its ids, and name of its content events.
 _KINDS = {
@@ -49,18 +52,23 @@ class ResponseObject(BaseModel):
     incomplete_details: dict[str, str] | None
     error: dict[str, str] | None
     usage: dict[str, Any] | None
+    unenforced: list[str] | None = None  # same as in chats
     speculation: Reported | None = None  # draft report, on request
 
 
 class ResponseBuilder:
     """Builder of one response. Its methods yield the events of each part, which callers without streaming discard."""
 
-    def __init__(self, answer_id: str, created: int, body: ResponsesRequest, info: ModelInfo) -> None:
+    def __init__(
+        self, answer_id: str, created: int, body: ResponsesRequest, info: ModelInfo, left_out: Sequence[str] = ()
+    ) -> None:
         self.id = answer_id
         self._fields = {
             "id": answer_id, "object": "response", "created_at": created, "model": info.served_name,
             "lossless": info.is_lossless(body.drafting.strategy, body.drafting.max_draft_tokens), **response_fields(body),
         }  # fmt: skip
+        if left_out:
+            self._fields["unenforced"] = [own_name(path) for path in left_out]
         self._output: list[Item] = []
         self._is_open = False  # whether the last item is unfinished
         self._texts: list[str] = []  # texts of the open item
@@ -121,6 +129,11 @@ class ResponseBuilder:
             yield from self._begin_item("message")
         yield from self._end_item("completed" if ending == "completed" else "incomplete")
         yield self._event(f"response.{ending}", response=self.response(ending, usage, error))
+
+    def failure(self, usage: Usage | None, error: errors.ApiError) -> Event:
+        """Return the last event of a failed response, without output."""
+        self._output, self._steps = [], []
+        return self._event("response.failed", response=self.response("failed", usage, error))
 
     def _begin_item(self, kind: str, **fields: str) -> Iterator[Event]:
         item: Item = {
@@ -203,22 +216,36 @@ async def _events(
                 yield form.shape.pad(await _sent(event, answer.pauses))
         for event in answer.end(ending, usage_so_far(generation, [reader])):
             yield form.shape.pad(await _sent(event, answer.pauses))
-    except Exception as error:  # noqa: BLE001  # told_error logs it
-        told = errors.logged_error(errors.renamed(error), "a stream broke off")
-        for event in answer.end("failed", usage_so_far(generation, [reader]), told):
-            yield form.shape.pad(await _sent(event, answer.pauses))
+    except Exception as error:  # noqa: BLE001  # logged_error logs it
+        reported = errors.logged_error(errors.renamed(error), "a stream broke off")
+        # The HTTP status has been sent, so the failure has to be an event.
+        for sent in await _failed(answer, usage_so_far(generation, [reader]), reported):
+            yield form.shape.pad(sent)
     finally:
         await outputs.aclose()
         await generation.__aexit__()
 
 
+async def _failed(answer: ResponseBuilder, usage: Usage, error: errors.ApiError) -> list[str]:
+    """Return the last events of a failed response; only ``response.failed``, without output, if the output cannot be written."""
+    try:
+        return [await _sent(event, answer.pauses) for event in answer.end("failed", usage, error)]
+    except Exception:
+        logger.exception("the output of a failed response cannot be written")
+        return [await _sent(answer.failure(usage, error), answer.pauses)]
+
+
 async def _sent(event: Event, pauses: Pauses) -> str:
     data = await written(event, pauses, _json) if "response" in event else _json(event)
-    return f"event: {event['type']}\ndata: {data.decode()}\n\n"
+    return f"event: {event['type']}\n{event_data(data)}"
 
 
 def _json(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    try:
+        return text.encode()
+    except UnicodeEncodeError:  # a lone surrogate
+        return json.dumps(value, separators=(",", ":")).encode()
 
 
 def _beside(kind: str) -> Event:

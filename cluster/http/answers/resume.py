@@ -1,14 +1,13 @@
 """Resumption of interrupted streams with SSE event ids: the client sends the last id back in ``Last-Event-ID``.
 
-Outputs are a function of prompt, parameters and seed. So an event id holds all that any API process needs, and the server stores
-nothing: the response id, from which the seed and the ids of tool calls follow, and the amount sent of each choice. The response
-is generated again from its beginning, and the part that was sent is skipped. The amounts are in units that do not depend on the
-division into steps, and have a checksum: if the text differs, the stream ends with an error. Streams of other models are refused.
-The id ends with a signature by a key of the API processes, so that clients cannot make ids.
-
 Example: ``chatcmpl-6f...e2.1764000000.91c3a0d2b47f65e8.5d10f3a7.0.2f-5ab1c3d4-c-0-1.SIGNATURE``: 47 characters and 12
 log-probabilities of the only choice, and its role.
 """
+
+# Outputs are a function of prompt, parameters and seed. So an event id holds all that any API process needs, and the server
+# stores nothing: the response id, from which the seed and the ids of tool calls follow, and the amount sent of each choice. The
+# response is generated again from its beginning, and the part that was sent is skipped. The amounts are in units that do not
+# depend on the division into steps, and have a checksum: if the text differs, the stream ends with an error.
 
 from __future__ import annotations
 
@@ -104,6 +103,7 @@ class ResumePoint:
         found = _ID.fullmatch(event_id)
         if found is None or not found["answer"].startswith(prefix):
             raise _wrong("it is not an event id of this route: send the last received id unchanged, or leave it out")
+        # Only ids that an API process signed are accepted; the comparison's time reveals no part of a signature.
         if not hmac.compare_digest(found["signature"] or "", signature_of(found["signed"], self.key)):
             message = "its signature does not match this server's key (OUTRIDER_CACHE_SECRET must be the same for all "
             raise _wrong(
@@ -124,6 +124,7 @@ class ResumePoint:
     def events(self, jobs: Sequence[GenerationJob], info: ModelInfo, paced: bool) -> EventIds | None:
         """Return the generator of event ids, one job per choice; None without ids. Raises ``ApiError`` if not resumable."""
         model = hashlib.blake2b(f"{info.model_revision} {info.tokenizer_revision}".encode(), digest_size=4).hexdigest()
+        # Another model writes another text, to which the amounts do not apply.
         if self.sent and self.model != model:
             message = f"{HEADER}: the model was replaced after this stream began: send the request again without it"
             raise ApiError(400, message, param=HEADER, code="resumed_otherwise")
@@ -169,10 +170,7 @@ class EventIds:
         self._choices = [_ChoiceFilter(sent, paced) for sent in beginning.sent or [SentOfChoice()] * choices]
 
     def rest(self, chunk: Answer) -> Answer | None:
-        """Remove content that was sent before from the next chunk, in place; return None if nothing is left.
-
-        Raises ApiError: the choice differs from the content that was sent.
-        """
+        """Remove content that was sent before from a chunk, in place; None if nothing is left. Raises ApiError if it differs."""
         if not chunk.choices:
             had_usage, self._has_usage = self._has_usage, True
             return None if had_usage else chunk

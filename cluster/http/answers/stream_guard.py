@@ -1,14 +1,14 @@
 """Padding and cadence of streams, so that sizes and times of packets do not reveal their content.
 
-An observer of encrypted packets sees their times and sizes. With speculative decoding both follow the number of accepted tokens,
-and this sequence has been shown to identify prompts (https://arxiv.org/abs/2411.01076). Two guards, alone or together (``both``):
-
 * ``cadence``: one chunk per period, empty if there are no new tokens. This hides when steps end.
 * ``pad``: each event is padded to a multiple of some bytes by ``obfuscation``, a field of random characters like OpenAI's.
 
 Example: with 100 ms and 512 bytes, 3 + 5 tokens that came in two steps within a period leave as one chunk of 512 bytes, and so
 do none. What is left to see is how long the answer takes, and a chunk with so much text that it needs another 512 bytes.
 """
+
+# An observer of encrypted packets sees their times and sizes. With speculative decoding both follow the number of accepted
+# tokens, and this sequence has been shown to identify prompts (https://arxiv.org/abs/2411.01076).
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from outrider.configs.slices import ServerOptions
 from outrider.decoding.request import StepOutput, merge_outputs
 
 Outputs = AsyncGenerator[tuple[int, StepOutput], None]  # (index of the choice, output)
+PERIOD_S = 0.1  # cadence: time between two chunks
+PAD_BYTES = 512  # pad: lengths of events are multiples of it
 _FIELD = ',"obfuscation":"'
 _TAIL = "}\n\n"
 
@@ -88,8 +90,8 @@ class StreamGuard:
     """Stream guard of the server, applied to requests."""
 
     def __init__(self, server: ServerOptions) -> None:
-        guard, self._pad_bytes = server.stream_guard, server.stream_pad_bytes
-        self._period_s = server.stream_period_s if guard in ("cadence", "both") else None
+        guard = server.stream_guard
+        self._period_s = PERIOD_S if guard in ("cadence", "both") else None
         self._pads, self._is_on = guard in ("pad", "both"), guard != "none"
 
     def shape(self, body: CompletionFields) -> StreamShape:
@@ -102,4 +104,4 @@ class StreamGuard:
             raise ApiError(400, message, param="speculation.report", code="unsupported_parameter")
         requested = None if body.stream_options is None else body.stream_options.include_obfuscation
         pads = self._pads if requested is None else requested
-        return StreamShape(self._period_s, self._pad_bytes if pads else None)
+        return StreamShape(self._period_s, PAD_BYTES if pads else None)

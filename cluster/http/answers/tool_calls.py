@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from outrider.cluster.http.answers.reasoning import held_back
+from outrider.cluster.http.answers.tool_values import as_written, dumped, items_of, loaded, members_of, value_json
 from outrider.engine.text.chat_format import CALL_MARKS, CallForm
 
 OPENING, CLOSING = CALL_MARKS["hermes"]
@@ -52,32 +52,59 @@ def whole_calls(parts: Sequence[Any]) -> list[Call]:
     return [replace(call, arguments="".join(texts)) for call, texts in found]
 
 
-class _Taken(NamedTuple):
+class _Parsed(NamedTuple):
     """Parsed text after an opening mark, or after the arguments of a call."""
 
     calls: list[Call]  # empty if the text is not a call
     length: int  # parsed characters
     is_begun: bool = False  # whether the arguments of the last call follow
-    goes_on: bool = False  # whether more of the list that contains the call follows
+    is_continued: bool = False  # whether more of the call's form follows: its closing mark, or the next call of a list
+
+
+class _CallStart(NamedTuple):
+    """Start of a possible call in a text."""
+
+    shown: int  # end of the text before it
+    rest: int  # end of its opening mark
+    is_marked: bool
 
 
 class _Objects:
-    """Base class for calls ``{"name": NAME, "arguments": {...}}``. In this order of keys, arguments are streamed."""
+    """Base class for calls that are JSON objects, ``{"name": NAME, "arguments": {...}}``, with the name of a tool.
+
+    If an object has its keys in this order, its arguments are streamed; otherwise it is parsed when it is complete. In both cases
+    the arguments are reported as the model wrote them.
+    """
 
     _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\<]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-    opening: str
+    openings: tuple[str, ...]
     _is_open = False  # whether the end of the object follows, after the arguments
+    _scan: _JsonScan | None = None
 
     def __init__(self, schemas: Schemas) -> None:
         self._schemas = schemas
 
-    def _begun(self, rest: str, start: int) -> _Taken | None:
+    def begin(self, held: str) -> _CallStart | None:
+        """Return the first opening mark; None if there is none."""
+        place = held.find(self.openings[0])
+        return None if place < 0 else _CallStart(place, place + len(self.openings[0]), True)
+
+    def _begun(self, rest: str, start: int) -> _Parsed | None:
         """Parse the beginning of a call at ``start``, up to its arguments; None if it does not match or is incomplete."""
         head = self._HEAD.match(rest, start)
-        if head is None:
+        if head is None or not self._knows(head[1]):
             return None
-        self._is_open = True
-        return _Taken([Call(head[1], "")], head.end(), is_begun=True)
+        self._scan, self._is_open = None, True
+        return _Parsed([Call(head[1], "")], head.end(), is_begun=True)
+
+    def _whole(self, rest: str, start: int) -> _Parsed | None:
+        """Parse the object or list at ``start``; None if it is incomplete."""
+        self._scan = self._scan or _JsonScan(start)
+        end = self._scan.end(rest)
+        if end is None:
+            return None
+        self._scan, self._is_open = None, False
+        return _Parsed(self._calls_of(rest[start:end]), end)
 
     def _end_of_object(self, text: str) -> int | None:
         """Return the end of the object whose arguments were streamed; None if incomplete, 0 if the text is not its end."""
@@ -89,143 +116,213 @@ class _Objects:
             return _JsonScan(start, depth=1).end(text)
         return start + 1 if bare else None
 
+    def _knows(self, name: str) -> bool:
+        return not self._schemas or name in self._schemas
+
+    def _calls_of(self, source: str) -> list[Call]:
+        """Return the calls of an object, or of a list of objects; empty if any of them is not a call."""
+        items = items_of(source) if source.startswith("[") else [source]
+        calls = [self._call(item) for item in items or ()]
+        return [call for call in calls if call is not None] if None not in calls else []
+
+    def _call(self, source: str) -> Call | None:
+        members = members_of(source)
+        name = loaded((members or {}).get("name", ""))
+        if members is None or not isinstance(name, str) or not name or not self._knows(name):
+            return None
+        arguments = members.get("arguments", members.get("parameters"))
+        if arguments is None:
+            return Call(name, "{}") if len(members) == 1 and self._needs_nothing(name) else None
+        value = loaded(arguments)
+        if isinstance(value, str):  # some models write the object as a string
+            arguments, value = value, loaded(value or "{}")
+        if value is None and arguments.strip() in ("", "null"):
+            return Call(name, "{}")
+        return Call(name, as_written(arguments, value)) if isinstance(value, dict) else None
+
+    def _needs_nothing(self, name: str) -> bool:
+        """Return whether an object without arguments calls a tool."""
+        return not self._schemas.get(name, {}).get("required")
+
 
 class _Hermes(_Objects):
     """Format of Hermes, Qwen and others: ``<tool_call>{JSON}</tool_call>``."""
 
-    opening = OPENING
+    openings: tuple[str, ...] = (OPENING,)
+    _BEHIND = re.compile(r"\s*\}*\s*")  # some models close one bracket too many
 
-    def take(self, rest: str) -> _Taken | None:
+    def take(self, rest: str) -> _Parsed | None:
         """Parse the calls at the beginning of ``rest``, which follows an opening mark; None if more text is needed."""
-        begun = self._begun(rest, len(rest) - len(rest.lstrip()))
-        if begun is not None:
-            return begun
-        inside, closing, _ = rest.partition(CLOSING)
-        if not closing:
+        start = len(rest) - len(rest.lstrip())
+        if start == len(rest):
             return None
-        call = self._parse(inside)
-        return _Taken([] if call is None else [call], len(inside) + len(CLOSING))
+        if rest[start] not in "{[":
+            return _Parsed([], start)
+        parsed = self._begun(rest, start) or self._whole(rest, start)
+        return parsed and parsed._replace(is_continued=bool(parsed.calls))
 
-    def behind(self, text: str) -> _Taken | None:
-        """Parse the text after streamed arguments; None if more text is needed."""
+    def behind(self, text: str) -> _Parsed | None:
+        """Parse the text after a call or its streamed arguments; None if more text is needed."""
         end = self._end_of_object(text)
         if end is None:
             return None
-        bare = text[end:].lstrip()
-        if bare.startswith(CLOSING):
-            return _Taken([], len(text) - len(bare) + len(CLOSING))
-        return None if CLOSING.startswith(bare) else _Taken([], end)
-
-    def _parse(self, inside: str) -> Call | None:
-        return _call(_loaded(inside))
+        surplus = self._BEHIND.match(text, end)
+        closing = end if surplus is None else surplus.end()
+        if text.startswith(CLOSING, closing):
+            return _Parsed([], closing + len(CLOSING))
+        return None if CLOSING.startswith(text[closing:]) else _Parsed([], end)
 
 
 class _Qwen3Coder(_Hermes):
-    """Format of Qwen3-Coder: ``<tool_call><function=NAME><parameter=NAME>VALUE</parameter></function></tool_call>``."""
+    """Format of Qwen3-Coder: ``<tool_call><function=NAME><parameter=NAME>VALUE</parameter></function></tool_call>``.
 
-    # Each tag is on its own line. A value is a string if the tool's schema says so, or if it is not valid JSON.
+    Each tag is on its own line. ``<tool_call>`` may be absent. A value ends at the first ``</parameter>`` that another tag
+    follows, so it may contain such tags. Its type is that of the tool's schema.
+    """
 
-    _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
-    _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+    openings = (OPENING, "<function=")
+    _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>")
+    _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?")
+    _FUNCTION_END = re.compile(rf"\s*(?:</function>|(?={re.escape(CLOSING)}))")
+    _TAG = re.compile(r"<(?:function|parameter)=[^>\n]*")
+    _VALUE_END = "</parameter>"
 
-    def _begun(self, rest: str, start: int) -> _Taken | None:
+    def __init__(self, schemas: Schemas) -> None:
+        super().__init__(schemas)
+        self._arguments: dict[str, str] = {}  # JSON of the parsed values
+        self._at = self._value_at = 0  # end of the parsed text; where to look for the end of the value that begins there
+
+    def begin(self, held: str) -> _CallStart | None:
+        """Return the first ``<tool_call>`` or ``<function=``; None if there is none."""
+        marked, bare = super().begin(held), held.find(self.openings[1])
+        if bare < 0 or (marked is not None and marked.shown < bare):
+            return marked
+        return _CallStart(bare, bare, True)
+
+    def take(self, rest: str) -> _Parsed | None:
+        """Do the same as ``_Hermes.take``."""
+        head = self._FUNCTION.match(rest)
+        if head is None:
+            start = len(rest) - len(rest.lstrip())
+            is_tag = rest.startswith(self.openings[1], start)
+            return None if self._may_be_tag(rest) else _Parsed([], start + is_tag * len(self.openings[1]))
+        if not self._knows(head[1]):
+            return _Parsed([], head.end())
+        self._at = max(self._at, head.end())
+        while (end := self._FUNCTION_END.match(rest, self._at)) is None:
+            parameter = self._PARAMETER.match(rest, self._at)
+            if parameter is None:
+                if self._may_be_tag(rest[self._at :]):
+                    return None
+                parsed = _Parsed([], self._at)
+                self._reset()
+                return parsed
+            value_end = self._end_of_value(rest, max(self._value_at, parameter.end()))
+            if value_end is None:
+                return None
+            value = rest[parameter.end() : value_end]
+            schemas = self._schemas.get(head[1], {}).get("properties", {})
+            schema = schemas.get(parameter[1], {}) if isinstance(schemas, dict) else {}
+            self._arguments[parameter[1]] = value_json(value.removesuffix("\n"), schema, self._schemas.get(head[1], {}))
+            self._at = value_end + len(self._VALUE_END)
+        arguments = ", ".join(f"{dumped(name)}: {value}" for name, value in self._arguments.items())
+        self._reset()
+        return _Parsed([Call(head[1], f"{{{arguments}}}")], end.end(), is_continued=True)
+
+    def _end_of_value(self, rest: str, at: int) -> int | None:
+        """Return the place of the ``</parameter>`` that ends a value, searched from ``at``; None if more text is needed."""
+        while (place := rest.find(self._VALUE_END, at)) >= 0:
+            behind = place + len(self._VALUE_END)
+            if self._PARAMETER.match(rest, behind) or self._FUNCTION_END.match(rest, behind):
+                return place
+            self._value_at = place
+            if self._may_be_tag(rest[behind:]):
+                return None
+            at = behind
+        self._value_at = max(at, len(rest) - len(self._VALUE_END))
         return None
 
-    def _parse(self, inside: str) -> Call | None:
-        function = self._FUNCTION.fullmatch(inside)
-        if function is None:
-            return None
-        name, body, at = function[1], function[2], 0
-        properties = self._schemas.get(name, {}).get("properties", {})
-        arguments: dict[str, Any] = {}
-        while body[at:].strip():
-            parameter = self._PARAMETER.match(body, at)
-            if parameter is None:
-                return None
-            schema = properties.get(parameter[1], {}) if isinstance(properties, dict) else {}
-            arguments[parameter[1]] = _value(parameter[2], schema if isinstance(schema, dict) else {})
-            at = parameter.end()
-        return Call(name, json.dumps(arguments, ensure_ascii=False))
+    def _may_be_tag(self, text: str) -> bool:
+        """Return whether more text may make this the tag of a function or parameter, or the end of a function."""
+        bare = text.lstrip()
+        tags = ("<function=", "<parameter=", "</function>", CLOSING)
+        return any(tag.startswith(bare) for tag in tags) or self._TAG.fullmatch(bare) is not None
+
+    def _reset(self) -> None:
+        self._arguments, self._at, self._value_at = {}, 0, 0
 
 
 class _Json(_Objects):
     """Base class for JSON objects, alone or in a list, after a mark without a closing mark."""
 
-    opening = ""
+    openings = ("",)
     _is_list = False  # whether the objects are in a list
-    _scan: _JsonScan | None = None
 
-    def take(self, rest: str) -> _Taken | None:
+    def take(self, rest: str) -> _Parsed | None:
         """Do the same as ``_Hermes.take``."""
         start = len(rest) - len(rest.lstrip())
         if start == len(rest):
             return None
         if rest[start] == "[":
             inner = rest[start + 1 :].lstrip()
-            taken = self._take_object(rest, len(rest) - len(inner)) if inner else None
-            self._is_list = bool(taken and taken.calls)
-            return taken._replace(goes_on=self._is_list) if taken else None
+            parsed = self._take_object(rest, len(rest) - len(inner)) if inner else None
+            self._is_list = bool(parsed and parsed.calls)
+            return parsed._replace(is_continued=self._is_list) if parsed else None
         self._is_list = False
         return self._take_object(rest, start)
 
-    def behind(self, text: str) -> _Taken | None:
+    def behind(self, text: str) -> _Parsed | None:
         """Do the same as ``_Hermes.behind``; in a list, the next call may follow."""
         end = self._end_of_object(text)
         if end is None:
             return None
         if not self._is_list:
-            return _Taken([], end)
+            return _Parsed([], end)
         bare = text[end:].lstrip()
         if not bare:
             return None
         start = len(text) - len(bare)
         if bare[0] == "]":
-            return _Taken([], start + 1)
+            return _Parsed([], start + 1)
         if bare[0] == ",":
             inner = text[start + 1 :].lstrip()
-            taken = self._take_object(text, len(text) - len(inner)) if inner else None
-            if taken is None or taken.calls:
-                return taken and taken._replace(goes_on=True)
-        return _Taken([], end)
+            parsed = self._take_object(text, len(text) - len(inner)) if inner else None
+            if parsed is None or parsed.calls:
+                return parsed and parsed._replace(is_continued=True)
+        return _Parsed([], end)
 
-    def _take_object(self, rest: str, start: int) -> _Taken | None:
+    def _take_object(self, rest: str, start: int) -> _Parsed | None:
         if rest[start] != "{":
-            return _Taken([], start)
-        begun = self._begun(rest, start)
-        if begun is not None:
-            self._scan = None
-            return begun
-        self._scan = self._scan or _JsonScan(start)
-        end = self._scan.end(rest)
-        if end is None:
-            return None
-        self._scan, self._is_open = None, False
-        call = _call(_loaded(rest[start:end]))
-        return _Taken([] if call is None else [call], end)
+            return _Parsed([], start)
+        return self._begun(rest, start) or self._whole(rest, start)
 
 
 class _Mistral(_Json):
     """Format of Mistral: ``[TOOL_CALLS][{JSON}, ...]``, in newer models ``[TOOL_CALLS]NAME[ARGS]{JSON}`` per call."""
 
-    opening = "[TOOL_CALLS]"
+    openings = ("[TOOL_CALLS]",)
     _NAMED = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\]\w*\s*)?\[ARGS\]\s*(?=\{)")
+    _MAY_BE_NAMED = re.compile(r"\s*[\w.\-]{0,300}\s*(?:\[[A-Z_]*\]?\w*\s*)*")
 
-    def take(self, rest: str) -> _Taken | None:
+    def take(self, rest: str) -> _Parsed | None:
         """Do the same as ``_Hermes.take``."""
         bare = rest.lstrip()
         if not bare or bare[0] in "[{":
             return super().take(rest)
         head = self._NAMED.match(rest)
         if head is None:
-            return None
+            return None if self._MAY_BE_NAMED.fullmatch(rest) else _Parsed([], len(rest) - len(bare))
         self._is_open = self._is_list = False
-        return _Taken([Call(head[1], "")], head.end(), is_begun=True)
+        return _Parsed([Call(head[1], "")], head.end(), is_begun=True) if self._knows(head[1]) else _Parsed([], head.end())
 
 
 class _Llama3(_Json):
     """Format of Llama 3: ``{"name": ..., "parameters": {...}}`` at the start or after ``<|python_tag|>``; more after ``;``."""
 
-    opening = "<|python_tag|>"
+    openings = ("<|python_tag|>",)
+
+    def _needs_nothing(self, name: str) -> bool:
+        return False  # without a mark, the object may be an ordinary answer
 
 
 # Harmony is parsed in harmony.py.
@@ -237,8 +334,9 @@ _FORMS: dict[CallForm, type[_Hermes | _Json]] = {
 class ToolCallReader:
     """Incremental parser of tool calls.
 
-    A call with JSON arguments is reported when its arguments begin, and these are streamed. Text after a mark that is not a call,
-    such as JSON without a ``name``, remains text. Whitespace before a call and at the end of a text with calls is dropped.
+    A call has the form of the model's chat template, the name of one of the tools, and arguments. All other text remains text,
+    also after a mark. A call with JSON arguments is reported when its arguments begin, and these are streamed. Whitespace before
+    a call and at the end of a text with calls is dropped.
 
     Example: ``push("Let me see. <tool")`` gives ``["Let me see."]``, then ``push('_call>{"name": "f", "arguments": {"a"')`` gives
     ``[Call("f", ""), Arguments('{"a"')]``, and ``push(": 1}}</tool_call>")`` gives ``[Arguments(": 1}")]``.
@@ -247,52 +345,64 @@ class ToolCallReader:
     def __init__(
         self, form: CallForm = "hermes", most: int | None = None, schemas: Schemas | None = None, hidden: bool = False
     ) -> None:
-        """Create a parser for one choice and at most ``most`` calls. ``hidden``: the opening mark is a special token."""
-        self._form, self._most, self._mark = _FORMS[form](schemas or {}), most, "" if hidden else _FORMS[form].opening
+        """Create a parser for one choice.
+
+        Args:
+            most: maximum calls to report, later ones are dropped; None for no limit.
+            schemas: of all tools; without them any name is one of a tool.
+            hidden: whether the opening mark is a special token, which is dropped from the text if no call follows.
+        """
+        self._form, self._most, self._is_hidden = _FORMS[form](schemas or {}), most, hidden
         self._is_llama = form == "llama3_json"
         self._held = ""
         self._next = self._is_llama  # whether a call may begin without a mark
         self._scan: _JsonScan | None = None  # set within the arguments of a call
         self._is_behind = False  # whether the text follows arguments, or a call in a list
-        self._is_told = True  # whether the last call was reported
+        self._is_reported = True  # whether the last call was reported
         self.calls = 0  # reported calls
+
+    @property
+    def is_within(self) -> bool:
+        """Return whether the arguments of a call are incomplete."""
+        return self._scan is not None
 
     def push(self, text: str) -> list[str | Call | Arguments]:
         """Parse more text and return the new parts; text and arguments are never empty."""
         self._held += text
         found: list[str | Call | Arguments] = []
         while True:
+            # A call with JSON arguments is reported when its arguments begin, and these are streamed.
             if self._scan is not None:
                 end = self._scan.end(self._held)
-                if (length := self._scan.at) and self._is_told:
+                if (length := self._scan.at) and self._is_reported:
                     found.append(Arguments(self._held[:length]))
                 self._held, self._scan.at = self._held[length:], 0
                 if end is None:
                     return found
                 self._scan, self._is_behind = None, True
             if self._is_behind:
-                taken = self._form.behind(self._held)
-                if taken is None:
+                parsed = self._form.behind(self._held)
+                if parsed is None:
                     return found
-                self._tell(taken, self._held, found)
+                self._report(parsed, self._held, found)
                 self._next = self._is_llama
-            elif (place := self._begin()) is not None:
-                before, rest = self._held[: place[0]], self._held[place[1] :]
-                taken = self._form.take(rest)
-                marked = before if place[0] < place[1] else ""  # without a mark, it is only the separator of two calls
-                if taken is None:
+            elif (start := self._begin()) is not None:
+                before, rest = self._held[: start.shown], self._held[start.rest :]
+                parsed = self._form.take(rest)
+                marked = before if start.is_marked else ""  # without a mark, it is only the separator of two calls
+                if parsed is None:
                     if kept := marked.rstrip():
                         found.append(kept)
                         self._held = self._held[len(kept) :]
                     return found
-                if not taken.calls:
-                    mark = self._mark if place[0] < place[1] else ""
-                    if shown := before + mark + rest[: taken.length]:
+                # Text after a mark that is not a call, such as JSON without a `name`, remains text.
+                if not parsed.calls:
+                    if shown := (before if self._is_hidden else self._held[: start.rest]) + rest[: parsed.length]:
                         found.append(shown)
                 elif marked.strip():
                     found.append(marked.rstrip())
-                self._tell(taken, rest, found)
-                self._next = self._is_llama and bool(taken.calls)
+                self._report(parsed, rest, found)
+                self._next = self._is_llama and bool(parsed.calls)
             else:
                 break
         shown = self._held[: len(self._held) - self._unsure()]
@@ -307,34 +417,33 @@ class ToolCallReader:
         if self._is_behind:  # the end of a call is not text, even if it is incomplete
             bare = left.lstrip(" \t\r\n},]")
             return [left] if bare and not CLOSING.startswith(bare) else []
-        if self._mark == "" and left:
-            left = left.replace(self._form.opening, "")
+        if self._is_hidden and left:
+            left = left.replace(self._form.openings[0], "")
         return [left] if left and not (self.calls and not left.strip(_BETWEEN if self._next else None)) else []
 
-    def _tell(self, taken: _Taken, text: str, found: list[str | Call | Arguments]) -> None:
+    def _report(self, parsed: _Parsed, text: str, found: list[str | Call | Arguments]) -> None:
         """Report the calls at the beginning of a text, and hold back the rest."""
-        for call in taken.calls:
-            self._is_told = self._most is None or self.calls < self._most
-            if self._is_told:
+        for call in parsed.calls:
+            self._is_reported = self._most is None or self.calls < self._most
+            if self._is_reported:
                 found.append(call)
                 self.calls += 1
-        self._held = text[taken.length :]
-        self._scan, self._is_behind = _JsonScan(0) if taken.is_begun else None, taken.goes_on and not taken.is_begun
+        self._held = text[parsed.length :]
+        self._scan, self._is_behind = _JsonScan(0) if parsed.is_begun else None, parsed.is_continued and not parsed.is_begun
 
-    def _begin(self) -> tuple[int, int] | None:
-        """Return the start of a possible call and the end of its mark; None if there is no call."""
-        place = self._held.find(self._form.opening)
+    def _begin(self) -> _CallStart | None:
+        """Return the start of a possible call; None if there is none."""
         if self._next:
             bare = self._held.lstrip(_BETWEEN if self.calls else None)
             if bare.startswith("{"):
-                return (start := len(self._held) - len(bare)), start
-        return None if place < 0 else (place, place + len(self._form.opening))
+                return _CallStart(start := len(self._held) - len(bare), start, False)
+        return self._form.begin(self._held)
 
     def _unsure(self) -> int:
         """Return the length of the text's end that may belong to a call."""
         if self._next and self.calls and not self._held.strip(_BETWEEN):
             return len(self._held)
-        return held_back(self._held, self._form.opening)
+        return max(held_back(self._held, opening) for opening in self._form.openings)
 
 
 class _JsonScan:
@@ -366,29 +475,3 @@ class _JsonScan:
             if self._depth == 0:
                 return self.at
         return None
-
-
-def _loaded(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _call(data: Any) -> Call | None:
-    if not isinstance(data, dict) or not isinstance(data.get("name"), str) or not data["name"]:
-        return None
-    arguments = data.get("arguments", data.get("parameters", {}))
-    if isinstance(arguments, str):  # some models write the object as a string
-        return Call(data["name"], arguments)
-    return Call(data["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
-
-
-def _value(text: str, schema: Mapping[str, Any]) -> Any:
-    choices = schema.get("enum")
-    if schema.get("type") == "string" or (isinstance(choices, list) and text in choices):
-        return text
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text

@@ -1,7 +1,6 @@
-"""Table of the bounds of all request fields, derived from the types that validate them.
+"""Table of the bounds of all request fields, derived from the types that validate them."""
 
-``chat.MAX_ALL_PARTS``, ``openai.MAX_REPORTED_VALUES`` and ``cluster.http.checked_bodies`` bound whole requests.
-"""
+# `chat.MAX_ALL_PARTS`, `openai.MAX_REPORTED_VALUES` and `cluster.http.checked_bodies` bound whole requests.
 
 from __future__ import annotations
 

@@ -18,6 +18,9 @@ MAX_ALL_PARTS = 8192  # content parts and tool calls of all messages of a reques
 MAX_TOOLS = 128  # tools of a request (OpenAI's limit), and tool calls of one message
 
 
+Index = Annotated[int, Field(ge=0, lt=MAX_TOOLS)]
+
+
 class TextPart(Strict):
     """Text part of a message. Images, audio and files are not supported."""
 
@@ -37,24 +40,29 @@ class FunctionCall(Strict):
     """Function and arguments of an earlier tool call."""
 
     name: Name
-    arguments: Text  # JSON object as a string
+    arguments: Text | None  # JSON object as a string, as the model wrote it: maybe cut, or no JSON
+    parsed_arguments: JsonObject | None = None  # copy of the arguments by typed clients; without effect
 
     @field_validator("arguments")
     @classmethod
-    def _check_arguments(cls, value: str) -> str:
-        try:
-            arguments = json.loads(value or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise ValueError("must be a JSON object, spelled as a string")
-        checked_json(arguments)
-        return value or "{}"
+    def _check_arguments(cls, value: str | None) -> str | None:
+        checked_json(read_arguments(value))
+        return value
+
+
+def read_arguments(text: str | None) -> dict[str, Any]:
+    """Return the arguments of an earlier call for the chat template; empty if they are not a JSON object."""
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    return arguments if isinstance(arguments, dict) else {}
 
 
 class ToolCall(Strict):
     """Tool call in an earlier message of the assistant."""
 
+    index: Index | None = None  # of a call that was added up from a stream; the order of the list counts
     id: Name
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -64,27 +72,30 @@ class ChatMessage(Strict):
     """One message of a conversation."""
 
     NO_OPS: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "name": (),
         "function_call": (),
         "refusal": (),
         "audio": (),
         "annotations": ([],),
+        "images": ([],),
+        "thinking_blocks": ([],),
     }
 
     role: Name
-    content: Content  # optional with tool_calls or reasoning
+    name: Name | None = None  # of the participant; for templates that read it
+    content: Content  # optional in messages of the assistant
     reasoning: Text | None = None  # earlier reasoning of the assistant; the chat template decides whether to show it
     reasoning_content: Text | None = None  # older name of reasoning
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None  # assistant messages only
     tool_call_id: Name | None = None  # tool messages only: the call that the message answers
+    parsed: JsonObject | None = None  # copy of the content by typed clients; without effect
+    provider_specific_fields: JsonObject | None = None  # LiteLLM's copy of fields of the response; without effect
 
     @model_validator(mode="before")
     @classmethod
     def _fill_content(cls, data: Any) -> Any:
-        has_other_parts = isinstance(data, dict) and any(
-            data.get(name) for name in ("tool_calls", "reasoning", "reasoning_content")
-        )
-        return data | {"content": ""} if has_other_parts and data.get("content") is None else data
+        # `content` may be left out, or null, in messages of the assistant only.
+        is_own = isinstance(data, dict) and data.get("role") == "assistant"
+        return data | {"content": ""} if is_own and data.get("content") is None else data
 
     @model_validator(mode="after")
     def _check_role(self) -> ChatMessage:
@@ -102,7 +113,7 @@ class ChatMessage(Strict):
         schema = super().__get_pydantic_json_schema__(core_schema, handler)
         resolved = handler.resolve_ref_schema(schema)
         resolved["required"] = ["role"]
-        resolved["properties"]["content"]["description"] = "May be left out, or null, beside tool_calls and reasoning only."
+        resolved["properties"]["content"]["description"] = "May be left out, or null, in messages of the assistant only."
         resolved["properties"]["content"]["anyOf"].append({"type": "null"})
         return schema
 
@@ -114,9 +125,11 @@ class ChatMessage(Strict):
         if self.tool_calls:
             calls = ((call.id, call.function) for call in self.tool_calls)
             turn["tool_calls"] = [
-                {"id": name, "type": "function", "function": {"name": made.name, "arguments": json.loads(made.arguments)}}
+                {"id": name, "type": "function", "function": {"name": made.name, "arguments": read_arguments(made.arguments)}}
                 for name, made in calls
             ]
+        if self.name is not None:
+            turn["name"] = self.name
         if self.tool_call_id is not None:
             turn["tool_call_id"] = self.tool_call_id
         return turn

@@ -22,7 +22,7 @@ from outrider.cluster.http.types.strict import (
     unsupported,
 )
 from outrider.cluster.http.types.structured import StructuredFields
-from outrider.cluster.http.types.tool_grammar import CallMarks, tools_grammar
+from outrider.cluster.http.types.tool_grammar import CallMarks, left_out, tools_grammar
 from outrider.decoding.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_CHARS
 from outrider.decoding.sources.embeddings import MAX_EMBEDDING
 
@@ -35,7 +35,25 @@ MAX_COMPONENT = 1e6  # absolute value of an embedding's component
 MAX_TIMEOUT_S = 1e9
 MAX_CHOICES = 128  # prompts times n of one request
 MAX_REPORTED_VALUES = 1 << 20  # log-probabilities (alternatives included) and reported tokens of a response: 100 MB of JSON
-_COMMON_NO_OPS: dict[str, tuple[Any, ...]] = {"cache_salt": ()}
+_COMMON_NO_OPS: dict[str, tuple[Any, ...]] = {
+    "cache_salt": (),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "early_stopping": (False,),
+    "documents": ([],),
+    "truncate_prompt_tokens": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "spaces_between_special_tokens": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "kv_transfer_params": (),
+    "vllm_xargs": ({},),
+    "request_id": (),
+}
 _CHAT_NO_OPS: dict[str, tuple[Any, ...]] = _COMMON_NO_OPS | {
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -44,16 +62,21 @@ _CHAT_NO_OPS: dict[str, tuple[Any, ...]] = _COMMON_NO_OPS | {
     "store": (False,),
     "metadata": ({},),
     "service_tier": ("auto", "default"),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
     "moderation": (),
-    "prompt_cache_retention": (),
+    "prompt_cache_retention": ("in-memory", "in_memory"),
     "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "add_special_tokens": (False,),
+    "chat_template": (),
+    "echo": (False,),
+    "mm_processor_kwargs": ({},),
 }
 _COMPLETION_NO_OPS: dict[str, tuple[Any, ...]] = _COMMON_NO_OPS | {
     "suffix": ("",),
-    "best_of": (1,),
     "add_special_tokens": (True,),
+    "prompt_embeds": (),
 }
 
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
@@ -111,7 +134,7 @@ class CompletionFields(StructuredFields):
     model: Name
     max_tokens: MostTokens | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None  # default 1.0; 0 is greedy
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None  # 0 keeps the most likely token
     top_k: Annotated[int, Field(ge=-1, le=MAX_NUMBER)] | None = None  # 0 and -1 disable it
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] | None = None
@@ -119,7 +142,7 @@ class CompletionFields(StructuredFields):
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None  # keys are token ids as strings
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None  # choices per prompt; see request_planner.choice_seed
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None  # default: random
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None  # default: random
     min_tokens: Tokens | None = None  # number of tokens before which no end token is allowed
     stop: Stops | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
@@ -311,6 +334,10 @@ class ChatCompletionRequest(CompletionFields):
     def calls_grammar(self, marks: CallMarks) -> str:
         """Return the grammar of the response if ``binds_calls`` is set; see ``tool_grammar.tools_grammar``."""
         return tools_grammar(self.tools or (), self.tool_choice, self.parallel_tool_calls is False, marks)
+
+    def left_out(self) -> list[str]:
+        """Return the paths of the keywords of schemas that are not enforced, because they are not strict."""
+        return super().left_out() if self.binds_calls is None else left_out(self.tools or (), self.tool_choice)
 
     @property
     def num_logprobs(self) -> int | None:

@@ -32,7 +32,7 @@ _UNTOLD: dict[str, tuple[Any, ...]] = {
     "moderation": (),
     "prompt": (),
     "prompt_cache_options": (),
-    "prompt_cache_retention": (),
+    "prompt_cache_retention": ("in-memory", "in_memory"),
     "service_tier": ("auto", "default"),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
@@ -63,6 +63,7 @@ class OutputText(Strict):
 
     type: Literal["output_text"]
     text: Text
+    parsed: JsonObject | None = None  # copy of the text by typed clients; without effect
 
 
 class ThoughtText(Strict):
@@ -275,6 +276,7 @@ class ResponsesRequest(CompletionFields):
         if self.store:
             raise unsupported("store", "store: true is not supported: this server keeps no responses; leave it out")
         try:
+            # Built here, so that an error of the chat becomes one of this request, with this request's field names.
             _ = self.chat
         except ValidationError as error:
             (first, *_) = error.errors()

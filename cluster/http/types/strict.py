@@ -1,11 +1,7 @@
-"""Base class and field types of request bodies. Unsupported parameters are errors and never ignored.
+"""Base class and field types of request bodies. Unsupported parameters are errors and never ignored."""
 
-``NO_OPS`` lists unsupported parameters that clients often send, with the values that have no effect. These values are accepted,
-all others are refused.
-
-Every string, list and number has a bound, listed in docs/runbook.md by ``cluster.http.types.bounds``. Lists are validated up
-to their first wrong item, so that no error response is larger than the body.
-"""
+# Every string, list and number has a bound, listed in docs/runbook.md by `cluster.http.types.bounds`. Lists are validated up to
+# their first wrong item, so that no error response is larger than the body.
 
 from __future__ import annotations
 
@@ -115,6 +111,7 @@ class Strict(BaseModel):
     """Base class of request bodies and their parts. Unknown fields and values of another type are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    # Unsupported parameters that clients often send, with the values that have no effect: these are accepted, all others refused.
     NO_OPS: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     @model_validator(mode="before")

@@ -15,6 +15,7 @@ from outrider.engine.text.grammar import (
     choice_grammar,
     context_free_grammar,
     json_grammar,
+    lenient_schema,
     object_grammar,
     regex_grammar,
 )
@@ -30,7 +31,7 @@ Choices = Annotated[
 
 
 class JsonSchemaFormat(Strict):
-    """Named JSON schema. It is always enforced, regardless of ``strict``."""
+    """Named JSON schema. It is enforced as a whole if ``strict``, otherwise as far as it can be."""
 
     name: Name | None = None
     description: Text | None = None
@@ -88,6 +89,13 @@ class StructuredFields(Strict):
             raise unsupported(fields[1], f"{fields[0]} and {fields[1]} cannot both bind the answer; send one of them")
         return self
 
+    def left_out(self) -> list[str]:
+        """Return the paths of the keywords that ``grammar`` does not enforce, as ``strict`` is not set."""
+        schema = None if self.response_format is None else self.response_format.json_schema
+        if schema is None or schema.strict:
+            return []
+        return [f"response_format.json_schema.schema.{path}" for path in lenient_schema(schema.schema_)[1]]
+
     @property
     def bound_by(self) -> str | None:
         """Return the field that constrains the response; None if there is no constraint."""
@@ -104,13 +112,16 @@ class StructuredFields(Strict):
 
     def _bounds(self) -> list[tuple[str, Callable[[], str]]]:
         """Return the fields that constrain the response, each with a function that builds its grammar."""
+        # Functions, because a grammar takes time to build: only the one that is used is built, and later, in a thread.
         found: list[tuple[str, Callable[[], str]]] = []
         form = self.response_format
         if form is not None and form.type == "json_object":
             found.append(("response_format", object_grammar))
         elif form is not None and form.json_schema is not None:
-            schema = form.json_schema.schema_
-            found.append(("response_format.json_schema.schema", lambda: json_grammar(schema)))
+            schema, strict = form.json_schema.schema_, form.json_schema.strict
+            found.append(
+                ("response_format.json_schema.schema", lambda: json_grammar(schema if strict else lenient_schema(schema)[0]))
+            )
         if self.structured_outputs is not None and self.structured_outputs.json_object:
             found.append(("structured_outputs.json_object", object_grammar))
         outputs = self.structured_outputs or StructuredOutputs()

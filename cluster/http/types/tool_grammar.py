@@ -12,7 +12,15 @@ from outrider.cluster.http.answers.tool_calls import CLOSING
 from outrider.cluster.http.types.chat import NamedTool, Tool
 from outrider.engine.errors import RequestError
 from outrider.engine.text.chat_format import CALL_MARKS, CallForm
-from outrider.engine.text.grammar import HARMONY_TEXT, WHITESPACE, GrammarError, harmony_type, json_grammar, lark_grammar
+from outrider.engine.text.grammar import (
+    HARMONY_TEXT,
+    GrammarError,
+    harmony_type,
+    json_grammar,
+    json_rule,
+    lark_grammar,
+    lenient_schema,
+)
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _SPACE = r"/[ \n\r\t]{0,4}/"  # bounded, as whitespace within JSON is
@@ -24,6 +32,7 @@ class Offered:
 
     name: str
     arguments: dict[str, Any] | None  # JSON schema; None allows any object
+    left_out: Sequence[str] = ()  # paths of the keywords of the tool's schema that are not enforced
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +53,13 @@ class CallMarks:
 
 
 def call_grammar(tools: Sequence[Offered], required: bool, single: bool, marks: CallMarks | None = None) -> str:
-    """Return the grammar of text with tool calls, for ``SamplingParams.grammar``.
+    """Return the grammar of text with tool calls, for ``SamplingParams.grammar``. Raises GrammarError for too large schemas.
 
     Example: for the tool ``look`` without parameters, required and single, the text ``<tool_call>{"name": "look", "arguments":
     {}}</tool_call>`` is one of the language, with space where JSON may have it. With neither, so is any text before, between and
     behind such calls, as long as it does not hold ``<tool_call>``.
 
-    ``required``: only calls, at least one. ``single``: at most one. Raises GrammarError if the schemas together are too large.
+    ``required``: only calls, at least one. ``single``: at most one.
     """
     marks = marks or CallMarks()
     if marks.form == "harmony":
@@ -89,7 +98,7 @@ def call_grammar(tools: Sequence[Offered], required: bool, single: bool, marks: 
         name = json.dumps(tool.name if has_names else json.dumps(tool.name))
         between = "args" if has_names else f'SPACE "," SPACE {json.dumps(key)} SPACE ":"'
         rules.append(f"tool_{index}: {name} {between} SPACE arguments_{index}")
-        rules.append(f"arguments_{index}: {_json_rule(tool.arguments or _ANY_OBJECT)}")
+        rules.append(f"arguments_{index}: {json_rule(tool.arguments or _ANY_OBJECT)}")
     return lark_grammar("\n".join(rules))
 
 
@@ -124,10 +133,6 @@ def _either(name: str, count: int) -> str:
     return " | ".join(f"{name}_{index}" for index in range(count))
 
 
-def _json_rule(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
-
-
 def _harmony_rules(tools: Sequence[Offered], required: bool, tokens: Mapping[str, int]) -> list[str]:
     """Return the rules for a harmony message to a function, with its header. The call ends the response."""
     # Unless a call is required, other messages may precede it, or a final message may replace it.
@@ -142,7 +147,7 @@ def _harmony_rules(tools: Sequence[Offered], required: bool, tokens: Mapping[str
     for index, tool in enumerate(tools):
         first, second = json.dumps(f" to=functions.{tool.name}"), json.dumps(f"commentary to=functions.{tool.name}")
         header = f'({first} {channel} "commentary" | {channel} {second}) type {message}'
-        rules += [f"tool_{index}: {header} arguments_{index}", f"arguments_{index}: {_json_rule(tool.arguments or _ANY_OBJECT)}"]
+        rules += [f"tool_{index}: {header} arguments_{index}", f"arguments_{index}: {json_rule(tool.arguments or _ANY_OBJECT)}"]
     return [*rules, harmony_type(tokens)]
 
 
@@ -161,7 +166,7 @@ def _xml_rules(index: int, tool: Offered) -> list[str]:
             rule = f"value_{index}"
         else:
             found = {**value, **definitions} if isinstance(value, dict) else {}
-            rules.append(f"json_{index}_{place}: {_json_rule(found)}")
+            rules.append(f"json_{index}_{place}: {json_rule(found)}")
             rule = f"json_{index}_{place} {end}"
         rules.append(f"parameter_{index}_{place}: {json.dumps(f'<parameter={name}>' + chr(10))} {rule}")
         parts.append(f"parameter_{index}_{place}" + ("" if name in required else "?"))
@@ -175,8 +180,7 @@ def _xml_rules(index: int, tool: Offered) -> list[str]:
 def tools_grammar(tools: Sequence[Tool], choice: str | NamedTool | None, single: bool, marks: CallMarks) -> str:
     """Return the grammar of the tool calls that a chat requests. ``choice``: ``required`` or a tool, else the model decides.
 
-    A tool's schema is enforced if the tool is strict or a call is required; otherwise the arguments are any object. Raises
-    RequestError naming a tool whose schema cannot be enforced.
+    Raises RequestError naming a tool whose schema cannot be enforced.
     """
     named, required = _binding(choice)
     bound = _bound(tools, choice)
@@ -199,7 +203,7 @@ def tools_grammar(tools: Sequence[Tool], choice: str | NamedTool | None, single:
 
 def _check_schemas(offered: Sequence[Offered]) -> None:
     """Raise ``GrammarError`` if a tool's schema cannot be enforced, or all schemas together are too long."""
-    rules = [f"tool_{index}: {_json_rule(tool.arguments or _ANY_OBJECT)}" for index, tool in enumerate(offered)]
+    rules = [f"tool_{index}: {json_rule(tool.arguments or _ANY_OBJECT)}" for index, tool in enumerate(offered)]
     lark_grammar("\n".join([f"start: {_either('tool', len(offered))}", *rules]))
 
 
@@ -215,13 +219,29 @@ def _binding(choice: str | NamedTool | None) -> tuple[str | None, bool]:
 
 
 def _bound(tools: Sequence[Tool], choice: str | NamedTool | None) -> list[tuple[str, Offered]]:
-    """Return the fields of the tools that may be called, and the tools with the schemas to enforce."""
+    """Return the fields of the tools that may be called, and the tools with the schemas to enforce. Raises ``RequestError``."""
+    # A schema is enforced if the tool is strict or a call is required; otherwise the arguments are any object.
     named, required = _binding(choice)
-    return [
-        (
-            f"tools[{index}].function.parameters",
-            Offered(tool.function.name, tool.function.parameters if required or tool.function.strict else None),
-        )
-        for index, tool in enumerate(tools)
-        if named in (None, tool.function.name)
-    ]
+    found = []
+    for index, tool in enumerate(tools):
+        if named in (None, tool.function.name):
+            field = f"tools[{index}].function.parameters"
+            try:
+                found.append((field, _offered(tool, required)))
+            except GrammarError as error:
+                raise RequestError(field, str(error)) from error
+    return found
+
+
+def _offered(tool: Tool, required: bool) -> Offered:
+    function = tool.function
+    if function.parameters is None or not (required or function.strict):
+        return Offered(function.name, None)
+    if function.strict or function.parameters.get("type", "object") != "object":  # refused later
+        return Offered(function.name, function.parameters)
+    return Offered(function.name, *lenient_schema(function.parameters))
+
+
+def left_out(tools: Sequence[Tool], choice: str | NamedTool | None) -> list[str]:
+    """Return the paths of the keywords that ``tools_grammar`` does not enforce, as their tools are not strict."""
+    return [f"{field}.{path}" for field, tool in _bound(tools, choice) for path in tool.left_out]

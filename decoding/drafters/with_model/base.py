@@ -61,6 +61,7 @@ class ModelDrafter(Drafter):
         trees = [DraftTree.chain(request.root, ()) for request in requests]
         asking = [at for at, depth in enumerate(map(self._depth, requests, budgets)) if depth > 0]
         if asking:
+            # A request that lacks more than one step's tokens in the draft model catches up without a draft.
             ready = self.model.catch_up([requests[at] for at in asking])
             chosen = [at for at, is_ready in zip(asking, ready, strict=True) if is_ready]
             if chosen:

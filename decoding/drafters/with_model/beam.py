@@ -57,6 +57,7 @@ def beam_search(
     """
     alive = [[Beam((), ())] for _ in requests]
     for level in range(max(depths)):
+        # Beams that could not be extended at an earlier level have ended.
         active = [at for at, depth in enumerate(depths) if level < depth and len(alive[at][0].tokens) == level]
         if not active:
             break
@@ -83,6 +84,7 @@ def _extended(alive: Sequence[Beam], logprobs: torch.Tensor, count: int, noise: 
         if value > float("-inf"):
             beam, token = alive[at // logprobs.shape[1]], at % logprobs.shape[1]
             found.append(Beam((*beam.tokens, token), (*beam.logprobs, own), beam.score + own))
+    # Noise decides which beams are drawn; their order is by their own scores.
     return found if noise is None else sorted(found, key=lambda beam: -beam.score)
 
 

@@ -76,5 +76,6 @@ class BildDrafter(ModelDrafter):
 
 def _confidence(scores: torch.Tensor) -> tuple[float, int]:
     """Return the highest probability of a row of logits, and its token."""
+    # The highest softmax probability, without computing the others.
     best = scores.max(dim=-1)
     return float((best.values - scores.logsumexp(dim=-1)).exp()), int(best.indices)

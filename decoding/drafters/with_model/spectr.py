@@ -41,6 +41,7 @@ class SpectrDrafter(ModelDrafter):
         from outrider.decoding.verify.rules import KSeqRule
 
         counts = [
+            # Greedy sequences are all equal.
             1 if request.params.greedy else max(1, min(self._sequences, budget // depth))
             for request, depth, budget in zip(requests, depths, budgets, strict=True)
         ]

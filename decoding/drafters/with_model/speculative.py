@@ -50,6 +50,7 @@ class SpeculativeDrafter(ModelDrafter):
             from outrider.decoding.sampling.ranking import argmax_rows
 
             likeliest = [self._takes_likeliest(requests[at]) for at in active]
+            # One argmax for all rows; drawn tokens replace its results below.
             tokens: list[int] = argmax_rows(logits).tolist() if any(likeliest) else [0] * len(active)
             for row, at in enumerate(active):
                 if likeliest[row]:

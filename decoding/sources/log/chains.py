@@ -110,6 +110,7 @@ def append(log: PlainArrays, oldest: int, position: int, new: Int32Array, count:
 @compiled
 def link(back: Int32Array, chain: int, position: int, before: int, oldest: int, mask: int) -> None:
     """Chain a position to an earlier one that is still in the log."""
+    # Distances are stored in 32 bits.
     if before >= oldest and position - before < 2147483647:
         back[position & mask, chain] = position - before
 
@@ -160,11 +161,9 @@ def gather_chain(
     log: LogArrays, chain: int, oldest: int, owner: int, context: Int32Array, cap: int, limit: int, found: int,
     positions: Int64Array, matches: Int32Array,
 ) -> int:  # fmt: skip
-    """Collect up to ``cap`` occurrences of one n-gram of ``gather``, except those that the next longer n-gram finds.
-
-    ``chain`` is 0, 1, 2 for 1-, 2- and 4-grams. Agreement is measured up to ``limit`` tokens, at least 4.
-    """
+    """Collect up to ``cap`` occurrences of one n-gram that agree in up to ``limit`` (at least 4) tokens, for ``gather``."""
     tokens, back, owners = log.tokens, log.back, log.owners
+    # Chains 0, 1 and 2 are those of 1-, 2- and 4-grams.
     mask, n, order = len(tokens) - 1, len(context), 1 << chain
     if n < order:
         return found
@@ -198,6 +197,7 @@ def gather_chain(
             if owner != -1 and owners[(q & mask) // BLOCK] == owner:
                 continue
             length = match_length(tokens, q, context, limit)
+            # The chain of the next longer n-gram has found the longer agreements.
             if length >= order and (chain == 2 or length < 2 * order):
                 positions[found], matches[found] = q, length
                 found += 1

@@ -2,9 +2,6 @@
 
 Each text is stored once. The branches below an n-gram are the continuations of its occurrences, and the frequency of a node is
 the number of occurrences through it. A retrieval reads a bounded number of the latest occurrences.
-
-Texts are stored in blocks of 64 tokens in a ring. When the oldest block leaves, its frequent n-grams survive with half their
-count, similar to the published pruning (Lookahead, arXiv 2312.12728, section 4.2).
 """
 
 from __future__ import annotations
@@ -196,6 +193,8 @@ class TokenLog:
         start = self.end
         for block in range(start // BLOCK, start // BLOCK + blocks):
             leaving = block * BLOCK - size
+            # When the oldest block leaves, its frequent n-grams survive with half their count, similar to the published pruning
+            # (Lookahead, arXiv 2312.12728, section 4.2). A block that is taken for survivors saves none: the recursion ends.
             if leaving >= 0 and number >= 0:
                 out, counts = np.empty(BLOCK // 2, np.int32), np.empty(BLOCK // 2, np.uint8)
                 used = surviving_tokens(self.arrays.tokens, self.arrays.counts, leaving, leaving, out, counts)
@@ -238,15 +237,13 @@ def _round_up(tokens: int) -> int:
 def surviving_tokens(
     tokens: Int32Array, counts: UInt8Array, oldest: int, start: int, out: Int32Array, out_counts: UInt8Array
 ) -> int:
-    """Collect the runs of a leaving block that were seen more than once, each closed by -1; return the used entries.
-
-    ``out_counts`` gets half the count of the 4-gram that ends at each token of ``out``, at least 1.
-    """
+    """Collect the runs of a leaving block that were seen more than once, each closed by -1; return the used entries."""
     mask = len(tokens) - 1
     used, written = 0, start - 1  # positions up to ``written`` are in ``out``
     for p in range(start, start + BLOCK):
         if counts[p & mask] < 2 or tokens[p & mask] < 0:
             continue
+        # The 4-gram that ends here, and up to 16 tokens after it.
         first = p - 3
         if first <= written:
             first = written + 1
@@ -263,6 +260,7 @@ def surviving_tokens(
                     break
                 continue
             out[used] = token
+            # Half the count of the 4-gram that ends here, at least 1. Behind the block the count belongs to tokens that stay.
             carried = counts[q & mask] // 2 if q < start + BLOCK else 0
             out_counts[used] = max(1, carried)
             used += 1

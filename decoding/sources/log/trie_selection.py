@@ -233,14 +233,12 @@ def hierarchical(
     logs: Logs, query: Query, quotas: Quotas, context: Int32Array, plain_memory: PlainNodes, tokens: Int32Array,
     parents: Int32Array,
 ) -> int:  # fmt: skip
-    """Fill the draft tree for the end of ``context`` by the published multi-stage retrieval, fixed; return the number of rows.
-
-    Suffixes are looked up from the longest on. Of each, the best nodes by prompt, output, then mixed frequency are added.
-    """
+    """Fill the draft tree for the end of ``context`` by the published multi-stage retrieval, fixed; return the number of rows."""
     memory, texts = Nodes(*plain_memory), (logs[0][0][0], logs[1][0][0], logs[2][0][0])
     mode, max_query_length, branch_length = query[0], query[2], query[3]
     enough, min_input, min_output = quotas
     tokens[0], parents[0], drafted = context[-1], -1, 1
+    # Suffixes are looked up from the longest on. Of each, the best nodes by prompt, output, then mixed frequency are added.
     for length in range(min(max_query_length, len(context)), 0, -1):
         first, any_prompt = occurrences(logs, query, context, length, memory)
         if first < 0:

@@ -1,8 +1,4 @@
-"""Rankings of the target by context, found again by the signs of the last hidden state.
-
-After the same token, the nearer the last hidden states of the rows before, the likelier the target ranks the same tokens. The
-signs of its first numbers carry nearly as much information as the whole state (``experiments/LOG.md``).
-"""
+"""Rankings of the target by context, found again by the signs of the last hidden state."""
 
 from __future__ import annotations
 
@@ -14,6 +10,8 @@ from outrider.decoding.arrays import Int32Array, Int64Array, SignedArray
 from outrider.decoding.jit import compiled
 from outrider.decoding.sources.similar import popcount
 
+# After the same token, the nearer the last hidden states of the rows before, the likelier the target ranks the same tokens. The
+# signs of its first numbers carry nearly as much information as the whole state (``experiments/LOG.md``).
 SIGNS = 256  # signs per hidden state
 WORDS = SIGNS // 64
 NO_SIGNS = np.zeros(WORDS, np.int64)  # unknown signs
@@ -86,6 +84,7 @@ def most_alike(contexts: Contexts, token: int, one: int, two: int, above: Int64A
         agrees = 1
         if one >= 0 and contexts.before[place, 0] == one:
             agrees = 3 if two >= 0 and contexts.before[place, 1] == two else 2
+        # The number of equal tokens, below 4, only decides between equal distances; the strict comparison prefers the latest row.
         cost = 4 * distance - agrees
         if cost < least:
             best, least, agreed, nearest = place, cost, agrees, distance if known else -1
@@ -130,6 +129,7 @@ def keep_tree(
         ranked: [n, k].
     """
     contexts = Contexts(*plain)
+    # Searches begin at the latest row, so that the preferred rows are written last.
     for row in range(len(tokens) - 1, -1, -1):
         was_accepted = False
         for at in range(len(accepted)):

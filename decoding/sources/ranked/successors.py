@@ -36,6 +36,7 @@ def replace_tree(entries: Int32Array, tokens: Int32Array, accepted: Int32Array, 
     """Set the [vocab, k] entry of each token of a tree to the [n, k] ranking below its row: an accepted one, else the lowest."""
     size, kept = len(tokens), len(accepted)
     for place in range(size + kept):
+        # Backwards, then the accepted rows: the last write wins.
         row = size - 1 - place if place < size else accepted[place - size]
         for rank in range(entries.shape[1]):
             entries[tokens[row], rank] = successors[row, rank]
@@ -134,14 +135,12 @@ class SuccessorTables:
         SuccessorTable(1).learn_tree(tree, before, NO_SIGNS, (), NO_SIGNS[None].copy(), ranked)
 
     def known(self, request: Request, history_version: object = None) -> SuccessorTable | None:
-        """Return the table that a request drafts from; None if nothing was learned for it.
-
-        The whole table is discarded with the version of the tenant's history: single texts cannot be removed from it.
-        """
+        """Return the table that a request drafts from; None if nothing was learned for it."""
         tenant = self._tenant(request)
         if tenant is None:
             return self._requests.get(request.request_id)
         kept, table = self._tenants.get(tenant, (None, None))
+        # The whole table is discarded with the version of the tenant's history: single texts cannot be removed from it.
         return table if kept is history_version else None
 
     def of(self, request: Request, history_version: object = None) -> SuccessorTable:

@@ -1,7 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) from folders in PEFT's format: ``scale * B (A x)`` added to linear layers.
-
-Adapters that requests name are computed beside the model; one given as the model itself is merged into its weights.
-"""
+"""Low-rank adapters (LoRA, arXiv 2106.09685) from folders in PEFT's format: ``scale * B (A x)`` added to linear layers."""
 
 from __future__ import annotations
 
@@ -22,6 +19,8 @@ from transformers.pytorch_utils import Conv1D
 from outrider.configs.slices import ModelOptions
 from outrider.engine.errors import ModelLoadError, first_line
 from outrider.engine.loading.model_files import ADAPTER_CONFIG as CONFIG
+
+# Adapters that requests name are computed beside the model; one given as the model itself is merged into its weights.
 
 WEIGHTS = "adapter_model.safetensors"
 _LANES = 16  # ranks and outputs are padded to multiples of it for compiled code
@@ -77,12 +76,10 @@ class AdapterFile:
 
     @torch.no_grad()
     def merge(self, model: PreTrainedModel, wide: PreTrainedModel) -> None:
-        """Merge the adapter into ``model``: ``W + scale * (B @ A)`` in float32 on the CPU. Raises ``ModelLoadError``.
-
-        ``wide`` is the model with the weights W, a separate object if ``model`` has fewer bits than the files. The sum is rounded
-        once.
-        """
+        """Merge the adapter into ``model``: ``W + scale * (B @ A)`` in float32 on the CPU. Raises ``ModelLoadError``."""
         for module, down, up in self._pairs():
+            # ``wide`` is the model with the weights W, a separate object if ``model`` has fewer bits than the files: the sum is
+            # rounded once.
             place, source = model.get_submodule(module), wide.get_submodule(module)
             added = self.scales[module] * (up.float() @ down.float())
             place.weight.copy_(source.weight.float().cpu() + (added.t() if isinstance(place, Conv1D) else added))

@@ -1,7 +1,4 @@
-"""Models in a ``.gguf`` file of llama.cpp: weights, tokenizer and chat template, all from the one file.
-
-transformers reads them into an ordinary model, from an empty folder: it would use files beside the file for the model.
-"""
+"""Models in a ``.gguf`` file of llama.cpp: weights, tokenizer and chat template, all from the one file."""
 
 from __future__ import annotations
 
@@ -55,6 +52,7 @@ class GgufHeader:
 def load_gguf_config(path: str) -> PreTrainedConfig:
     """Load the configuration of the model in a file. Raises ``ModelLoadError`` if the file is broken or not supported."""
     _header(path)
+    # From an empty folder, because transformers would use files beside the file for the model.
     with _readable(path, "model"), tempfile.TemporaryDirectory() as empty:
         config: PreTrainedConfig = AutoConfig.from_pretrained(empty, gguf_file=_absolute(path))
     return config
@@ -129,10 +127,7 @@ def convert_gguf(path: Path, folder: Path) -> None:
 
 @contextmanager
 def _read_once(kept: dict[str, tuple[str, Any, Any]] | None = None) -> Iterator[None]:
-    """Patch transformers to read a file once, and to draw its progress bar on a terminal only.
-
-    ``kept`` receives matrices that can stay quantized, see ``keep_blocks``; if None, all are dequantized.
-    """
+    """Patch transformers to read a file once, and to draw its progress bar on a terminal only."""
     import gguf
     from transformers import modeling_gguf_pytorch_utils as reading
 
@@ -141,6 +136,7 @@ def _read_once(kept: dict[str, tuple[str, Any, Any]] | None = None) -> Iterator[
         # It reads the file for configuration, weights and tokenizer, seconds each, and maps all names again for each module.
         for name in ("GGUFReader", "get_tensor_name_map"):
             patched.enter_context(mock.patch.object(gguf, name, cache(getattr(gguf, name))))
+        # ``kept`` receives matrices that can stay quantized, see ``keep_blocks``; if None, all are dequantized.
         if kept is not None:
             reads = partial(_read_tensors, reading.load_gguf_checkpoint, kept)
             patched.enter_context(mock.patch.object(reading, "load_gguf_checkpoint", reads))
@@ -293,6 +289,7 @@ def _take(file: IO[bytes], form: str) -> tuple[Any, ...]:
 
 def _string(file: IO[bytes]) -> str:
     (length,) = _take(file, "Q")
+    # A corrupt length must not allocate that much memory.
     if length > os.fstat(file.fileno()).st_size:
         raise ValueError(f"a string in it has {length} bytes, more than the file")
     return file.read(length).decode()
@@ -308,6 +305,7 @@ def _value(file: IO[bytes], kind: int) -> Any:
         for _ in range(length):
             _string(file)
     else:
+        # Only the length of a list is returned: its entries are skipped.
         file.seek(length * struct.calcsize(f"<{_format(inner)}"), os.SEEK_CUR)
     return length
 

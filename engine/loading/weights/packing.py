@@ -54,10 +54,8 @@ def round_model(model: PreTrainedModel, weights: Weights) -> None:
 
 
 def keep_blocks(model: PreTrainedModel, raw: dict[str, tuple[str, Codes, np.ndarray]]) -> None:
-    """Replace matrices of a CPU model by the blocks of a GGUF file. Raises ``ModelLoadError`` if scales are not finite.
-
-    ``raw``, which is emptied, has format, data [rows, bytes of a row] and order of the rows by parameter name.
-    """
+    """Replace matrices of a CPU model by the blocks of a GGUF file. Raises ``ModelLoadError`` if scales are not finite."""
+    # ``raw``, which is emptied, has format, data [rows, bytes of a row] and order of the rows by parameter name.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for parameter, places in list(_matrices(model)):
         if names[id(parameter)] in raw:

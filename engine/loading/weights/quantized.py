@@ -1,8 +1,4 @@
-"""Checkpoints with quantized weights (``quantization_config`` in config.json): AWQ, GPTQ, compressed-tensors and FP8.
-
-On a GPU transformers loads them with a package per format. On a CPU, without such kernels, the weights are dequantized while they
-are read, to an ordinary model in 16 bits.
-"""
+"""Checkpoints with quantized weights (``quantization_config`` in config.json): AWQ, GPTQ, compressed-tensors and FP8."""
 
 from __future__ import annotations
 
@@ -24,6 +20,9 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from outrider.engine.errors import ModelLoadError, first_line
 from outrider.engine.loading.weights.quantized_layouts import COMPANIONS, PLANS, LayoutError, Numbers, Plan, Stored, ends
+
+# On a GPU transformers loads them with a package per format. On a CPU, without such kernels, the weights are dequantized while
+# they are read, to an ordinary model in 16 bits.
 
 # Packages that transformers needs for a format on a GPU: (module, name for pip).
 _PACKAGES: dict[str, tuple[tuple[str, str], ...]] = {
@@ -101,16 +100,13 @@ class QuantizedCheckpoint:
     """Checkpoint with checked headers, to be loaded in 16 bits."""
 
     def __init__(self, path: str, files: str, config: PreTrainedConfig, dtype: torch.dtype | None) -> None:
-        """Read and check the headers of ``files``, a folder or a name on the hub; ``path`` is the model's name in errors.
-
-        ``dtype`` is that of the weights in memory, by default the configuration's. Raises ``ModelLoadError`` if the format cannot
-        be dequantized, or a file does not match it.
-        """
+        """Read and check the headers of ``files``, a folder or a name on the hub, of ``path``. Raises ``ModelLoadError``."""
         settings = quantization_of(config)
         assert settings is not None, path
         refuse_unusable(path, settings, on_cpu=True)
         self._path, self._files, self._config = path, files, config
         self.method = _method(settings)
+        # ``dtype`` is that of the weights in memory, by default the configuration's.
         said = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
         self.dtype = said if dtype is None else dtype
         try:

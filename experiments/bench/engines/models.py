@@ -18,18 +18,16 @@ from outrider.cluster.cli.generate.prompt_file import PromptFileError, read_prom
 from outrider.cluster.cli.generate.strategy_option import StrategyChoice
 from outrider.configs.schema import find_model
 from outrider.configs.slices import EngineOptions, ModelOptions
-from outrider.engine.errors import ModelLoadError
 from outrider.engine.loading.model import LoadedModel, load_model, load_weights
 from outrider.engine.loading.model_files import find_files
 from outrider.engine.text.tokenizer import load_tokenizer
 from outrider.experiments.bench.engines.contestants import Contestant, Prompt, SharedModel
 from outrider.experiments.bench.engines.guided import random_model, stock_twin
-from outrider.experiments.bench.engines.stock_generate import StockAssisted, StockGenerate, StockPromptLookup
+from outrider.experiments.bench.engines.stock_generate import StockGenerate, StockPromptLookup
 from outrider.experiments.bench.options import SIZES
 from outrider.experiments.bench.workloads import prompt_ids
 
 MAX_TOKENS = 128  # default of an output
-LIBRARY_FAULTS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)  # raised within ``generate``
 
 
 def calm(threads: int) -> None:
@@ -141,38 +139,12 @@ def _random_setting(args: argparse.Namespace) -> Setting:
     return Setting(loaded, stock_twin(model), [fitting(workload, 0, context) for workload in workloads])
 
 
-def contestants(
-    setting: Setting, choices: Sequence[StrategyChoice], args: argparse.Namespace
-) -> tuple[list[Contestant], dict[str, str]]:
-    """Return greedy ``generate``, transformers' drafting and this engine's strategies, and why some cannot run.
-
-    Raises:
-        ModelLoadError: the assistant cannot be loaded.
-    """
+def contestants(setting: Setting, choices: Sequence[StrategyChoice], args: argparse.Namespace) -> list[Contestant]:
+    """Return greedy ``generate``, transformers' prompt lookup and this engine's strategies."""
     loaded, max_tokens = setting.loaded, args.max_tokens or MAX_TOKENS
-    theirs: list[Contestant] = [
+    shared = SharedModel(loaded, EngineOptions(max_running=1, prefix_caching=False), args.budget)
+    return [
         StockGenerate(setting.stock, max_tokens, loaded.eos_token_ids),
         StockPromptLookup(setting.stock, max_tokens, loaded.eos_token_ids),
+        *(shared.contestant(choice, max_tokens) for choice in choices),
     ]
-    skipped: dict[str, str] = {}
-    assisted = StockAssisted(setting.stock, max_tokens, loaded.eos_token_ids, _assistant(setting, args))
-    try:
-        assisted.run(setting.workloads[0].prompts[:1])
-    except LIBRARY_FAULTS as error:
-        skipped[assisted.name] = f"transformers could not run it: {error}"
-    else:
-        theirs.append(assisted)
-    shared = SharedModel(loaded, EngineOptions(max_running=1, prefix_caching=False), args.budget)
-    ours = [shared.contestant(choice, max_tokens) for choice in choices]
-    return [*theirs, *ours], skipped
-
-
-def _assistant(setting: Setting, args: argparse.Namespace) -> PreTrainedModel | int:
-    """Load the assistant model, or return the number of layers for early exit: half of the model's."""
-    if args.assistant is None:
-        layers: int = setting.stock.config.get_text_config().num_hidden_layers
-        return max(1, layers // 2)
-    try:
-        return load_weights(find_model(args.assistant), setting.stock.dtype, "sdpa", setting.stock.device).eval()
-    except ModelLoadError as error:
-        raise ModelLoadError(f"--assistant: {error}") from error

@@ -1,4 +1,4 @@
-"""Contestants of transformers: greedy ``generate``, its prompt lookup, and its assisted generation."""
+"""Contestants of transformers: greedy ``generate``, and its prompt lookup."""
 
 from __future__ import annotations
 
@@ -16,42 +16,31 @@ from outrider.experiments.bench.engines.guided import guided_generate
 LOOKUP_TOKENS = 10
 
 
-class _Forwards:
-    """Times of a model's forwards, apart for whole ones and early exits."""
+@contextmanager
+def _timed(model: PreTrainedModel) -> Iterator[list[tuple[float, float]]]:
+    """Yield the list of (end, duration) of the forwards of a model, which grows during the block."""
+    forwards: list[tuple[float, float]] = []
+    began = [0.0]
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.whole: list[tuple[float, float]] = []  # end, duration
-        self.early: list[tuple[float, float]] = []
-        self._model, self._layers, self._started = model, model.config.num_hidden_layers, 0.0
+    def begin(*_: object) -> None:
+        began[0] = time.perf_counter()
 
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Time the forwards of the block."""
-        hooks = (self._model.register_forward_pre_hook(self._begin), self._model.register_forward_hook(self._end))
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _begin(self, *_: object) -> None:
-        self._started = time.perf_counter()
-
-    def _end(self, *_: object) -> None:
+    def end(*_: object) -> None:
         now = time.perf_counter()
-        whole = self._model.config.num_hidden_layers == self._layers
-        (self.whole if whole else self.early).append((now, now - self._started))
+        forwards.append((now, now - began[0]))
 
-
-def _seconds(forwards: Sequence[tuple[float, float]], after: float) -> float:
-    return sum(duration for end, duration in forwards if end > after)
+    hooks = (model.register_forward_pre_hook(begin), model.register_forward_hook(end))
+    try:
+        yield forwards
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class StockGenerate:
     """``generate`` of an unmodified model; batches are padded on the left."""
 
     name = "generate"
-    source: str | None = None  # name of its accepted drafts
 
     def __init__(self, model: PreTrainedModel, max_tokens: int, end_tokens: tuple[int, ...]) -> None:
         self._model, self._end_tokens = model, end_tokens
@@ -66,11 +55,15 @@ class StockGenerate:
 
     def run(self, prompts: Sequence[Prompt]) -> Run:
         """Generate from a batch of prompts; a forward gives one token to each."""
-        forwards, started = _Forwards(self._model), time.perf_counter()
-        with forwards.timed():
+        outputs, forwards, first_s = self._timed_run(prompts)
+        return Run(outputs, sum(map(len, outputs)), first_s, sum(duration for _, duration in forwards[1:]), 0.0, 0)
+
+    def _timed_run(self, prompts: Sequence[Prompt]) -> tuple[list[list[int]], list[tuple[float, float]], float]:
+        """Return the outputs, end and duration of each forward, and the seconds to the end of the first one."""
+        with _timed(self._model) as forwards:
+            started = time.perf_counter()
             outputs = self._generate(prompts)
-        first_end = forwards.whole[0][0]
-        return Run(outputs, sum(map(len, outputs)), first_end - started, _seconds(forwards.whole, first_end), 0.0, 0)
+        return outputs, forwards, forwards[0][0] - started
 
     @torch.inference_mode()
     def _generate(self, prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -96,61 +89,24 @@ class StockGenerate:
         return ids[: ends[0] + 1] if ends else ids
 
 
-class _StockDrafting(StockGenerate):
-    """``generate`` with drafts, one prompt at a time."""
-
-    _assistant: PreTrainedModel | None = None
-
-    def run(self, prompts: Sequence[Prompt]) -> Run:
-        """Generate from each prompt in turn."""
-        assert self.source is not None
-        runs = [self._run(prompt) for prompt in prompts]
-        outputs, steps = [run.outputs[0] for run in runs], sum(run.steps for run in runs)
-        return Run(
-            outputs, steps, sum(run.prefill_s for run in runs), sum(run.forward_s for run in runs),
-            sum(run.propose_s or 0.0 for run in runs) or None, None, {self.source: sum(map(len, outputs)) - steps},
-        )  # fmt: skip
-
-    def _run(self, prompt: Prompt) -> Run:
-        forwards, assisting = _Forwards(self._model), _Forwards(self._assistant or self._model)
-        started = time.perf_counter()
-        with forwards.timed(), ExitStack() as stack:
-            if self._assistant is not None:
-                stack.enter_context(assisting.timed())
-            outputs = self._generate([prompt])
-        first_end = forwards.whole[0][0]
-        drafting = _seconds(forwards.early + assisting.whole, first_end)
-        return Run(outputs, len(forwards.whole), first_end - started, _seconds(forwards.whole, first_end), drafting)
-
-
-class StockPromptLookup(_StockDrafting):
-    """``generate`` with transformers' own prompt lookup."""
+class StockPromptLookup(StockGenerate):
+    """``generate`` with transformers' own prompt lookup, one prompt at a time."""
 
     name = "generate + lookup"
-    source = "prompt_lookup"
 
     def __init__(self, model: PreTrainedModel, max_tokens: int, end_tokens: tuple[int, ...]) -> None:
         super().__init__(model, max_tokens, end_tokens)
         self._settings["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
 
-
-class StockAssisted(_StockDrafting):
-    """``generate`` with transformers' assisted generation, by a model with the same tokenizer or by early exit.
-
-    An early exit runs the first layers, the last norm and the output head, and drafts badly unless the model was trained for it.
-    With an assistant model ``prefill_s`` ends after the target's first forward, which follows the first draft.
-    """
-
-    source = "assistant"
-
-    def __init__(
-        self, model: PreTrainedModel, max_tokens: int, end_tokens: tuple[int, ...], assistant: PreTrainedModel | int
-    ) -> None:
-        """Draft with ``assistant``, a model or a number of layers of the target."""
-        super().__init__(model, max_tokens, end_tokens)
-        if isinstance(assistant, int):
-            self.name = f"generate + early exit {assistant}"
-            self._settings["assistant_early_exit"] = assistant
-        else:
-            self.name, self._assistant = "generate + assistant", assistant
-            self._settings["assistant_model"] = assistant
+    def run(self, prompts: Sequence[Prompt]) -> Run:
+        """Generate from each prompt in turn."""
+        outputs: list[list[int]] = []
+        steps, prefill_s, forward_s = 0, 0.0, 0.0
+        for prompt in prompts:
+            own, forwards, first_s = self._timed_run([prompt])
+            outputs += own
+            steps += len(forwards)
+            prefill_s += first_s
+            forward_s += sum(duration for _, duration in forwards[1:])
+        accepted = {"prompt_lookup": sum(map(len, outputs)) - steps}
+        return Run(outputs, steps, prefill_s, forward_s, None, None, accepted)

@@ -1,1 +1,1 @@
-"""Replays of known outputs without a model: strategies, replicas that share a cache, and the speed of the trie."""
+"""Replays of known outputs without a model: strategies, and replicas that share a cache."""

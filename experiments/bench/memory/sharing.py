@@ -42,7 +42,7 @@ from outrider.experiments.bench.run import Bench, Results, Run
 
 _STRATEGY, _BUDGET = "auto", 64  # maximum draft tokens per step
 _QUOTA_BYTES = 1 << 30  # large enough that nothing is evicted
-_START_S, _SETTLE_S, _SNAPSHOT_S = 60.0, 60.0, 30.0
+_START_S, _SETTLE_S, _SNAPSHOT_S = 60.0, 60.0, 90.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class ReplayReplica:
         return done
 
     def settle(self, tenant: str, tokens: int) -> None:
-        """Wait until the mirror holds ``tokens`` tokens of a tenant. Raises ``TimeoutError`` after a minute."""
+        """Wait until the cache client holds ``tokens`` tokens of a tenant. Raises ``TimeoutError`` after a minute."""
         self._end.send(("settle", tenant, tokens))
         if not self._end.recv():
             raise TimeoutError(f"the replica did not see {tokens} tokens of {tenant} within {_SETTLE_S:.0f} s")
@@ -100,26 +100,26 @@ class ReplayReplica:
 
 def _serve(end: Connection, setting: Setting, shares: bool) -> None:
     """Serve the calls of ``ReplayReplica`` in its process."""
-    drafter, mirror = build_drafter(setting.strategy, {}), None
+    drafter, client = build_drafter(setting.strategy, {}), None
     assert drafter.histories is not None, f"{setting.strategy} remembers no outputs"
     if shares:
-        mirror = CacheClient(setting.access, setting.identity, drafter.histories, lambda: None)
-        mirror.start(_START_S)
+        client = CacheClient(setting.access, setting.identity, drafter.histories, lambda: None)
+        client.start(_START_S)
     end.send("ready")
-    follower = _Follower(drafter, mirror, setting)
+    follower = _Follower(drafter, client, setting)
     while (call := end.recv()) is not None:
         name, *arguments = call
         end.send(follower.settle(*arguments) if name == "settle" else follower.replay(*arguments))
-    if mirror is not None:
-        mirror.close()
+    if client is not None:
+        client.close()
 
 
 @dataclass(frozen=True, slots=True)
 class _Follower:
-    """Drafter with its mirror, used as the engine's thread uses them."""
+    """Drafter with its cache client, used as the engine's thread uses them."""
 
     drafter: Drafter
-    mirror: CacheClient | None
+    client: CacheClient | None
     setting: Setting
 
     def replay(self, tenant: str, name: str, texts: Sequence[KnownText]) -> list[Replayed]:
@@ -127,23 +127,23 @@ class _Follower:
         return [self._one(tenant, f"{name}-{at}-", text) for at, text in enumerate(texts)]
 
     def _one(self, tenant: str, prefix: str, text: KnownText) -> Replayed:
-        while self.mirror is not None and self.mirror.apply():
+        while self.client is not None and self.client.apply():
             pass
         counts = replay_workload(
             [text], lambda: self.drafter, self.setting.budget, self.setting.identity.vocab_size, time.perf_counter,
             id_prefix=prefix, tenant=tenant,
         )  # fmt: skip
-        if self.mirror is not None:
-            self.mirror.publish(tenant, text_key(f"{prefix}0"), 0, text.output_ids, True)
+        if self.client is not None:
+            self.client.publish(tenant, text_key(f"{prefix}0"), 0, text.output_ids, True)
         return Replayed(counts.steps, counts.tokens, sum(counts.propose_s))
 
     def settle(self, tenant: str, tokens: int) -> bool:
         """Apply what arrives until the history is long enough; return False at the deadline."""
-        assert self.drafter.histories is not None and self.mirror is not None
+        assert self.drafter.histories is not None and self.client is not None
         history, deadline = self.drafter.histories.of(tenant), time.monotonic() + _SETTLE_S
         assert history is not None
         while history.frequencies.sum() < tokens and time.monotonic() < deadline:
-            if not self.mirror.apply():
+            if not self.client.apply():
                 time.sleep(0.002)
         return bool(history.frequencies.sum() >= tokens)
 
@@ -158,7 +158,7 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
     texts = {path.stem: read_known_texts(path, cutter, None) for path in args.workloads}
     tenants = tuple(part for name in texts for part in (name, f"{name}.halves"))
     with EmbeddedRedis.start() as redis:
-        access = CacheAccess(CacheOptions(snapshot_s=1.0), redis.url, secrets.token_bytes(32), tenants)
+        access = CacheAccess(CacheOptions(), redis.url, secrets.token_bytes(32), tenants)
         identity = Identity("known", "known", cutter.vocab_size)
         server = CacheServer(access, identity, dict.fromkeys(tenants, _QUOTA_BYTES))
         server.start()

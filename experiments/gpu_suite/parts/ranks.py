@@ -29,7 +29,7 @@ from outrider.experiments.gpu_suite.report import Report, Setting
 _SHARE = 0.45  # of the GPU's memory, for each rank
 _SECRET = b"of two processes on one machine"
 _START_S = 120.0
-_GROUP = ParallelismOptions(mode="lookahead", rank_timeout_s=30.0, step_timeout_s=60.0, check_steps=8, adaptive=False)
+_GROUP = ParallelismOptions(mode="lookahead", rank_timeout_s=30.0, step_timeout_s=60.0, adaptive=False)
 _SPECULATION = SpeculationOptions("llma")
 _REQUESTS, _PROMPT, _WRONG_SHARE = 4, 128, 0.1  # tokens of a prompt; tokens of a reference that are others than the output's
 
@@ -52,6 +52,7 @@ def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
 
     def lead(runner: ModelRunner) -> LookaheadParallelExecutor:
         groups.append(LookaheadParallelExecutor(LocalExecutor(runner), _GROUP, options.max_step_tokens))
+        groups[-1].check_steps = 8
         return groups[0]
 
     engine = Engine.load(model, options, _SPECULATION, 2, lead)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from outrider.cluster.observe.replay_check import median_interval
 from outrider.experiments.bench.progress import Progress
 from outrider.experiments.service.attacks.attacker import Attacker, Load
 from outrider.experiments.service.attacks.calm import TOKENS, CalmClient, Window
@@ -28,7 +29,6 @@ LEAST_MS = 2.0  # a step: faster events come in a burst
 NOTHING_MS = 30_000.0  # the calm client's timeout
 SIDES = ("alone", "polite", "attack")
 _RESAMPLES = 2000
-_COVERED = 0.9  # of the resamples, within an interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,9 @@ def p95_ms(times_s: Sequence[float], share: float = 95) -> float:
 
 
 def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """Return the interval of the medians of resamples."""
-    drawn = np.random.default_rng(seed).choice(np.asarray(values, float), (_RESAMPLES, len(values)))
-    low, high = np.quantile(np.median(drawn, axis=1), ((1 - _COVERED) / 2, (1 + _COVERED) / 2), method="nearest")
-    return round(float(low), 3), round(float(high), 3)
+    """Return the bounds of 90 % of the medians of resamples."""
+    low, high = median_interval(np.asarray(values, float), np.random.default_rng(seed), _RESAMPLES)
+    return round(low, 3), round(high, 3)
 
 
 def ratios(rounds: Sequence[Mapping[str, Any]], to: str, least_ms: float = 0.0, figure: str = "p95_ms") -> dict[str, Any]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from outrider.actors.description import DeviceLostError, GroupState, ReplicaError
+from outrider.actors.lookahead import elastic
 from outrider.actors.lookahead.elastic import ElasticGroup
 from outrider.actors.lookahead.executor import LookaheadParallelExecutor
 from outrider.actors.replica import Replica
@@ -30,15 +31,20 @@ TOKENS = 80
 WORLD = 4
 ENGINE = EngineOptions(max_running=4, max_step_tokens=64)
 AUTO = SpeculationOptions(strategy="auto", max_draft_tokens=8, options={"all_rows": True})
-LOOKAHEAD = ParallelismOptions(
-    mode="lookahead", rank_timeout_s=60.0, check_steps=4, adaptive=False
-)  # a busy machine is no lost rank
+LOOKAHEAD = ParallelismOptions(mode="lookahead", rank_timeout_s=60.0, adaptive=False)  # a busy machine is no lost rank
 PROMPTS = [[first, 6, 7, first, 6] for first in range(10, 22)]
 EVERYBODY = tuple(range(WORLD))
 
 Expected = dict[tuple[int, int | None], list[int]]  # by prompt and seed
 
 eventually = functools.partial(waiting.eventually, timeout_s=60.0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def soon_idle() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(elastic, "IDLE_S", 0.05)
+        yield
 
 
 class Watched(ElasticGroup):
@@ -49,6 +55,7 @@ class Watched(ElasticGroup):
     def executor(self, runner: ModelRunner) -> LookaheadParallelExecutor:
         made = super().executor(runner)
         assert isinstance(made, LookaheadParallelExecutor)
+        made.check_steps = 4
         self.group = made
         return made
 
@@ -57,7 +64,7 @@ class Node:
     """Some replicas, and the discovery that tells each of the others."""
 
     def __init__(self, model: ModelOptions, world: int, widest: int = WORLD) -> None:
-        self.ranks = [Watched(LOOKAHEAD, SECRET, widest, idle_s=0.05) for _ in range(world)]
+        self.ranks = [Watched(LOOKAHEAD, SECRET, widest) for _ in range(world)]
         self.ended: list[int] = []  # replicas whose process would have ended
         ends = [functools.partial(self.ended.append, rank) for rank in range(world)]
         self.replicas = [Replica(model, ENGINE, AUTO, ranks=ranks, end=end) for ranks, end in zip(self.ranks, ends, strict=True)]

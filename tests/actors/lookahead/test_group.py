@@ -17,6 +17,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from outrider.actors.lookahead.executor import LookaheadParallelExecutor
 from outrider.actors.lookahead.group import Group
 from outrider.actors.offline_group import GroupShape, OfflineLeader, group_shape
 from outrider.actors.placement.pinning import own_cores
@@ -33,7 +34,7 @@ SPECULATION = SpeculationOptions(strategy="jacobi", max_draft_tokens=24)
 CORES = sorted(os.sched_getaffinity(0))
 PINNED = len(CORES) >= 2
 OPTIONS = ParallelismOptions(
-    mode="lookahead", world_size=2, rank_timeout_s=1.0, check_steps=4, adaptive=False, pin_threads=PINNED
+    mode="lookahead", world_size=2, rank_timeout_s=1.0, adaptive=False, pin_threads=PINNED
 )  # fmt: skip
 TOKENS = 96
 
@@ -99,6 +100,11 @@ class Running:
 def model(tmp_path_factory: pytest.TempPathFactory) -> ModelOptions:
     folder: Path = save_model(tmp_path_factory.mktemp("group"), llama_config())
     return ModelOptions(path=str(folder), dtype="float32", device="cpu", threads=1)
+
+
+@pytest.fixture(autouse=True)
+def often_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LookaheadParallelExecutor, "check_steps", 4)
 
 
 @pytest.fixture(scope="module")

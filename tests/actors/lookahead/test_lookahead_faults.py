@@ -28,7 +28,7 @@ from tests.helpers.waiting import eventually
 FAMILY = "llama"
 MAX_TOKENS = 40  # 14 steps
 # Busy machines make a rank late, not lost, except where losing it by the clock is what a test is about.
-STEADY = ParallelismOptions(mode="lookahead", rank_timeout_s=30.0, step_timeout_s=120.0, check_steps=8, adaptive=False)
+STEADY = ParallelismOptions(mode="lookahead", rank_timeout_s=30.0, step_timeout_s=120.0, adaptive=False)
 IMPATIENT = replace(STEADY, rank_timeout_s=1.5)
 LOSSES = pytest.mark.parametrize(
     ("number", "options"), [(signal.SIGKILL, STEADY), (signal.SIGSTOP, IMPATIENT)], ids=["kill", "stop"]

@@ -111,7 +111,11 @@ def test_parameters_keep_their_types_and_any_text() -> None:
 OTHER_MSGPACK: list[object] = [
     [], [99], {"kind": 0}, "step", None, "Detached", ["Detached"], ["Path", ["/"]], ["OpenMessage", []],
     ["Heartbeat", []], ["Heartbeat", [1.5]], ["Heartbeat", [True, 1]], ["Heartbeat", None],
+
+    ["Heartbeat", b"\1"], ["JoinMessage", [b"a", 1, 2, 3]], ["JoinMessage", ["a", True, 2, 3]],
     ["Reply", [1, 0.5, [5]]], ["Reply", [1, 0.5, 5]], ["ReadyMessage", [b"cpu"]], ["ShardedStep", [[[2, [1, 2, 3, 4]]], []]],
+    ["ShardedStep", [[[-1, [1, 2, 3, 4]]], []]], ["_Unions", [None, None, [[-1, 2], b"12345678"]]],
+    ["_Unions", [b"ab", None, None]],
 ]  # fmt: skip
 WRONG_BATCHES: list[dict[str, Any]] = [
     {"positions": ROWS[1:]},
@@ -120,6 +124,20 @@ WRONG_BATCHES: list[dict[str, Any]] = [
     {"segments": (SequenceRows(0, 0, 5, 3, None),)},
     {"segments": (SequenceRows(0, 0, 0, 7, MASK),)},
 ]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Unions(Message):
+    first: None | EntryCopy  # noqa: RUF036
+    second: EntryCopy | None | Acceptance  # noqa: RUF036
+    rows: Int32Array | None
+
+
+def test_unions_with_none_in_any_place() -> None:
+    for message in (_Unions(None, None, None), _Unions(EntryCopy(1, 2, 3, 4), Acceptance((1,), 2), ROWS.astype(np.int32))):
+        assert plain(decode(encode(message))) == plain(message)
+    second = decode(encode(_Unions(None, EntryCopy(1, 2, 3, 4), None)))
+    assert isinstance(second, _Unions) and second.second == EntryCopy(1, 2, 3, 4)
 
 
 def test_wrong_contents_are_refused() -> None:

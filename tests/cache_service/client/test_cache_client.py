@@ -1,4 +1,4 @@
-"""Mirrors over one real Redis: what one process generates all others can draft from, and what is deleted none."""
+"""Cache clients over one real Redis: what one process generates all others can draft from, and what is deleted none."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ T1, T2, T3 = (text_key(name) for name in ("one", "two", "three"))
 
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mirrors look at where the streams stand ten times as often."""
+    """Cache clients look at where the streams stand ten times as often."""
     monkeypatch.setattr("outrider.cache_service.client.cache_client.LOOK_S", 0.1)
 
 
@@ -49,8 +49,8 @@ def test_what_one_generates_the_other_drafts_from(cluster: Cluster) -> None:
     eventually(lambda: all(one.knows("a", [1, 2, 3, 4, 5], [7, 8]) for one in (a, b)))
     assert np.array_equal(a.history("a").frequencies, b.history("a").frequencies)
     assert b.woken > 0
-    eventually(lambda: a.mirror.counts().published_tokens == 5)
-    counts = a.mirror.counts()
+    eventually(lambda: a.cache_client.counts().published_tokens == 5)
+    counts = a.cache_client.counts()
     assert counts.connected and counts.breaker == "closed" and counts.failures == {} and counts.opened == 0
     assert counts.outbox_bytes == 0 and counts.applied_tokens >= 2
 
@@ -69,11 +69,11 @@ def tell(replica: Replica, *requests: Request) -> None:
         replica.write("a", request.text, 0, request.output_ids.tolist(), final=True)
         replica.history("a").remember(request)
         for key, note in replica.history("a").notes(request):
-            replica.mirror.publish("a", key, 0, note, True)
+            replica.cache_client.publish("a", key, 0, note, True)
 
 
 def recalled(replica: Replica, prompt: int) -> list[list[int]]:
-    while replica.mirror.apply():
+    while replica.cache_client.apply():
         pass
     asking = Request("asking", tokens(prompt, 200), SamplingParams(max_tokens=9), tenant="a")
     return [text.tokens.tolist() for text in replica.history("a").recall(asking, 4)]
@@ -110,7 +110,7 @@ def meaning(seed: int, off: float = 0.0) -> Int32Array:
 
 def paraphrased(replica: Replica, tenant: str = "a", embedding: Int32Array | None = None) -> list[list[int]]:
     """What is recalled for a request that has no word in common with others."""
-    while replica.mirror.apply():
+    while replica.cache_client.apply():
         pass
     embedding = meaning(1, off=0.4) if embedding is None else embedding
     asking = Request("asking", tokens(77, 200), SamplingParams(max_tokens=9), tenant=tenant, embedding=embedding)
@@ -149,7 +149,7 @@ def about(name: str, document: list[int], tenant: str | None = "a") -> Request:
 
 def copied(replica: Replica, like: Request, document: list[int], tenant: str = "a") -> list[int]:
     """What LLMA drafts for a request that resembles one, without its passage, once the output quotes the passage."""
-    while replica.mirror.apply():
+    while replica.cache_client.apply():
         pass
     drafter = LlmaDrafter(match_length=4, copy_length=20)
     drafter.histories = replica.memory
@@ -212,9 +212,9 @@ def test_tenants_secrets_and_models_are_apart(cluster: Cluster) -> None:
     for one in (a, b, *others):
         assert one.knows(PUBLIC)
     with pytest.raises(AssertionError):
-        a.mirror.publish("*", T1, 0, [1], True)
+        a.cache_client.publish("*", T1, 0, [1], True)
     with pytest.raises(AssertionError):
-        a.mirror.publish("unknown", T1, 0, [1], True)
+        a.cache_client.publish("unknown", T1, 0, [1], True)
 
 
 def test_names_of_tenants_are_not_in_redis(cluster: Cluster, raw: redis.Redis) -> None:
@@ -227,17 +227,17 @@ def test_names_of_tenants_are_not_in_redis(cluster: Cluster, raw: redis.Redis) -
 def test_one_that_starts_later_is_warm_at_once(cluster: Cluster) -> None:
     a = cluster.replica()
     a.write("a", T1, 0, [1, 2, 3], final=True)
-    eventually(lambda: a.mirror.counts().published_tokens == 3)
+    eventually(lambda: a.cache_client.counts().published_tokens == 3)
     id = cluster.head_id("a")
     cluster.save("a", id, {T1: [1, 2, 3], T3: [9]})
     cluster.store.trim(cluster.name("a"), f"{id}9", exact=True)
     a.write("a", T2, 0, [4, 5])
     cluster.add(PUBLIC, TextBatch(1, 0, 0, (delta(T3, 0, [30, 31], True),)))
-    eventually(lambda: a.mirror.counts().published_tokens == 5)
+    eventually(lambda: a.cache_client.counts().published_tokens == 5)
     third = cluster.replica()
     assert contents(third.history("a")) == [[1, 2, 3], [4, 5], [9]]  # nothing applied after the start
     assert contents(third.memory.public) == [[30, 31]]
-    assert third.mirror.counts().reloads == 0
+    assert third.cache_client.counts().reloads == 0
 
 
 def test_replays_and_reordering_change_nothing(cluster: Cluster, raw: redis.Redis) -> None:
@@ -252,11 +252,11 @@ def test_replays_and_reordering_change_nothing(cluster: Cluster, raw: redis.Redi
     for fields in [*entries[::-1], *entries]:
         raw.xadd(key, fields)
     cluster.add("a", TextBatch(77, 0, 0, (delta(T3, 0, [5], True),)))  # the end of the replay
-    eventually(lambda: (b.mirror.apply(), [5] in contents(b.history("a")))[1])
+    eventually(lambda: (b.cache_client.apply(), [5] in contents(b.history("a")))[1])
     frequencies[5] += 1
     assert contents(b.history("a")) == sorted([*before, [5]])
     assert np.array_equal(b.history("a").frequencies, frequencies)
-    assert b.mirror.counts().lost_records == 0 and b.mirror.counts().reloads == 0
+    assert b.cache_client.counts().lost_records == 0 and b.cache_client.counts().reloads == 0
 
 
 def test_a_deleted_request_is_gone_everywhere_and_stays_away(cluster: Cluster) -> None:
@@ -271,7 +271,7 @@ def test_a_deleted_request_is_gone_everywhere_and_stays_away(cluster: Cluster) -
     cluster.add("a", TextBatch(8, 0, 0, (delta(T1, 0, [1, 2, 3, 7], True), delta(T3, 0, [5], True))))  # a late writer
     eventually(lambda: b.knows("a", [4], [5]))
     assert b.knows("b", [6])
-    eventually(lambda: a.mirror.counts().outbox_bytes == 0 and a.knows("a", [4], [5]))
+    eventually(lambda: a.cache_client.counts().outbox_bytes == 0 and a.knows("a", [4], [5]))
     assert cluster.replica().knows("a", [4], [5])
 
 
@@ -306,11 +306,11 @@ def test_one_that_fell_behind_goes_on_from_the_snapshot(cluster: Cluster) -> Non
     time.sleep(0.003)  # ids begin with the millisecond, and these are of two streams
     cluster.add("a", TextBatch(5, 3, 0, (delta(T3, 0, [3], True),)))
     eventually(lambda: a.knows("a", [1], [2, 2], [3]))
-    counts = a.mirror.counts()
+    counts = a.cache_client.counts()
     assert counts.lost_records == 2 and counts.reloads == 1
     cluster.add("a", TextBatch(5, 4, 0, (delta(text_key("four"), 0, [4], True),)))
     eventually(lambda: a.knows("a", [1], [2, 2], [3], [4]))
-    assert a.mirror.counts().reloads == 1
+    assert a.cache_client.counts().reloads == 1
 
 
 @pytest.mark.usefixtures("often")
@@ -323,9 +323,9 @@ def test_a_newer_snapshot_alone_is_no_reason_to_reload(cluster: Cluster) -> None
     seen = a.woken
     for number in range(1, 4):
         cluster.add("a", TextBatch(5, number, 0, (delta(T2, number - 1, [2]),)))
-        time.sleep(0.15)  # the mirror looks
+        time.sleep(0.15)  # the cache client looks
     eventually(lambda: a.knows("a", [1], [2, 2, 2]))
-    assert a.woken > seen and a.mirror.counts().reloads == 0
+    assert a.woken > seen and a.cache_client.counts().reloads == 0
 
 
 def test_apply_is_fair_and_bounded(cluster: Cluster) -> None:
@@ -333,37 +333,37 @@ def test_apply_is_fair_and_bounded(cluster: Cluster) -> None:
     for number in range(40):
         cluster.add("a", TextBatch(5, number, 0, (delta(number << 16, 0, [number] * 2000, True),)))
     cluster.add("b", TextBatch(5, 0, 0, (delta(T1, 0, [9, 9, 9], True),)))
-    eventually(lambda: a.mirror._inbox.weight("a") == 80_000 and a.mirror._inbox.weight("b") == 3)
+    eventually(lambda: a.cache_client._inbox.weight("a") == 80_000 and a.cache_client._inbox.weight("b") == 3)
     assert a.history("a").num_tokens == 0
-    assert a.mirror.apply(3000)
+    assert a.cache_client.apply(3000)
     assert contents(a.history("b")) == [[9, 9, 9]]
     assert 0 < a.history("a").num_tokens <= 4096
     steps = 0
-    while a.mirror.apply(4096):
+    while a.cache_client.apply(4096):
         steps += 1
     assert steps >= 15
     assert a.history("a").num_tokens == 80_000
-    assert not a.mirror.apply()
+    assert not a.cache_client.apply()
 
 
 def test_close_writes_what_waits(cluster: Cluster) -> None:
     a, b = cluster.replica(), cluster.replica()
     for number in range(50):
         a.write("a", number << 16, 0, [number] * 3, final=True)
-    a.mirror.close()
-    a.mirror.close()
-    assert a.mirror.counts().published_tokens == 150
+    a.cache_client.close()
+    a.cache_client.close()
+    assert a.cache_client.counts().published_tokens == 150
     eventually(lambda: b.knows("a", *[[number] * 3 for number in range(50)]))
-    a.mirror.publish("a", T1, 0, [1], True)  # an engine that ends a little later
-    assert not a.mirror.apply()
+    a.cache_client.publish("a", T1, 0, [1], True)  # an engine that ends a little later
+    assert not a.cache_client.apply()
 
 
 def test_tokens_of_another_vocabulary_are_not_written(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     a, b = cluster.replica(), cluster.replica()
-    a.mirror.publish("a", T1, 0, [1, VOCAB], True)
-    a.mirror.publish("b", T2, 0, [3], True)
+    a.cache_client.publish("a", T1, 0, [1, VOCAB], True)
+    a.cache_client.publish("b", T2, 0, [3], True)
     eventually(lambda: b.knows("b", [3]))
-    assert a.mirror.counts().dropped_tokens == 2 and a.mirror.counts().breaker == "closed"
+    assert a.cache_client.counts().dropped_tokens == 2 and a.cache_client.counts().breaker == "closed"
     assert "not shared" in caplog.text
 
 
@@ -392,7 +392,7 @@ def test_lag_is_the_age_of_what_is_read_until_all_is_read(cluster: Cluster) -> N
     assert written_s("1500-0") == written_s("1500-7") == 1.5
 
 
-def test_service_operator_and_mirrors_know_the_same_through_deletion_and_eviction(make: Callable[..., Cluster]) -> None:
+def test_service_operator_and_cache_clients_know_the_same_through_deletion_and_eviction(make: Callable[..., Cluster]) -> None:
     cluster = make()
     server, writer, texts = cluster.server({"acme": 4000}), cluster.replica(), dict[str, list[int]]()
     cluster.replica()  # one that writes nothing

@@ -1,4 +1,4 @@
-"""Redis killed, paused, full, restarted empty, or talking nonsense: the mirror goes on, says so once, and recovers by itself."""
+"""Redis killed, paused, full, restarted empty, or talking nonsense: the cache client logs it once and recovers by itself."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 import pytest
 import redis
 
+from outrider.cache_service.client import cache_client
 from outrider.cache_service.records import TextBatch, encode_batch
 from outrider.cache_service.store.circuit_breaker import RedisCircuitBreaker, failure_kind
 from outrider.cache_service.store.redis_store import RedisStore
@@ -24,9 +25,7 @@ from tests.helpers.waiting import eventually
 
 T1, T2, T3 = (text_key(name) for name in ("one", "two", "three"))
 LATE = [text_key(f"late {number}") for number in range(40)]
-OPTIONS: dict[str, object] = {
-    "tenants": ("a",), "timeout_s": 0.2, "retry_s": 0.05, "outbox_mib": 0.01, "start_timeout_s": 1.0
-}  # fmt: skip
+OPTIONS: dict[str, object] = {"tenants": ("a",), "timeout_s": 0.2, "start_timeout_s": 1.0}
 
 
 @pytest.fixture
@@ -45,21 +44,22 @@ def said(caplog: pytest.LogCaptureFixture, level: int, words: str) -> int:
 
 @pytest.fixture(autouse=True)
 def often_and_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.cache_service.client.cache_client.LOOK_S", 0.1)
+    for name, value in (("LOOK_S", 0.1), ("RETRY_S", 0.05), ("OUTBOX_BYTES", 10_485)):
+        monkeypatch.setattr(cache_client, name, value)
     caplog.set_level(logging.INFO)
 
 
 def outage(one: Replica, kind: str) -> None:
     """Writes until the breaker of both directions knows, as an engine does that notices nothing."""
-    eventually(lambda: one.mirror.counts().breaker == "open")
+    eventually(lambda: one.cache_client.counts().breaker == "open")
     put(one, LATE[0], 0, [40])
-    eventually(lambda: one.mirror.counts().opened == 2)
-    counts = one.mirror.counts()
+    eventually(lambda: one.cache_client.counts().opened == 2)
+    counts = one.cache_client.counts()
     assert not counts.connected and counts.failures[kind] >= 4
     for number, text in enumerate(LATE[1:]):  # more than the outbox holds: 10 KiB
         put(one, text, 0, [41 + number] * 100)
-        one.mirror.apply()
-    counts = one.mirror.counts()
+        one.cache_client.apply()
+    counts = one.cache_client.counts()
     assert 0 < counts.outbox_bytes <= 10486
     assert counts.outbox_dropped_texts == 40 - counts.outbox_bytes // 464 - (counts.outbox_bytes % 464 != 0)
     assert counts.dropped_tokens > 0
@@ -67,14 +67,14 @@ def outage(one: Replica, kind: str) -> None:
 
 def recovery(one: Replica, other: Replica, expected: list[list[int]]) -> None:
     """Without a restart: what waited arrives, the newest texts among it, and both directions work."""
-    eventually(lambda: one.mirror.counts().outbox_bytes == 0)
+    eventually(lambda: one.cache_client.counts().outbox_bytes == 0)
     eventually(lambda: [79] * 100 in other.texts("a"))
     put(other, T3, 0, [33, 34])
     eventually(lambda: [33, 34] in one.texts("a"))
     for replica in (one, other):
-        eventually(lambda replica=replica: replica.mirror.counts().breaker == "closed")  # type: ignore[misc]
+        eventually(lambda replica=replica: replica.cache_client.counts().breaker == "closed")  # type: ignore[misc]
         assert all(text in replica.texts("a") for text in expected)
-        assert replica.mirror.counts().connected and replica.mirror.counts().corrupt_records == 0
+        assert replica.cache_client.counts().connected and replica.cache_client.counts().corrupt_records == 0
 
 
 @pytest.mark.parametrize(
@@ -115,16 +115,16 @@ def test_redis_is_full(cluster: Cluster, own_redis: RedisProcess, caplog: pytest
     eventually(lambda: a.texts("a") == [[5]])
     own_redis.client.config_set("maxmemory", 1)
     put(a, LATE[0], 0, [40])
-    eventually(lambda: a.mirror.counts().breaker == "open")
-    counts = a.mirror.counts()
+    eventually(lambda: a.cache_client.counts().breaker == "open")
+    counts = a.cache_client.counts()
     assert counts.failures["full"] >= 2 and counts.opened == 1  # reading goes on
     eventually(lambda: said(caplog, logging.WARNING, "writing shared texts to Redis failed: full") == 1)
     for number, text in enumerate(LATE[1:]):
         put(a, text, 0, [41 + number] * 100)
-    assert 0 < a.mirror.counts().outbox_bytes <= 10486
+    assert 0 < a.cache_client.counts().outbox_bytes <= 10486
     own_redis.client.config_set("maxmemory", 0)
     recovery(a, b, [[5]])
-    assert set(a.mirror.counts().failures) == {"full"} and b.mirror.counts().failures == {}
+    assert set(a.cache_client.counts().failures) == {"full"} and b.cache_client.counts().failures == {}
     eventually(lambda: said(caplog, logging.INFO, "writing shared texts to Redis: works again") == 1)
 
 
@@ -133,7 +133,7 @@ def test_redis_away_at_the_start(cluster: Cluster, own_redis: RedisProcess, capl
     a, b = cluster.replica(), cluster.replica()
     assert said(caplog, logging.WARNING, "Redis is unreachable or slow") == 2
     outage(a, "connection")
-    eventually(lambda: b.mirror.counts().breaker == "open")
+    eventually(lambda: b.cache_client.counts().breaker == "open")
     own_redis.start()
     recovery(a, b, [])
 
@@ -154,15 +154,15 @@ def test_nonsense_opens_the_breaker_and_raises_nothing(
     with babbler(nonsense) as port:
         one = make(f"redis://127.0.0.1:{port}", **OPTIONS).replica()
         put(one, T1, 0, [1, 2, 3])
-        eventually(lambda: one.mirror.counts().opened == 2)
-        assert not one.mirror.apply()
-        counts = one.mirror.counts()
+        eventually(lambda: one.cache_client.counts().opened == 2)
+        assert not one.cache_client.apply()
+        counts = one.cache_client.counts()
         assert counts.failures.get(kind, 0) >= 2, counts.failures
         assert "internal" not in counts.failures
         assert one.texts("a") == [[1, 2, 3]] and counts.applied_tokens == counts.published_tokens == 0
         assert said(caplog, logging.WARNING, "reading shared texts from Redis") == 1
         assert all("\n" not in record.getMessage() and len(record.getMessage()) < 400 for record in caplog.records)
-        one.mirror.close(0.5)
+        one.cache_client.close(0.5)
 
 
 @contextmanager
@@ -194,8 +194,8 @@ def test_corrupt_records_are_dropped_and_counted(
     own_redis.client.xadd(key, {"other": "field"})
     put(a, T1, 0, [1, 2])
     for one in (a, b):
-        eventually(lambda one=one: one.texts("a") == [[1, 2]] and one.mirror.counts().corrupt_records == 8)  # type: ignore[misc]
-        assert one.mirror.counts().breaker == "closed" and one.mirror.counts().failures == {}
+        eventually(lambda one=one: one.texts("a") == [[1, 2]] and one.cache_client.counts().corrupt_records == 8)  # type: ignore[misc]
+        assert one.cache_client.counts().breaker == "closed" and one.cache_client.counts().failures == {}
     assert 2 <= said(caplog, logging.WARNING, "is dropped") <= 10  # some lines, not sixteen
 
 
@@ -204,14 +204,14 @@ def test_a_corrupt_snapshot_is_dropped_and_the_stream_read(
 ) -> None:
     a = cluster.replica()
     put(a, T1, 0, [1, 2])
-    eventually(lambda: a.mirror.counts().published_tokens == 2)
+    eventually(lambda: a.cache_client.counts().published_tokens == 2)
     assert cluster.store.save_snapshot(cluster.name("a"), cluster.head_id("a"), b"nonsense")
     late = cluster.replica()
     assert late.texts("a") == [[1, 2]]
     put(a, T2, 0, [3])
     eventually(lambda: late.texts("a") == [[1, 2], [3]])
     time.sleep(0.3)  # more looks
-    assert late.mirror.counts().corrupt_snapshots == 1
+    assert late.cache_client.counts().corrupt_snapshots == 1
     assert said(caplog, logging.WARNING, "snapshot") == 1
 
 
@@ -219,10 +219,10 @@ def test_a_key_of_the_wrong_type(cluster: Cluster, own_redis: RedisProcess) -> N
     a = cluster.replica()
     own_redis.client.set(cluster.key("a"), "x")
     put(a, T1, 0, [1])
-    eventually(lambda: a.mirror.counts().opened == 2)
-    assert a.mirror.counts().failures["wrong type"] >= 4
+    eventually(lambda: a.cache_client.counts().opened == 2)
+    assert a.cache_client.counts().failures["wrong type"] >= 4
     own_redis.client.delete(cluster.key("a"))
-    eventually(lambda: a.mirror.counts().published_tokens == 1 and a.mirror.counts().breaker == "closed")
+    eventually(lambda: a.cache_client.counts().published_tokens == 1 and a.cache_client.counts().breaker == "closed")
 
 
 def test_an_emptied_redis_learns_the_epoch_again(cluster: Cluster, own_redis: RedisProcess) -> None:
@@ -258,9 +258,9 @@ def test_the_engines_thread_never_talks_to_redis(
         monkeypatch.setattr(RedisStore, name, noted)
     began = time.monotonic()
     for number in range(5000):
-        a.mirror.publish("a", T1, number, [number % 500], False)
-        a.mirror.apply()
-        a.mirror.counts()
+        a.cache_client.publish("a", T1, number, [number % 500], False)
+        a.cache_client.apply()
+        a.cache_client.counts()
     assert time.monotonic() - began < 10  # 5,000 waits of 0.2 s would be a quarter of an hour
     assert asked == []
     own_redis.resume()

@@ -145,6 +145,16 @@ def test_a_forgotten_request_takes_all_its_choices() -> None:
     assert plain(box.take(MANY)) == {"a": [(6 << 16, 0, [1], False)]}
 
 
+def test_a_request_forgotten_while_its_ended_texts_are_out_does_not_come_back() -> None:
+    box = Outbox(10_000)
+    box.put("a", delta(7 << 16, 0, [1], final=True))
+    box.put("a", delta(8 << 16, 0, [2], final=True))
+    taken = box.take(MANY)
+    box.discard("a", 7)
+    box.give_back(taken)
+    assert plain(box.take(MANY)) == {"a": [(8 << 16, 0, [2], True)]}
+
+
 def test_threads_lose_nothing_and_keep_each_text_in_order() -> None:
     box = Outbox(1 << 24)
     sizes = {(f"t{text % 3}", text): 2000 for text in range(12)}

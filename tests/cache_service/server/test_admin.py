@@ -11,8 +11,9 @@ import redis
 from outrider.cache_service.namespace import Identity
 from outrider.cache_service.records import MAX_BATCH_BYTES, MAX_ITEMS, TextBatch, decode_batch
 from outrider.cache_service.server.admin import CacheAdmin, ForeignSnapshotError, UnknownTenantError
+from outrider.cache_service.server.compaction import StreamCompactor
 from outrider.cache_service.server.snapshot import CorruptSnapshotError, decode_snapshot
-from outrider.cache_service.store.redis_store import Counts
+from outrider.cache_service.store.redis_store import Counts, RedisStore
 from outrider.decoding.request import PUBLIC
 from outrider.decoding.sources.text_keys import passage_key, request_hash, text_key
 from tests.helpers.shared_memory import IDENTITY, Cluster, delta, expected, tokens
@@ -36,6 +37,24 @@ def test_export_is_of_now_and_import_brings_it_back(make: Make) -> None:
     assert other.admin.import_("acme", exported) == 60
     assert other.now() == expected(texts | {"there": [1, 2, 3]})
     assert other.now("umbra") == {}
+
+
+def test_an_export_beside_a_purge_has_every_text(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    last = cluster.say({"r": [1, 2, 3]})
+    load, purged = StreamCompactor.load, []
+
+    def load_before_the_purge(store: RedisStore, namespace: str, identity: Identity) -> StreamCompactor:
+        fold = load(store, namespace, identity)
+        if not purged:
+            purged.append(last)
+            cluster.save("acme", last, {text_key("r"): [1, 2, 3]})
+            ms, _, sequence = last.partition("-")
+            assert store.trim(namespace, f"{ms}-{int(sequence) + 1}", exact=True) == 1
+            cluster.say({"s": [4]})
+        return fold
+
+    monkeypatch.setattr(StreamCompactor, "load", load_before_the_purge)
+    assert cluster.now() == expected({"r": [1, 2, 3], "s": [4]}) and purged
 
 
 def test_long_texts_travel_in_batches_that_fit(make: Make) -> None:

@@ -13,6 +13,7 @@ import pytest
 import redis
 
 from outrider.cache_service.records import TextBatch, decode_batch, encode_batch
+from outrider.cache_service.server import cache_server
 from outrider.cache_service.server.cache_server import CacheServer
 from outrider.cache_service.server.compaction import StreamCompactor
 from outrider.cache_service.server.snapshot import decode_snapshot
@@ -26,7 +27,9 @@ from tests.helpers.waiting import wait_for
 
 HOLD = """
 import sys, time
-from tests.helpers.shared_memory import Cluster
+import pytest
+from tests.helpers.shared_memory import Cluster, shorten_times
+shorten_times(pytest.MonkeyPatch())
 url, prefix = sys.argv[1:]
 server = Cluster(url, prefix=prefix).server()
 while not server.status().tokens:
@@ -93,8 +96,9 @@ def test_killed_leader_is_replaced_when_its_lease_runs_out(cluster: Cluster) -> 
         process.communicate()
 
 
+@pytest.mark.usefixtures("rare_snapshots")
 def test_full_tenant_lets_go_and_says_so(make: Callable[..., Cluster]) -> None:
-    cluster = make(snapshot_s=60.0)
+    cluster = make()
     server = cluster.server({"acme": 2000})  # bytes: 1000 tokens
     for index in range(100):
         cluster.say({f"r{index}": tokens(index, 30)})
@@ -104,14 +108,15 @@ def test_full_tenant_lets_go_and_says_so(make: Callable[..., Cluster]) -> None:
     assert text_key("r99") in left  # of texts that were said once the oldest go
     assert server.status().evicted_texts == 100 - len(left)
     # Who read the stream alone, without a snapshot, lets go of the same.
-    mirror = TenantTexts()
+    cache_client = TenantTexts()
     for _, data in cluster.store.read({cluster.name(): "0-0"}, 0.0, 1000)[cluster.name()]:
-        mirror.apply(decode_batch(data or b"", IDENTITY.vocab_size), 0.0)
-    assert {key: (text.tokens.tolist(), text.final) for key, text in mirror.texts.items()} == left
+        cache_client.apply(decode_batch(data or b"", IDENTITY.vocab_size), 0.0)
+    assert {key: (text.tokens.tolist(), text.final) for key, text in cache_client.texts.items()} == left
 
 
+@pytest.mark.usefixtures("rare_snapshots")
 def test_flood_of_one_tenant_leaves_the_other(make: Callable[..., Cluster]) -> None:
-    cluster = make(snapshot_s=60.0)
+    cluster = make()
     mine = {f"r{index}": tokens(index, 50) for index in range(20)}
     cluster.say(mine, tenant="umbra")
     server = cluster.server({"acme": 200_000})
@@ -235,8 +240,9 @@ def test_two_services_with_different_tenants_do_each_other_no_harm(cluster: Clus
     assert wait_for(lambda: extra.status().texts == cluster.servers[0].status().texts == 50)
 
 
+@pytest.mark.usefixtures("rare_snapshots")
 def test_newer_snapshot_of_another_service_is_taken_over(make: Callable[..., Cluster]) -> None:
-    cluster = make(snapshot_s=60.0)
+    cluster = make()
     server = cluster.server()
     cluster.say({"r": [1, 2, 3]})
     assert wait_for(lambda: server.status().tokens == 3)
@@ -247,8 +253,9 @@ def test_newer_snapshot_of_another_service_is_taken_over(make: Callable[..., Clu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["quiet", "a replica is faster than the service", "its clock was ahead"])
+@pytest.mark.usefixtures("rare_snapshots")
 def test_redis_that_restarts_empty_is_filled_again(make: Callable[..., Cluster], own_redis: RedisProcess, case: str) -> None:
-    cluster = make(own_redis.url, snapshot_s=60.0)
+    cluster = make(own_redis.url)
     assert cluster.store.delete(cluster.name()) == 1
     server = cluster.server()
     texts = {f"r{index}": tokens(index, 30) for index in range(20)}
@@ -276,10 +283,12 @@ def test_redis_that_restarts_empty_is_filled_again(make: Callable[..., Cluster],
     assert wait_for(lambda: cluster.now() == {} and server.status().texts == 1)
 
 
+@pytest.mark.usefixtures("rare_snapshots")
 def test_texts_of_no_snapshot_survive_a_restart_before_which_nobody_looked(
-    make: Callable[..., Cluster], own_redis: RedisProcess
+    make: Callable[..., Cluster], own_redis: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster = make(own_redis.url, snapshot_s=60.0, retry_s=1.0)
+    monkeypatch.setattr(cache_server, "RETRY_S", 1.0)
+    cluster = make(own_redis.url)
     server = cluster.server()
     cluster.say({"old": [1, 2, 3]})
     assert wait_for(lambda: server.status().tokens == 3)

@@ -59,7 +59,7 @@ def add_user(client: redis.Redis) -> None:
 
 
 def works(url: str) -> None:
-    """What the mirrors and the service do, through this address."""
+    """What the cache clients and the service do, through this address."""
     store = RedisStore(url, "outrider", 5.0)
     use_every_command(store)
     with pytest.raises(redis.RedisError, match=r"permission|NOPERM"):

@@ -21,6 +21,7 @@ from openai import OpenAI
 from starlette.responses import PlainTextResponse
 
 from outrider.cache_service.namespace import hash_key
+from outrider.cluster.admission import controller, middleware
 from outrider.cluster.admission.controller import REFUSALS, AdmissionCounts, AdmissionOptions
 from outrider.cluster.admission.http_limits import LimitedProtocol
 from outrider.cluster.http.api import Service
@@ -182,7 +183,7 @@ def test_keys_are_rotated_without_a_restart(house: Callable[..., House], tmp_pat
     engine = rotated.engine
     engine.jobs.clear()
     assert rotated.post(SHORT, "late").status_code == 200
-    assert engine.jobs[0].tenant is None  # no mirror was told of this tenant
+    assert engine.jobs[0].tenant is None  # no cache client was told of this tenant
     refused = rotated.post(SHORT | {"cache": "tenant"}, "late")
     assert (refused.status_code, error_of(refused)["param"]) == (400, "cache")
     with rotated.streaming("late"):
@@ -282,6 +283,7 @@ def test_a_tenant_leaves_places_for_the_others(house: Callable[..., House]) -> N
             with shared.streaming():
                 assert shared.post(SHORT).status_code == 429
     eventually(shared.is_empty)
+    assert [shared.post(SHORT | {"n": 6}, ACME).status_code for _ in range(3)] == [200] * 3  # those that ended hold nothing
     alone = house(capacity=12)
     with alone.streaming(n=12):
         assert alone.post(SHORT).status_code == 429
@@ -543,8 +545,12 @@ def stalled(house: House, size: int, key: str | None = None, path: str = "/v1/co
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
-def test_bodies_that_do_not_come_hold_a_bounded_number_of_bytes(house: Callable[..., House], path: str) -> None:
-    limited = house(KEYED, max_request_bytes=5000, max_upload_bytes=20_000, max_key_upload_bytes=10_000)
+def test_bodies_that_do_not_come_hold_a_bounded_number_of_bytes(
+    house: Callable[..., House], path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller, "UPLOADS", 4)
+    monkeypatch.setattr(controller, "KEY_UPLOADS", 2)
+    limited = house(KEYED, max_request_bytes=5000)
     small = SHORT if path == "/v1/completions" else {"prompt": "a"}
     with contextlib.ExitStack() as uploads:
 
@@ -570,15 +576,16 @@ def test_bodies_that_do_not_come_hold_a_bounded_number_of_bytes(house: Callable[
         full = limited.post(small, None, path)
         assert (full.status_code, error_of(full)["code"]) == (503, "uploads_full")
         assert full.headers["retry-after"] == "1" and full.headers["connection"] == "close"
-        assert "limits.max_upload_bytes" in error_of(full)["message"]
+        assert "4 * limits.max_request_bytes" in error_of(full)["message"]
     eventually(lambda: limited.counts().upload_bytes == 0)  # they have left
     assert limited.post(small, None, path).status_code == 200
     assert (limited.counts().refused["too_many_uploads"], limited.counts().refused["uploads_full"]) == (1, 2)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
-def test_a_body_that_does_not_come_is_given_up(house: Callable[..., House], path: str) -> None:
-    limited = house(body_timeout_s=0.2)
+def test_a_body_that_does_not_come_is_given_up(house: Callable[..., House], path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "BODY_TIMEOUT_S", 0.2)
+    limited = house()
     with stalled(limited, 100, None, path) as upload:
         assert upload.status() == 408
     eventually(lambda: limited.counts().upload_bytes == 0)

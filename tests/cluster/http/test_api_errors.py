@@ -55,10 +55,10 @@ WRONG: dict[tuple[str, ...], dict[str, list[Any]]] = {
         "model": [MISSING, None, "x" * (MAX_NAME + 1)],
         "max_tokens": [-1, 0, "many", 2.5, True, CONTEXT, 10**30, 10**4000],
         "temperature": [9, -0.1, "hot"],
-        "top_p": [0, 1.1],
+        "top_p": [-0.1, 1.1],
         "top_k": [-2, 2**31],
         "timeout": [1e10],
-        "seed": [-5, 2**63],
+        "seed": [-(2**63) - 1, 2**63],
         "stop": ["", ["a", ""], list("abcde"), 7, ["a", "b" * 1001], "x" * 1001, [5] * MANY],
         "stop_token_ids": [[258]],
         "stop_token_ids[0]": [[-1]],
@@ -123,11 +123,11 @@ WRONG: dict[tuple[str, ...], dict[str, list[Any]]] = {
         "messages[0].content": [[said()], [said(content=None)]],
         "messages[0].role": [[{"content": "hi"}], [said(role="robot", content="hi")]],
         "messages[0].contents": [[said(content="hi", contents="x")]],
-        "messages[0].name": [[said(content="hi", name="Ann")]],
+        "messages[0].name": [[said(content="hi", name=3)]],
         "messages[0].tool_call_id": [[said(content="x", tool_call_id="1")]],
         "messages[0].content[0].type": [[said(content=[{"type": "image_url", "image_url": {"url": "x"}}])]],
         "messages[0].tool_calls[0].function.arguments": [
-            [said(role="assistant", tool_calls=[{"id": "1", "function": {"name": "f", "arguments": "["}}])]
+            [said(role="assistant", tool_calls=[{"id": "1", "function": {"name": "f", "arguments": 3}}])]
         ],
         "max_completion_tokens": [5],
         "prompt": ["hi"],

@@ -168,12 +168,13 @@ TAKEN: Bodies = {
         {}, {"prompt": ["<", "a"]}, {"prompt": [5, 6]}, {"prompt": [[5], [6]]}, {"prompt": ["a", [5]]}, {"stop": "d"},
         {"stop": ["d", "e"]}, {"stop": []}, {"stop": None}, {"best_of": 1}, {"suffix": ""}, {"suffix": None}, {"n": 2},
         {"logprobs": 2}, {"echo": True}, {"logit_bias": {"5": 3}}, {"speculation": {"max_draft_tokens": 0}}, {"cache": "off"},
-        {"top_k": -1},
+        {"top_k": -1}, {"top_p": 0}, {"seed": -1}, {"use_beam_search": False},
     ],
     "/v1/chat/completions": [
         {}, {"tools": []}, {"tool_choice": "auto"}, {"prediction": {"type": "content", "content": "x"}}, {"n": 2},
         {"logprobs": True}, {"store": False}, {"stream_options": None}, {"user": "me"},
-        {"messages": [{"role": "assistant", "tool_calls": CALLS}]},
+        {"messages": [{"role": "assistant", "tool_calls": CALLS}]}, {"verbosity": "medium"},
+        {"messages": [{"role": "assistant", "content": None, "name": "a"}]},
     ],
     "/tokenize": [{"prompt": "a"}, {"messages": MESSAGES, "return_token_strs": True}],
     "/detokenize": [{"tokens": [5]}],
@@ -182,7 +183,7 @@ REFUSED: Bodies = {
     "/v1/completions": [
         {"prompt": []}, {"prompt": 5}, {"prompt": {}}, {"stop": 5}, {"stop": list("abcde")}, {"stop": [""]}, {"n": 0},
         {"stop": "a" * 1001}, {"n": 129}, {"best_of": 2}, {"suffix": "x"}, {"logprobs": 21}, {"wibble": 1}, {"temperature": 3},
-        {"seed": -1}, {"cache": "on"}, {"speculation": {"wibble": 1}}, {"logit_bias": {"5": 101}}, {"model": None},
+        {"seed": 2**63}, {"cache": "on"}, {"speculation": {"wibble": 1}}, {"logit_bias": {"5": 101}}, {"model": None},
     ],
     "/v1/chat/completions": [
         {"messages": []}, {"messages": [{"content": "hi"}]}, {"tool_choice": "any"}, {"tools": [{}]}, {"store": True},

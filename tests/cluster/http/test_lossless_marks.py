@@ -116,6 +116,13 @@ def test_openai_s_client_reads_the_marks(metered: Metered) -> None:
         assert client.models.retrieve("circle").model_extra is not None
 
 
+def test_both_sides_of_a_comparison_have_their_energy(metered: Metered) -> None:
+    began_j, body = metered.joules(), BODY | {"prompt": "<", "max_tokens": 100}
+    answer = httpx.post(f"{metered.url}/v1/compare", json=body, timeout=60).raise_for_status().json()
+    used = [answer[side]["usage"]["energy_joules"] for side in ("accelerated", "baseline")]
+    assert min(used) > 0 and sum(used) <= metered.joules() - began_j
+
+
 def test_energy_is_in_the_usage_and_adds_up(metered: Metered) -> None:
     def stats() -> dict[str, Any]:
         return dict(httpx.get(f"{metered.url}/admin/cache/stats", headers=ADMIN, timeout=60).raise_for_status().json())

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from outrider.cache_service.namespace import hash_key
+from outrider.cluster.http.answers import stream_guard
 from outrider.cluster.http.answers.logprobs import TokenBytes
 from outrider.cluster.http.answers.reasoning import Thought
 from outrider.cluster.http.answers.respond import ChoiceReader, ReasoningFormat, ResponseForm, ToolCallFormat
@@ -243,8 +244,9 @@ def test_ids_come_only_where_events_are_asked_for(circles: Pair) -> None:
     assert whole["choices"][0]["text"] == "abcd"
 
 
-def test_a_guarded_stream_stays_guarded(circle_engine: LocalEngine) -> None:
-    guard = StreamGuard(ServerOptions(stream_guard="both", stream_period_s=0.02, stream_pad_bytes=512))
+def test_a_guarded_stream_stays_guarded(circle_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_guard, "PERIOD_S", 0.02)
+    guard = StreamGuard(ServerOptions(stream_guard="both"))
     body = TEXT | {"max_tokens": 60, "stream": True, "speculation": {"max_draft_tokens": 0}} | USAGE
     with client_of(signing(circle_engine, TOKENIZER, guard=guard)) as http:
         whole = stream(http, COMPLETIONS, body)

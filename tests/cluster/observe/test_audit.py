@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM
 
 from outrider.actors.replica import Replica
 from outrider.cache_service.namespace import hash_key
-from outrider.cluster.cli.audit import compare
 from outrider.cluster.cli.client import ADMIN_KEY
 from outrider.cluster.http.api import Service
 from outrider.cluster.observe.audit import Audit, Auditor, Result, Served
@@ -204,6 +203,12 @@ def test_a_verification_that_accepts_anything_is_found_out(
     assert run.returncode == 1 and "different" in run.stdout and "'Z'" in run.stdout and "'a'" in run.stdout
     assert "error: 1 different; the first: " in run.stderr
 
+    (one,) = server.auditor.last(1)
+    job = dataclasses.replace(one.job, params=dataclasses.replace(one.job.params, max_tokens=100_000))  # more than fits
+    server.auditor.keep(dataclasses.replace(one, job=job))
+    run = outrider("audit", "--url", server.url, "--last", "1")
+    assert run.returncode == 1 and "error: 1 failed; the first: " in run.stderr
+
 
 def test_what_a_tenant_deletes_is_in_no_audit(audited: Callable[..., Audited], careless: None) -> None:
     server = audited()
@@ -217,6 +222,8 @@ def test_what_a_tenant_deletes_is_in_no_audit(audited: Callable[..., Audited], c
     assert httpx.delete(f"{answers}/{first}", headers=ADMIN).status_code == 404
     left = [str(line) for line in server.counters()["last_differences"]]
     assert server.counters()["kept"] == 2 == len(left) and not any(first in name for name in left) and third in left[-1]
+    (one,) = server.auditor.last(1)
+    server.auditor.keep(dataclasses.replace(one, job=dataclasses.replace(one.job, adapter="style")))
     assert httpx.delete(f"{server.url}/v1/cache").status_code == 404
     assert (server.counters()["kept"], server.counters()["last_differences"]) == (0, [])
     server.complete()
@@ -351,18 +358,3 @@ def test_it_is_the_operator_s(
 def test_a_body_that_is_none_is_refused(audited: Callable[..., Audited], body: str) -> None:
     response = httpx.post(f"{audited().url}/admin/audit", content=body, headers=ADMIN, timeout=60)
     assert response.status_code == (413 if len(body) > 4096 else 400) and response.json()["error"]["message"]
-
-
-def test_two_answers_beside_each_other() -> None:
-    def choice(tokens: str, text: str | None = None, reason: str = "length") -> dict[str, Any]:
-        logprobs = [-0.1 * (at + 1) - (0.5 if token == "x" else 0) for at, token in enumerate(tokens)]
-        return {"text": text or tokens, "finish_reason": reason, "logprobs": {"tokens": list(tokens), "token_logprobs": logprobs}}
-
-    assert compare(choice("abc"), choice("abc")) == {"result": "identical", "tokens": 3}
-    found = compare(choice("abx"), choice("abc"))
-    assert found["result"] == "different" and found["difference"]["position"] == 2
-    assert found["difference"]["gap"] == pytest.approx(0.5)
-    assert compare(choice("ab"), choice("abc"))["difference"]["served"] is None
-    assert compare(choice("abc"), choice("ab"))["difference"]["plain"] is None
-    assert "text: 'abC' with drafts" in compare(choice("abc", "abC"), choice("abc"))["detail"]
-    assert "finish_reason" in compare(choice("abc"), choice("abc", reason="stop"))["detail"]

@@ -213,17 +213,17 @@ def test_beyond_loopback_it_is_the_operator_s(keys: tuple[str, ...], header: str
 
 def test_memory_energy_and_ranks(engines: LocalEngine) -> None:
     (description,) = asyncio.run(engines.describe())
-    mirror = CacheClientCounts(False, "open", 1, {"timeout": 3, "full": 2}, 10, 20, 30, 4, 5, 6, 7, 80, 9, 11, 2.5)
+    cache_client = CacheClientCounts(False, "open", 1, {"timeout": 3, "full": 2}, 10, 20, 30, 4, 5, 6, 7, 80, 9, 11, 2.5)
     group = GroupState(3, (0, 2), (1,), 4, "rank 1: gone", 5, 6, exchange_s=0.5, exchange_bytes=700)
     energy = EnergyCounts("rapl", 12.5, 3.0)
-    told = dataclasses.replace(description, cache=mirror, group=group, energy=energy)
+    told = dataclasses.replace(description, cache=cache_client, group=group, energy=energy)
     text = exposition([told], 1).decode()
     found = {sample.name: sample for family in text_string_to_metric_families(text) for sample in family.samples}
     expected = {
-        "outrider:mirror_connected": 0, "outrider:mirror_lag_seconds": 2.5, "outrider:mirror_waiting_tokens": 11,
-        "outrider:mirror_outbox_bytes": 80, "outrider:mirror_published_tokens_total": 10,
-        "outrider:mirror_dropped_tokens_total": 30,
-        "outrider:mirror_corrupt_records_total": 9, "outrider:mirror_lost_records_total": 6, "outrider:idle_power_watts": 3,
+        "outrider:cache_connected": 0, "outrider:cache_lag_seconds": 2.5, "outrider:cache_waiting_tokens": 11,
+        "outrider:cache_outbox_bytes": 80, "outrider:cache_published_tokens_total": 10,
+        "outrider:cache_dropped_tokens_total": 30,
+        "outrider:cache_corrupt_records_total": 9, "outrider:cache_lost_records_total": 6, "outrider:idle_power_watts": 3,
         "outrider:energy_joules_total": 12.5, "outrider:ranks": 3, "outrider:ranks_ready": 2, "outrider:group_width": 2,
         "outrider:rank_losses_total": 4, "outrider:rank_divergences_total": 5, "outrider:rank_disagreements_total": 6,
         "outrider:exchange_seconds_total": 0.5, "outrider:exchange_bytes_total": 700,

@@ -84,6 +84,6 @@ def test_every_metric_of_ours_but_few_is_on_the_dashboard_or_has_an_alert() -> N
         "vllm:request_prompt_tokens", "vllm:request_generation_tokens", "vllm:request_params_max_tokens",
         "vllm:iteration_tokens_total", "vllm:cache_config_info", "outrider:exchange_bytes_total",
         "outrider:requests_total", "outrider:draft_tokens_total", "outrider:accepted_tokens_total",
-        "outrider:mirror_waiting_tokens", "outrider:mirror_lost_records_total", "outrider:mirror_corrupt_records_total",
-        "outrider:mirror_failures_total",
+        "outrider:cache_waiting_tokens", "outrider:cache_lost_records_total", "outrider:cache_corrupt_records_total",
+        "outrider:cache_failures_total",
     }  # fmt: skip

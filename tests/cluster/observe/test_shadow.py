@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from outrider.cache_service.namespace import hash_key
 from outrider.cluster.http.api import Service
 from outrider.cluster.observe import shadow as shadow_module
-from outrider.cluster.observe.shadow import Figure, Shadow
+from outrider.cluster.observe.shadow import Shadow
 from outrider.configs.slices import EngineOptions, SpeculationOptions, TenancyOptions
 from outrider.decoding.request import PLAIN
 from tests.cluster.circle import ENDLESS, TEXT, TOKENIZER, LocalEngine, bearer, local_engine, served
@@ -161,19 +161,3 @@ def test_who_may_ask(compared: Callable[..., Compared]) -> None:
         assert httpx.get(f"{compared(share=share).url}/admin/baseline").status_code == status
     refused = httpx.get(f"{compared(share=0.0).url}/admin/baseline", headers=ADMIN)
     assert refused.status_code == 404 and "baseline.shadow" in refused.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("speeds", "begins"),
-    [
-        ([2.0, 2.1, 2.2] * 5, "The engine is ahead of the tensor baseline, with 2.10 times (2.00-2.20)"),
-        ([0.5] * 6, "The tensor baseline is ahead of the engine, with 2.00 times (2.00-2.00)"),
-        ([0.5, 2.0, 0.6, 1.5], "Neither is ahead: the engine has 1.05 times"),
-    ],
-)
-def test_who_is_ahead(circle_engine: LocalEngine, speeds: list[float], begins: str) -> None:
-    shadow = Shadow(circle_engine, circle_engine, "tensor", 1.0, (1, 1), False)
-    shadow._pairs.extend(({"tokens_per_s": speed, "ttft_s": 0.4}, {"tokens_per_s": 1.0, "ttft_s": 0.2}) for speed in speeds)
-    standing = shadow.summary()
-    assert standing.sentence.startswith(begins) and "joules_per_token" not in standing.figures
-    assert standing.figures["ttft_s"] == Figure(len(speeds), 0.4, 0.2, 2.0, 2.0, 2.0)

@@ -225,7 +225,7 @@ def serving_twins(api_server: Server, folder: Path) -> Iterator[Twins]:
                 "strategies": ("suffix", "recycling"),
             },
             server={"replicas": 2, "admin_port": port},
-            cache={"timeout_s": 1.0, "retry_s": 0.2, "snapshot_s": 0.2},
+            cache={"timeout_s": 1.0},
             tenancy={
                 "tenants": {name: {"keys": [hash_key(f"key of {name}")]} for name in TENANTS},
                 "admin_keys": [hash_key(OPERATOR)],

@@ -44,6 +44,7 @@ def test_two_ranks_change_no_token(model: Path, prompts: Path, tmp_path: Path) -
     assert 0.0 < summary["group"]["exchange_share"] < 1.0
 
 
+@pytest.mark.proof
 def test_a_pipeline_changes_no_token(model: Path, prompts: Path, tmp_path: Path) -> None:
     command = group_command(model, prompts, tmp_path, "--max-tokens", 40, "--temperature", 0.8, "--seed", 3, mode="pipeline")
     records, summary = lines(outrider_apart(*command))

@@ -56,7 +56,7 @@ def test_keys_are_required_and_the_operator_s_routes_are_apart(cluster: Manifest
     assert all("outrider:door_requests_in_flight" in metrics for metrics in told)
     of_engines = [metrics for metrics in told if "outrider:replicas" in metrics]  # of several APIs one tells of the engines
     assert len(of_engines) == 1
-    assert "outrider:replicas 2.0" in of_engines[0] and "outrider:mirror_connected" in of_engines[0]
+    assert "outrider:replicas 2.0" in of_engines[0] and "outrider:cache_connected" in of_engines[0]
 
 
 @pytest.mark.parametrize("fault", [lose_api, lose_head, lose_engine])

@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def group(api_server: Server, folder: Path) -> Iterator[Application]:
     """One group of two ranks that each hold the model."""
-    parallelism = {"mode": "lookahead", "world_size": 2, "check_steps": 8}
+    parallelism = {"mode": "lookahead", "world_size": 2}
     config = tiny_config(folder, speculation=RECYCLING, parallelism=parallelism)
     with serving(api_server, "parallel", config, TOKENS) as made:
         yield made
@@ -75,6 +75,7 @@ def test_a_follower_killed_in_the_middle_of_a_stream_is_replaced(group: Applicat
     assert len(after) == 1 and after.isdisjoint(before)
 
 
+@pytest.mark.proof
 def test_the_leader_killed_in_the_middle_of_answers_is_replaced_with_its_group(group: Application) -> None:
     becomes_whole(group)
     leaders, followers = group.engines(), processes(FOLLOWER)

@@ -24,7 +24,7 @@ from outrider.experiments.faults.nodes import OVERLAY, bearer
 from tests.helpers.network import ending_tls
 from tests.k8s.made_secrets import CERTIFICATE, Made, make_certificate, make_secrets
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(600), pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 SECURED = "multi-node"  # the overlay whose init containers and environment the pods are given
 CHALLENGE = b"#CHALLENGE#"
 HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"  # how a client of gRPC begins, with its settings
@@ -136,7 +136,6 @@ def test_nothing_of_ray_s_speaks_in_the_clear(cluster: TlsCluster) -> None:
     assert [place for place, answer in heard.items() if answer[3:4] == b"\x04"] == []  # the settings of a gRPC server
 
 
-@pytest.mark.proof
 def test_ray_answers_who_has_a_certificate(cluster: TlsCluster) -> None:
     command = [
         sys.executable,

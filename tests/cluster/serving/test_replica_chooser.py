@@ -251,6 +251,15 @@ def test_the_calls_of_an_answer_are_spread_when_that_balances_load(n: int) -> No
     assert busy.send(jobs[1:], {first: 1, other: 4})[0] == first
 
 
+def test_all_choices_of_a_call_leave_their_replica() -> None:
+    router, prompt = Router("a", "b"), text(3)
+    home = router.alone(prompt)
+    for _ in range(5):
+        best, end = router.send(router.jobs(prompt, n=4))
+        end()
+        assert best == home and router.alone(prompt) == home  # nothing runs anywhere
+
+
 def test_a_job_that_comes_again_goes_elsewhere() -> None:
     router = Router("a", "b")
     jobs = router.jobs(text(1, 200))

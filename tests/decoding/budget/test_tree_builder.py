@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.decoding.arrays import Float64Array, Int32Array, Int64Array
-from outrider.decoding.budget.candidates import HASH_SLOTS, pop, push
+from outrider.decoding.budget.candidates import HASH_SLOTS, clear_slots, pop, push, slot_of
 from outrider.decoding.budget.features import (
     ALONE,
-    BIGRAM,
     COPY,
     COPY_FRESH,
     EVEN,
@@ -86,7 +85,6 @@ class Known:
     public: list[list[int]]
     context: list[int]
     recycled: list[list[int]]  # by token
-    bigrams: list[list[int]]
     frequent: list[int]
     computed: list[Computed] = field(default_factory=list)
     above: int = 0  # signs of the row before the root
@@ -109,7 +107,6 @@ class Grown:
 
 TOKENS = st.integers(0, VOCAB - 1)
 TEXTS = st.lists(st.lists(TOKENS, min_size=1, max_size=40), max_size=3)
-RANKS = st.lists(st.lists(st.integers(-1, VOCAB - 1), min_size=3, max_size=3), min_size=VOCAB, max_size=VOCAB)
 LIKELIHOODS = st.integers(0, MATCH_BUCKETS - 1).map(lambda bucket: bucket << TOKEN_BITS)
 RANKED_TOKENS = st.just(-1) | st.builds(int.__or__, TOKENS, LIKELIHOODS)
 RECYCLED = st.lists(st.lists(RANKED_TOKENS, min_size=3, max_size=3), min_size=VOCAB, max_size=VOCAB)
@@ -132,7 +129,6 @@ KNOWN = st.builds(
     public=TEXTS,
     context=st.lists(TOKENS, min_size=1, max_size=8),
     recycled=st.just([]) | RECYCLED,
-    bigrams=st.just([]) | RANKS,
     frequent=st.lists(TOKENS, max_size=4, unique=True),
     computed=st.lists(COMPUTED, max_size=40),
     above=SIGN_SETS,
@@ -180,8 +176,8 @@ def grown(
     """Grows a tree, and checks what holds for all of them."""
     own, similar, shared, owner, public = logs(known)
     rows = TreeRows.empty(budget)
-    frequent, recycled, bigrams = np.array(known.frequent, np.int32), ranks(known.recycled), ranks(known.bigrams)
-    ranked = RankedTokens(frequent, recycled, contexts(known.computed)[:], words(known.above), bigrams)
+    frequent, recycled = np.array(known.frequent, np.int32), ranks(known.recycled)
+    ranked = RankedTokens(frequent, recycled, contexts(known.computed)[:], words(known.above))
     count = build_tree(
         (own.without(-1), similar.without(-1), shared.without(owner), public.without(-1)), np.array(known.context, np.int32),
         ranked[:], (table() if chances is None else chances, WEIGHTS, history, np.full(len(known.similar), SIMILARITY), caps),
@@ -258,8 +254,6 @@ class Naive:
             lists.append((RECYCLING, distance_bucket(distance), agreed, alike.ranked))
         if known.recycled:
             lists.append((RECYCLING, ends_in, ALONE, known.recycled[context[-1]]))
-        if known.bigrams:
-            lists.append((BIGRAM, ends_in, 0, known.bigrams[context[-1]]))
         if depth == 0:
             lists.append((UNIGRAM, ends_in, 0, known.frequent))
         for kind, share_of, level, values in lists:
@@ -335,7 +329,7 @@ def assert_best(got: Grown, naive: Naive, budget: int, max_depth: int, least: fl
 
 
 def known(own: list[list[int]], context: list[int], **rest: object) -> Known:
-    parts = {"similar": [], "shared": [], "owned": [], "public": [], "recycled": [], "bigrams": [], "frequent": []} | rest
+    parts = {"similar": [], "shared": [], "owned": [], "public": [], "recycled": [], "frequent": []} | rest
     return Known(own=own, context=context, **parts)  # type: ignore[arg-type]
 
 
@@ -385,14 +379,14 @@ def test_public_texts_are_history_of_their_own_log() -> None:
 def test_ranked_tokens_fill_in_where_no_occurrence_gave_them() -> None:
     recycled = [[-1, -1]] * 6
     recycled[1] = [2, 3]
-    chances = np.repeat(np.array([0.9, 0.2, 0.2, 0.2, 0.2, 0.2, 0.3, 0.5, 0.4]), KIND_FEATURES)  # by kind
-    ranked = {"recycled": recycled, "bigrams": [[3, 4]] * 6, "frequent": [4, 2, 5]}
+    chances = np.repeat(np.array([0.9, 0.2, 0.2, 0.2, 0.2, 0.2, 0.3, 0.5]), KIND_FEATURES)  # by kind
+    ranked = {"recycled": recycled, "frequent": [3, 4, 2, 5]}
     got = grown(known([[1, 2]], [1], **ranked), 4, max_depth=1, chances=chances)
     by_path = dict(zip(got.paths, got.kinds, strict=True))
-    assert by_path == {(2,): COPY, (3,): RECYCLING, (4,): BIGRAM, (5,): UNIGRAM}
+    assert by_path == {(2,): COPY, (3,): RECYCLING, (4,): UNIGRAM, (5,): UNIGRAM}
     entries = dict(zip(got.paths, got.features, strict=True))
     assert entries[(3,)] == feature(RECYCLING, 0, context_bucket(1), ALONE)
-    assert entries[(4,)] == feature(BIGRAM, 1, context_bucket(1), 0)
+    assert entries[(4,)] == feature(UNIGRAM, 0, context_bucket(1), 0)
     assert entries[(5,)] == feature(UNIGRAM, 1, context_bucket(1), 0)  # two ranks share a bucket
     got = grown(known([], [1], frequent=[4, 2, 5]), 9)  # with other chances
     assert set(got.paths) == {(4,), (2,), (5,)}  # frequent tokens stand below the root only
@@ -431,7 +425,7 @@ def test_what_was_ranked_in_the_context_most_alike_tells_of_copies() -> None:
 
 
 def test_ranked_tables_may_be_narrower_than_the_vocabulary() -> None:
-    narrow = {"recycled": [[-1, -1, -1]] * 3, "bigrams": [[1, 50_000]] * 4}
+    narrow = {"recycled": [[-1, -1, -1]] * 3}
     assert grown(known([], [50_000], **narrow), 4).paths == []
     computed = [Computed(-1, 4, 1, 5, 5, (2, -1, -1))]
     got = grown(known([], [50_000], **narrow, frequent=[1], computed=computed, above=5), 4, max_depth=2)
@@ -467,7 +461,7 @@ def test_thousands_of_occurrences_and_ranked_tokens() -> None:
     own.add(text)
     shared.add(text[::-1])
     recycled = np.arange(800, dtype=np.int32).reshape(8, 100)
-    ranked = RankedTokens(np.arange(60_000, dtype=np.int32), recycled, NO_CONTEXTS[:], words(0), NOTHING)
+    ranked = RankedTokens(np.arange(60_000, dtype=np.int32), recycled, NO_CONTEXTS[:], words(0))
     rows = TreeRows.empty(2000)
     context = np.array(text[-33:-2], np.int32)
     measures = np.ones(NUM_FEATURES), WEIGHTS, 0.5, np.ones(1), np.full(4, 5000, np.int64)
@@ -491,6 +485,21 @@ def test_the_heap_sorts(keys: list[int]) -> None:
         order.append(int(heap[size]))
     assert sorted(order) == list(range(len(keys)))
     assert [keys[candidate] for candidate in order] == sorted(keys, reverse=True)
+
+
+@given(st.lists(st.integers(0, 300), unique=True, max_size=12), st.sampled_from([16, 128]))
+def test_children_that_collide_leave_no_slot_behind(children: list[int], size: int) -> None:
+    tokens, slots = (
+        np.array([9, 9, *children], np.int32),
+        np.full(size, -1, np.int32),
+    )  # behind two of another node
+    for child in range(2, len(tokens)):
+        slot = slot_of(int(tokens[child]), slots, tokens)
+        assert slots[slot] == -1
+        slots[slot] = child
+    assert all(slots[slot_of(int(tokens[child]), slots, tokens)] == child for child in range(2, len(tokens)))
+    clear_slots(2, len(tokens), slots, tokens)
+    assert (slots == -1).all()
 
 
 def test_buckets_are_steps() -> None:

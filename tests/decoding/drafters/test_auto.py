@@ -26,8 +26,9 @@ def small(vocab_size: int = VOCAB, per_row: float = 0.0) -> Target:
     return Target(vocab_size, curve=LatencyCurve((1, 2), (1.0, 1.0 + per_row), 0, 0.0, 0.0))
 
 
-def prepared(target: Target | None = None, **options: object) -> AutoDrafter:
+def prepared(target: Target | None = None, frequent_tokens: int = AutoDrafter.num_frequent, **options: object) -> AutoDrafter:
     drafter = AutoDrafter(**options)  # type: ignore[arg-type]
+    drafter.num_frequent = frequent_tokens
     drafter.prepare(target or small())
     return drafter
 
@@ -222,13 +223,6 @@ def test_ranks_of_a_replay_and_of_a_small_vocabulary() -> None:
     assert (4,) in by_source(propose(small_vocabulary, asking))["recycling"]
 
 
-def test_the_bigram_table_is_offered() -> None:
-    tree = propose(prepared(bigrams=2, frequent_tokens=0), request("r", [7, 9, 7]))
-    sources = by_source(tree)
-    assert (9,) in sources["copy"] and (8,) in sources["bigram"] and (8, 10) in sources["bigram"]
-    assert "bigram" not in by_source(propose(prepared(), request("r", [7, 9, 7])))
-
-
 def test_rows_are_drafted_where_they_pay() -> None:
     text = np.random.default_rng(2).integers(10, 25, 300).tolist()
     sizes = []
@@ -342,9 +336,8 @@ def test_requests_that_were_never_proposed_for() -> None:
     assert (4,) in paths(propose(drafter, request("next", [1, 2, 3, 1])))  # what it said is remembered
 
 
-@pytest.mark.parametrize(("name", "value"), [("frequent_tokens", 5000), ("bigrams", 5000)])
-def test_more_ranks_than_rows(name: str, value: int) -> None:
-    drafter = prepared(small(vocab_size=6000), all_rows=True, **{name: value})
+def test_more_ranks_than_rows() -> None:
+    drafter = prepared(small(vocab_size=6000), 5000, all_rows=True)
     assert len(propose(drafter, request("r", [*range(6000), 17]))) == 65
 
 

@@ -213,7 +213,7 @@ OUT_OF_RANGE: dict[str, tuple[tuple[str, object], ...]] = {
     "racer": (("draft_nodes", 1), ("window", 1), ("capacity", 63), ("scope", "x")),
     "adapld": (("num_tokens", 0), ("branches", 0), ("branches", 33)),
     "jacobi": (("window", 0), ("ngram", 1), ("guesses", 0)),
-    "auto": (("max_depth", 0), ("history_tokens", -1), ("frequent_tokens", -1), ("bigrams", -1), ("recycling", 1)),
+    "auto": (("max_depth", 0), ("history_tokens", -1), ("similar_requests", -1), ("recycling", 1)),
     "speculative": (("num_draft_tokens", 0), ("sampling", "other")),
     "spectr": (("num_draft_tokens", 0), ("sequences", 0)),
     "bild": (("num_draft_tokens", 0), ("fallback", 1.5), ("rollback", -1.0), ("variant", "other")),

@@ -287,6 +287,17 @@ def test_racer_trie_keeps_its_size_and_what_was_seen_last() -> None:
     assert trie.grow([31, 32, 33], 3, 8) == ([33, 34], [-1, 0]) and trie.grow([31, 33], 2, 8) == ([33], [-1]) and len(trie) == 64
 
 
+def test_racer_counts_a_removed_window_anew() -> None:
+    trie = WindowTrie(2, 12)
+    for often, start in ((3, 10), (9, 20), (6, 30), (1, 40)):  # twelve nodes each, so that each removes the ones before
+        for first in range(start, start + 6):
+            for _ in range(often):
+                trie.learn(np.array([first, first + 100], np.int32), 0)
+    for second in (1, 2, 3, 4, 5):
+        trie.learn(np.array([7, second], np.int32), 0)
+    assert trie.grow([7], 1, 6)[0] == [7, 1, 2, 3, 4, 5]  # once each, so in the order of their coming
+
+
 def test_racer_draws_nothing_from_another_tenant_or_from_a_private_request() -> None:
     for tenant, name in (("a", "one"), (None, "two")):
         drafter = racer()

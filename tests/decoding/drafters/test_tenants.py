@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.decoding.drafters.auto import AutoDrafter
 from outrider.decoding.drafters.base import Drafter, TargetRows
 from outrider.decoding.drafters.registry import build_drafter, build_drafters
 from outrider.decoding.replay import KnownText, replay_workload
@@ -29,8 +30,13 @@ HIT = (TEXT[4], TEXT[5])  # drafted below it where the text is known
 _names: Iterator[int] = itertools.count()
 
 
+@pytest.fixture(autouse=True)
+def no_frequent_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AutoDrafter, "num_frequent", 0)
+
+
 def auto(**options: object) -> Drafter:
-    return prepared("auto", {"frequent_tokens": 0, "all_rows": True, "history_tokens": 1 << 11} | options)
+    return prepared("auto", {"all_rows": True, "history_tokens": 1 << 11} | options)
 
 
 def trie(**options: object) -> Drafter:
@@ -163,8 +169,9 @@ def test_without_memory_nothing_is_remembered() -> None:
         assert HIT in paths(tree)
 
 
-def test_frequent_tokens_do_not_cross_tenants() -> None:
-    drafter = auto(frequent_tokens=3)
+def test_frequent_tokens_do_not_cross_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AutoDrafter, "num_frequent", 3)
+    drafter = auto()
     say(drafter, "a", [50, 50, 51])
     memory(drafter).public.extend(1, 0, [40, 40, 40], final=True)
 
@@ -307,8 +314,9 @@ def number_of_blocks(drafter: Drafter, said: Request) -> int:
 
 
 @DELETIONS
-def test_frequent_tokens_of_deleted_texts_go_too(delete: Delete) -> None:
-    drafter = auto(frequent_tokens=2)
+def test_frequent_tokens_of_deleted_texts_go_too(delete: Delete, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AutoDrafter, "num_frequent", 2)
+    drafter = auto()
     saying, beside = say(drafter, "a", [50, 50, 51], end=False), request("a", [5])
     drafter.propose([beside], [4])
     assert (50,) in drafted(drafter, "a", [5])
@@ -362,7 +370,7 @@ def test_automata_and_windows_of_deleted_texts_go_too(strategy: str, options: di
 
 @pytest.mark.parametrize("most_rows", [None, 16], ids=["all rows", "rows that pay"])
 def test_a_deletion_reaches_every_strategy_of_an_engine(most_rows: int | None) -> None:
-    drafter = build_drafters("recycling", {}, ["auto:all_rows=true,frequent_tokens=0,recycling=false", "trie"], most_rows)
+    drafter = build_drafters("recycling", {}, ["auto:all_rows=true,recycling=false", "trie", "suffix_decoding"], most_rows)
     drafter.prepare(Target(VOCAB, (END,)))
 
     def offered(strategy: str, root: int, tenant: str | None = "a") -> set[tuple[int, ...]]:
@@ -382,8 +390,14 @@ def test_a_deletion_reaches_every_strategy_of_an_engine(most_rows: int | None) -
     assert (31,) in offered("recycling", 40) and (41,) in offered("trie", 40) and (41,) in offered("auto", 40)
     for strategy, tenant in itertools.product(("recycling", "trie", "auto"), ("b", None)):
         assert offered(strategy, 40, tenant) == set()
+    counted = Request("counted", [9], SamplingParams(max_tokens=900), tenant="a", strategy="suffix_decoding")
+    for token in (40, 41, 42):
+        drafter.propose([counted], [4])
+        counted.commit([token])
+    drafter.finish(counted)
+    assert (41,) in offered("suffix_decoding", 40)
     history(drafter, "a").remove(said.text)
-    assert offered("recycling", 40) == offered("trie", 40) == offered("auto", 40) == set()
+    assert not any(offered(strategy, 40) for strategy in ("recycling", "trie", "auto", "suffix_decoding"))
 
 
 @settings(max_examples=40)

@@ -26,7 +26,7 @@ from outrider.experiments.bench.engines.competition import Tally, decode_ratios,
 from outrider.experiments.bench.engines.contestants import Prompt, Run, SharedModel, make_request
 from outrider.experiments.bench.engines.guided import random_model, stock_twin
 from outrider.experiments.bench.engines.stock_batching import StockBatching
-from outrider.experiments.bench.engines.stock_generate import StockAssisted, StockGenerate, StockPromptLookup
+from outrider.experiments.bench.engines.stock_generate import StockGenerate, StockPromptLookup
 from outrider.experiments.bench.engines.traffic import (
     ClosedLoop,
     EngineServer,
@@ -40,7 +40,6 @@ from outrider.experiments.bench.engines.traffic import (
     rows_of_a_cell,
 )
 from outrider.experiments.bench.options import SIZES
-from tests.helpers.models import llama_config, save_model
 
 BUDGET, MAX_TOKENS = 12, 10
 FREE = [Prompt(f"p/{i}", [5 + i, 6, 7, 8, 5 + i, 6, 7][: 3 + i % 5], []) for i in range(7)]
@@ -143,18 +142,6 @@ def test_a_random_model_has_the_parameters_of_its_name(size: str) -> None:
         model = random_model(size, 50257, 64, torch.bfloat16, 0)
     assert 0.96 < model.num_parameters() / float(size.rpartition("-")[2].removesuffix("m")) / 1e6 < 1.04
     assert is_hybrid(model.config) == ("-" in size)
-
-
-def test_assisted_generation_gives_the_tokens_of_generate(stock: PreTrainedModel, tmp_path: Path) -> None:
-    other = save_model(tmp_path / "assistant", llama_config(num_hidden_layers=1), seed=1)
-    assistant = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32).eval()
-    prompts = [Prompt("one", [5, 6, 7, 8] * 4, []), Prompt("two", [9, 10], [])]
-    outputs = [StockGenerate(stock, 12, ()).run([prompt]).outputs[0] for prompt in prompts]
-    for helper, name in ((1, "generate + early exit 1"), (assistant, "generate + assistant")):
-        contestant = StockAssisted(stock, 12, (), helper)
-        run = contestant.run(prompts)
-        assert (contestant.name, run.outputs) == (name, outputs)
-        assert 2 <= run.steps <= 24 and run.accepted_by_source == {"assistant": 24 - run.steps}
 
 
 def our_server(shared: SharedModel, strategy: str = "llma") -> EngineServer:

@@ -11,7 +11,6 @@ import pytest
 
 from outrider.configs.schema import REPOSITORY
 from outrider.experiments.bench.__main__ import main
-from outrider.experiments.bench.memory.trie_speed import KINDS, summary
 
 TEXT = "A request travels from the door to the engine and back again."
 
@@ -45,6 +44,7 @@ def test_strategies_that_remember_draft_from_a_corpus(tiny_model: Path, tmp_path
     assert reached["trie"]["mean_tokens_per_step"] > 2 * reached["suffix"]["mean_tokens_per_step"]
 
 
+@pytest.mark.proof
 def test_replicas_that_share_are_warm_from_their_first_request(tmp_path: Path) -> None:
     words = (
         "the library opens at nine", "seven ships left the harbour", "glass melts slowly in small ovens",
@@ -58,37 +58,3 @@ def test_replicas_that_share_are_warm_from_their_first_request(tmp_path: Path) -
         assert rows[replica]["tokens_per_step"] > 3 * rows["alone"]["tokens_per_step"]
         assert rows[replica]["first_request"] > 3 * rows["alone"]["first_request"]
     assert len(rows["B, new requests"]["by_request"]) == len(words) // 2
-
-
-@pytest.fixture
-def corpus(tmp_path: Path) -> Path:
-    """Different sentences in files of both kinds."""
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    lines = [
-        json.dumps({"text": f"Record {number}: " + " ".join(f"the {number * k % 97} foxes jump {k} dogs" for k in range(12))})
-        for number in range(100)
-    ]
-    (folder / "a.jsonl").write_text("\n".join(lines[::2]))
-    (folder / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(lines[1::2]).encode()))
-    (folder / "c.json").write_text("not read")
-    return folder
-
-
-def test_the_trie_is_measured(tiny_model: Path, corpus: Path, tmp_path: Path) -> None:
-    small = ("--tokens", 20_000, "--rounds", 1, "--budget", 15)
-    results = replayed(tmp_path, "trie", "--corpus", corpus, "--tokenizer", tiny_model, *small)
-    assert results["tokens"] == 20_000 and results["bytes_per_token"]["arrays"] > 20
-    for kind in (*KINDS, "auto_step"):
-        row = results[kind]
-        assert 0 < row["full"] <= row["proposals"] and 0 < row["rows_mean"] <= 15
-        assert 0 < row["p50_us"]["median"] <= row["p99_us"]["median"] <= row["p99_9_us"]["median"]
-    assert all(rates["min"] > 0 for rates in results["insertion_tokens_per_s"].values())
-    assert main(["replay", "trie", "--corpus", str(tmp_path / "out"), "--tokenizer", str(tiny_model)]) == 2
-
-
-def test_times_are_of_full_proposals_only() -> None:
-    rounds = [[(1000, 4), (3000, 4), (900_000, 2)], [(5000, 4), (700_000, 0)]]
-    row = summary(rounds, 4)
-    assert row["proposals"] == 5 and row["full"] == 3 and row["rows_mean"] == 2.8
-    assert row["p50_us"] == {"median": 3.5, "min": 2.0, "max": 5.0} and summary(rounds, 9)["p50_us"] == {}

@@ -12,10 +12,11 @@ from outrider.cluster.cli.generate.strategy_option import chosen_strategies
 from outrider.decoding.budget.latency import LatencyCurve
 from outrider.decoding.request import PLAIN
 from outrider.experiments.bench.run import run
+from outrider.experiments.bench.scaling import command
 from outrider.experiments.bench.scaling.command import BENCH, parted, results_of
 from outrider.experiments.bench.scaling.results import COUNTERS, Entry, Form, Prediction, Round, beside, communication, forms_of
 from outrider.experiments.papers.beside import NOT_TESTABLE
-from outrider.experiments.report.page import read_record, render
+from outrider.experiments.report.tables import headlines
 from outrider.experiments.simulation.hardware import ModelShape
 
 SHAPE = ModelShape("tiny", 4, 64, 4, 4, 16, 1e5, 100)
@@ -86,22 +87,28 @@ def test_a_prediction_follows_the_calibration(tiny_model: Path) -> None:
     assert "one worker's threads" in told["left_out"]["1 x 2, plain"]
 
 
+LABELS = {"lookahead": "LP 2 x 1", "elastic": "LP elastic 2 x 1", "replicas": "replicas 2 x 1"}
+
+
 @pytest.mark.timeout(600)
-def test_groups_and_replicas_say_what_one_worker_says(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kinds", [["lookahead"], pytest.param([*LABELS], marks=pytest.mark.proof)], ids=["one form", "all"])
+def test_groups_and_replicas_say_what_one_worker_says(
+    kinds: list[str], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = len(kinds) == 1  # one prompt at a time, and no calibration
+    if short:
+        monkeypatch.setattr(command, "calibrated", lambda *given: LatencyCurve((1, 100), (0.01, 0.02), 0, 0.0, 0.0))
     prompts = tmp_path / "words.jsonl"
     words = "the quick brown fox jumps over the lazy dog"
     prompts.write_text("".join(json.dumps({"prompt": f"{words} {at}"}) + "\n" for at in ("again", "twice")))
-    sizes = ["--records", "2", "--repeats", "1", "--max-tokens", "24", "--strategy", "llma", "--clients", "1,2"]
-    forms = ["--form", "lookahead", "--form", "elastic", "--form", "replicas"]
-    assert (
-        run(BENCH, ["--model", str(tiny_model), "--prompts", str(prompts), *sizes, *forms, "--out", str(tmp_path / "out")]) == 0
-    )
+    sizes = ["--repeats", "1", "--strategy", "llma", "--records", "1" if short else "2", "--clients", "1" if short else "1,2"]
+    sizes += ["--max-tokens", "12" if short else "24", *(part for kind in kinds for part in ("--form", kind))]
+    assert run(BENCH, ["--model", str(tiny_model), "--prompts", str(prompts), *sizes, "--out", str(tmp_path / "out")]) == 0
     (path,) = (tmp_path / "out").glob("*-bench-scaling.json")
-    results = json.loads(path.read_text())["results"]
-    overall = results["overall"]
-    assert {row["form"] for row in overall.values()} == {"1 x 1", "LP 2 x 1", "LP elastic 2 x 1", "replicas 2 x 1"}
-    assert all(row["identical"] == row["records"] == 2 and row["tokens_per_s"] > 0 for row in overall.values())
+    record = json.loads(path.read_text())
+    results, overall = record["results"], record["results"]["overall"]
+    assert {row["form"] for row in overall.values()} == {"1 x 1", *(LABELS[kind] for kind in kinds)}
+    assert all(row["identical"] == row["records"] > 0 < row["tokens_per_s"] for row in overall.values())
     assert overall["LP 2 x 1, llma"]["communication"]["bytes"] > 0 and sum(overall["1 x 1, plain"]["memory_mib"].values()) > 100
     assert results["prediction"]["rows"].keys() == overall.keys() and results["crossover"]["sentences"]
-    page = render([(path, read_record(path))], "scaling")
-    assert page.count("<img") == 1 and "figures 6, 7" in page and "efficiency" in page
+    assert len(headlines(record)) == 3 and len(list((tmp_path / "out").glob("*.svg"))) == 1

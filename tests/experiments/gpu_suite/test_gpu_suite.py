@@ -98,6 +98,7 @@ def bare_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     )  # fmt: skip
 
 
+@pytest.mark.proof
 @pytest.mark.timeout(1000)  # where nothing was compiled before
 def test_every_part_runs_on_a_bare_machine_and_one_that_fails_is_named(bare_run: Run) -> None:
     ran, record = bare_run
@@ -113,6 +114,7 @@ def test_every_part_runs_on_a_bare_machine_and_one_that_fails_is_named(bare_run:
     assert "CPU" in record["results"]["environment"]["times"]
 
 
+@pytest.mark.proof
 def test_figures_of_the_parts_fit_together(bare_run: Run) -> None:
     found = {job["part"]: job["found"] for job in bare_run[1]["results"]["jobs"]}
     assert found["steps"]["roof_gb_s"] == found["ceilings"]["read_best_gb_s"]
@@ -141,6 +143,24 @@ def test_figures_of_the_parts_fit_together(bare_run: Run) -> None:
     assert found["ranks"]["identical"] == found["ranks"]["outputs"] > 0 == found["ranks"]["losses"]
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+def test_a_short_run_on_the_double_names_a_part_that_fails_and_can_go_on(tmp_path: Path) -> None:
+    _, first = run_bare(tmp_path, "--device", "double", "--parts", "ceilings")
+    given = ("--device", "double", "--resume", "--parts", "smoke,ceilings,profile")
+    ran, record = run_bare(tmp_path, *given, broken="outrider.experiments.gpu_suite.parts.profile")
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    jobs = {job["part"]: job for job in record["results"]["jobs"]}
+    states = {part: job["state"] for part, job in jobs.items()}
+    assert states == {"smoke": "done", "ceilings": "done", "profile": "failed"}, ran.stdout
+    assert jobs["ceilings"] == first["results"]["jobs"][0] and len(record["results"]["environment"]["resumed"]) == 1
+    assert "profile tiny" in ran.stdout and "FAILED: ImportError: broken on purpose" in ran.stdout
+    started = jobs["smoke"]["found"]["tiny"]
+    assert started["exact"] and started["form"]["rows"] == 64 and started["form"]["graphs"] == [64]
+    assert "mean nothing" in record["results"]["environment"]["times"] and record["device"]["type"] == "double"
+
+
+@pytest.mark.proof
 @pytest.mark.timeout(1000)
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 def test_the_gpu_path_runs_through_every_part_on_the_double_and_a_run_can_go_on(tmp_path: Path) -> None:

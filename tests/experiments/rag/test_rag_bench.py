@@ -172,6 +172,7 @@ def test_bench_gives_each_setting_the_day_and_continues_an_interrupted_run(
     assert "wrong: remembers nothing: 8 differing" in capsys.readouterr().err
 
 
+@pytest.mark.proof
 @pytest.mark.timeout(600)
 def test_day_on_a_server_equals_plain_decoding_in_this_process(harbours: Path) -> None:
     args = arguments(BENCH, ["--workloads", str(harbours), "--model", "demo_model", "--dtype", "float32", *DAY])

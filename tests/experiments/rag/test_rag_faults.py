@@ -9,7 +9,6 @@ import pytest
 from outrider.cache_service.namespace import hash_key
 from outrider.experiments.bench.record import ROOT
 from outrider.experiments.faults.redis_process import RedisProcess
-from outrider.experiments.faults.replicas import ENGINE
 from outrider.experiments.rag.traffic import TENANTS, Item, make_day
 from outrider.experiments.rag.users import Told, api_key, users_of
 from outrider.experiments.service.served import Served, served
@@ -19,6 +18,7 @@ TEXT = "The harbour number {} has {} piers. It was opened in {}."
 ITEMS = [Item((TEXT.format(number, number + 2, 1800 + number),), ("When was it opened?",), ("a",)) for number in range(60)]
 
 
+@pytest.mark.proof  # short forms: tests/cluster/service/faults/test_resume.py, tests/cluster/service/test_shared_cache.py
 @pytest.mark.timeout(600)
 def test_answers_equal_those_without_faults() -> None:
     day = make_day(ITEMS, REQUESTS, 0)
@@ -32,7 +32,7 @@ def test_answers_equal_those_without_faults() -> None:
             nonlocal done
             done += 1
             if done == REQUESTS // 3:
-                server.processes(ENGINE)[0].kill()
+                server.processes("ray::ServeReplica:outrider:engine")[0].kill()
             elif done == 2 * REQUESTS // 3:
                 redis.kill()
 

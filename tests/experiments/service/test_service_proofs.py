@@ -1,4 +1,4 @@
-"""The asking client, figures of loads, and the commands of the room."""
+"""The asking client, and the commands of the room."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from outrider.experiments.service.__main__ import TRIALS, main
+from outrider.experiments.bench.__main__ import COMMANDS, main
 from outrider.experiments.service.asks import KINDS, Answer, Ask, Choice, ask, make_asks
-from outrider.experiments.service.overload import Phase
 
 ENTRY = {"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}
 RIGHT = {"text": "ab", "finish_reason": "stop", "tokens": ["a", "b"], "logprobs": [-0.1, -0.2]}
@@ -98,25 +97,8 @@ def test_requests_are_of_all_kinds_with_their_own_seeds_and_reproducible() -> No
     assert {request.kind for request in make_asks(4, 30, 0, ["json", "whole"])} == {"json", "whole"}
 
 
-def test_a_load_is_summed_up_by_the_results_of_its_requests() -> None:
-    phase = Phase("overload", seconds=2.0)
-    phase.answers = [
-        Answer(200, times=[0.0, 0.25, 0.9, 1.0]),
-        Answer(200, times=[0.0, 3.0]),
-        Answer(200, "cut", times=[0.0, 0.1, 0.5]),
-        Answer(429, "busy", times=[0.0, 0.01], retry_after="2"),
-        Answer(429, "busy", times=[0.0, 0.03]),
-        Answer(0, "ReadError", times=[0.0]),
-    ]
-    made = phase.summary()
-    assert made["statuses"] == {"200": 3, "429": 2, "0": 1}
-    assert (made["accepted_per_s"], made["latency_s"]["p50"], made["ttft_s"]["max"]) == (1.0, 2.0, 0.25)
-    assert (made["refused_after_s"]["p50"], made["without_retry_after"], made["retry_after"]) == (0.02, 1, {"2": 1})
-    assert (made["failed"], dict(made["failures"])) == (2, {"cut": 1, "ReadError": 1})
-
-
-@pytest.mark.parametrize("name", TRIALS)
+@pytest.mark.parametrize("name", COMMANDS["service"])
 def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
-        main([name, "--help"])
+        main(["service", name, "--help"])
     assert f"usage: outrider bench service {name} " in capsys.readouterr().out

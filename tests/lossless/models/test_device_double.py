@@ -32,7 +32,7 @@ from outrider.engine.forward.runners import make_runner
 from outrider.experiments.device_double.gpu import DoubleGpu
 from outrider.experiments.device_double.guard import unavailable
 from tests.helpers.models import MAX_DRAFT, VOCAB, TinyTarget, engine_over, nearly, run
-from tests.helpers.ranks import CONNECT_S, PATIENT, SECRET
+from tests.helpers.ranks import CHECK_STEPS, CONNECT_S, PATIENT, SECRET
 from tests.lossless.models.test_families import FAMILIES, config_of
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
@@ -112,6 +112,7 @@ def answers_of_two_ranks(runners: Sequence[ModelRunner], answers: Sequence[Seque
         server = RankServer(LocalExecutor(runners[1]), SECRET, PATIENT)
         parts.callback(server.close)
         executor = LookaheadParallelExecutor(LocalExecutor(runners[0]), PATIENT, 512)
+        executor.check_steps = CHECK_STEPS
         executor.add_rank(1, connect(server.address, SECRET, CONNECT_S))
         parts.callback(executor.remove_rank, 1)
         outputs = run(engine_of(runners[0], "llma", RUNNING, executor=executor), *requests(answers))

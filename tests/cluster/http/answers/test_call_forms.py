@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from outrider.cluster.http.answers.harmony import HarmonyReader
 from outrider.cluster.http.answers.reasoning import Thought
 from outrider.cluster.http.answers.tool_calls import Arguments, Call, ToolCallReader, call_id, whole_calls
+from outrider.cluster.http.answers.tool_values import value_json
 from outrider.cluster.http.types.tool_grammar import CallMarks, Offered, call_grammar
 from outrider.engine.text.chat import bracketed_tokens
 from outrider.engine.text.chat_format import CALL_MARKS, CallForm, ChatFormat, added_tokens
@@ -67,7 +68,7 @@ READ: list[tuple[CallForm, str, list[Part]]] = [
     ("hermes", '<tool_call>{"name":"f","arguments":{"text":"</tool_call>"}}</tool_call>', [Call("f", '{"text":"</tool_call>"}')]),
     ("hermes", "x <tool_call>no json</tool_call> y", ["x <tool_call>no json</tool_call> y"]),
     ("hermes", 'x <tool_call>{"name": 3}</tool_call>', ['x <tool_call>{"name": 3}</tool_call>']),
-    ("hermes", 'x <tool_call>{"name": "f"}', ['x <tool_call>{"name": "f"}']),
+    ("hermes", 'x <tool_call>{"name": "f"', ['x <tool_call>{"name": "f"']),
     ("hermes", 'x <tool_call>{"name": "f", "arguments": ', ['x <tool_call>{"name": "f", "arguments": ']),
     # What is broken behind the beginning of the arguments was told before.
     ("hermes", '<tool_call>{"name": "f", "arguments": {"text": "a', [Call("f", '{"text": "a')]),
@@ -80,7 +81,30 @@ READ: list[tuple[CallForm, str, list[Part]]] = [
      [Call("f", '{"text": "3", "count": "x"}')]),
     ("qwen3_coder", "<tool_call>\n<function=f>\nno\n</function>\n</tool_call>!",
      ["<tool_call>\n<function=f>\nno\n</function>\n</tool_call>!"]),
-    ("qwen3_coder", XML_BARE[:-1], [XML_BARE[:-1]]),
+    ("qwen3_coder", XML_BARE[:-1], [BARE]),
+    ("qwen3_coder", XML_BARE[:-20], [XML_BARE[:-20]]),
+    # The opening mark is absent, the function's end is absent, values hold marks.
+    ("qwen3_coder", f"I look.\n\n{XML_FULL.removeprefix('<tool_call>')}", ["I look.", FULL]),
+    ("qwen3_coder", XML_FULL.replace("</function>\n", ""), [FULL]),
+    ("qwen3_coder", XML_FULL.replace("<y>", "echo '</tool_call>'"),
+     [Call("f", FULL.arguments.replace("<y>", "echo '</tool_call>'"))]),
+    ("qwen3_coder", XML_FULL.replace("<y>", "</parameter> and </function> <z>\n</parameter>\n-"),
+     [Call("f", FULL.arguments.replace("<y>", "</parameter> and </function> <z>\\n</parameter>\\n-"))]),
+    # Prose that mentions a mark, and tools that were not sent.
+    ("qwen3_coder", "Write <tool_call> and <function=f> so.", ["Write <tool_call> and <function=f> so."]),
+    ("qwen3_coder", XML_BARE.replace("=g", "=h"), [XML_BARE.replace("=g", "=h")]),
+    ("hermes", "Write <tool_call> before it.", ["Write <tool_call> before it."]),
+    ("hermes", HERMES_FULL.replace('"f"', '"h"'), [HERMES_FULL.replace('"f"', '"h"')]),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', ['<tool_call>{"name": "f"}</tool_call>']),  # it requires arguments
+    ("hermes", '<tool_call>{"name": "g", "age": 30}</tool_call>', ['<tool_call>{"name": "g", "age": 30}</tool_call>']),
+    ("hermes", '<tool_call>{"name": "g", "arguments": null}</tool_call>', [BARE]),
+    ("hermes", f"<tool_call>[{OTHER}, {OTHER}]</tool_call>!", [BARE, BARE, "!"]),
+    ("hermes", '<tool_call>{"name": "g", "arguments": {}}}</tool_call>!', [BARE, "!"]),
+    ("mistral", "[TOOL_CALLS]h[ARGS]{}", ["[TOOL_CALLS]h[ARGS]{}"]),
+    ("mistral", "[TOOL_CALLS] is the mark", ["[TOOL_CALLS] is the mark"]),
+    ("llama3_json", '{"name": "Alice", "age": 30}', ['{"name": "Alice", "age": 30}']),
+    ("llama3_json", '{"name": "g", "age": 30}', ['{"name": "g", "age": 30}']),
+    ("llama3_json", '{"name": "Alice", "parameters": {}}', ['{"name": "Alice", "parameters": {}}']),
     ("mistral", f"[TOOL_CALLS] [{ONE}, {OTHER}]", [FULL, BARE]),
     ("mistral", f"Well. [TOOL_CALLS]f[ARGS]{FULL.arguments}[TOOL_CALLS]g[CALL_ID]abc123[ARGS]{{}}", ["Well.", FULL, BARE]),
     ("mistral", "[TOOL_CALLS] [3] no", ["[TOOL_CALLS] [3] no"]),
@@ -324,3 +348,37 @@ def test_calls_of_a_served_model(circle_model: Path, tmp_path: Path, form: CallF
         assert speaker.ask(messages=[*MESSAGES, told.message.model_dump(), answered], tools=[tool]).usage.prompt_tokens > 0
         prompt = speaker.tokenizer.decode(speaker.engine.jobs[-1].prompt_ids)
         assert f"[assistant]é/{call.id}[tool]blue>" in prompt
+
+
+VALUES: list[tuple[dict[str, Any], str, str]] = [
+    ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "42", '"42"'),
+    ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", "null"), ({"type": ["string", "null"]}, "None", "null"),
+    ({"type": "string"}, "True", '"True"'), ({"type": "boolean"}, "True", "true"), ({"type": "integer"}, "140.0", "140"),
+    ({"type": "integer"}, "1e3", "1000"), ({"type": "integer"}, "1.5", '"1.5"'),
+    ({"type": "integer"}, "12345678901234567890", "12345678901234567890"), ({"type": "integer"}, "007", '"007"'),
+    ({"type": "number"}, "NaN", '"NaN"'), ({}, "NaN", '"NaN"'), ({}, "1e999", '"1e999"'), ({}, "[1, NaN]", '"[1, NaN]"'),
+    ({}, "null", "null"), ({}, "\ud83d", '"\\ud83d"'), ({"type": "array"}, "['a', True, None]", '["a", true, null]'),
+    ({"type": "array"}, '["\\ud83d"]', '["\\ud83d"]'), ({"type": "object"}, "{'a': float}", "\"{'a': float}\""),
+    ({"enum": ["1", 2]}, "1", '"1"'), ({"enum": ["1", 2]}, "2", "2"), ({"const": True}, "True", '"True"'),
+    ({"$ref": "#/$defs/n"}, "5", "5"), ({"allOf": [{"$ref": "#/$defs/s"}]}, "5", '"5"'), ({"$ref": "#/$defs/loop"}, "5", "5"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "text", "json_text"), VALUES)
+def test_an_unquoted_value_has_the_type_of_its_schema(schema: dict[str, Any], text: str, json_text: str) -> None:
+    root = {"$defs": {"n": {"type": "integer"}, "s": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}}}
+    found = value_json(text, schema, root)
+    assert found == json_text
+    json.loads(found, parse_constant=lambda name: pytest.fail(name))
+    found.encode()
+
+
+def test_harmony_calls_only_functions_that_were_sent() -> None:
+    text = " to=functions.look<|channel|>commentary<|message|>{}"
+    for names, found in (
+        ([], [Call("look", ""), Arguments("{}")]),
+        (["look"], [Call("look", ""), Arguments("{}")]),
+        (["f"], ["{}"]),
+    ):
+        reader = HarmonyReader(None, True, names=names)
+        assert [*reader.push(text), *reader.finish()] == found

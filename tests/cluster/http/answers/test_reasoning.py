@@ -166,6 +166,10 @@ def test_reasoning_comes_beside_the_answer(thinker: Speaker, speculation: dict[s
     assert usage.completion_tokens_details.reasoning_tokens == 5
     entries = thinker.ask(logprobs=True, extra_body=extra).choices[0].logprobs.content
     assert [entry.token for entry in entries] == [*SAID, "</s>"]
+    body = {"model": Path(thinker.tokenizer.name_or_path).name, "messages": MESSAGES, "max_tokens": 30, "temperature": 0, **extra}
+    compared = httpx.post(f"{thinker.url}/v1/compare", json=body, timeout=60).raise_for_status().json()
+    for side in ("accelerated", "baseline"):
+        assert compared[side]["usage"]["completion_tokens_details"]["reasoning_tokens"] == 5
 
 
 @pytest.mark.parametrize("speculation", ANY_SPECULATION)

@@ -15,6 +15,7 @@ from openai import OpenAI
 from openai.types.responses import Response
 
 from outrider.cluster.admission.controller import AdmissionOptions
+from outrider.cluster.http.answers import stream_guard
 from outrider.cluster.http.answers.stream_guard import StreamGuard
 from outrider.cluster.http.api import Service
 from outrider.cluster.http.types.responses import ResponsesRequest
@@ -227,13 +228,12 @@ WRONG: dict[str, list[Any]] = {
     "input": [[], 3, [{"role": "robot", "content": "a"}], "a" * 4000],
     "input[0]": [[{"type": "item_reference", "id": "x"}]],
     "input[0].content[0].type": [[{"role": "user", "content": [{"type": "input_image"}]}]],
-    "input[0].arguments": [[{"type": "function_call", "call_id": "a", "name": "f", "arguments": "["}]],
     "tools[0].type": [[{"type": "web_search"}]],
     "tools[0].parameters": [[TOOL | {"parameters": {"type": "object", "not": {}}, "strict": True}]],
     "tool_choice": ["required", {"type": "function", "name": "no"}],
     "text.format.schema": [
         {"format": {"type": "json_schema", "name": "n"}},
-        {"format": {"type": "json_schema", "name": "n", "schema": {"not": {}}}},
+        {"format": {"type": "json_schema", "name": "n", "schema": {"not": {}}, "strict": True}},
     ],
     "text.verbosity": [{"verbosity": "low"}],
     "reasoning.effort": [{"effort": "high"}],
@@ -281,8 +281,9 @@ def test_limits_and_deadlines_hold(saying: Speaker) -> None:
 
 
 @pytest.mark.parametrize("guard", ["pad", "cadence"])
-def test_a_guarded_stream(saying: Speaker, guard: Any) -> None:
-    server = ServerOptions(stream_guard=guard, stream_period_s=0.005, stream_pad_bytes=512)
+def test_a_guarded_stream(saying: Speaker, guard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_guard, "PERIOD_S", 0.005)
+    server = ServerOptions(stream_guard=guard)
     with client_of(Service(saying.engine, saying.tokenizer, guard=StreamGuard(server))) as client:
         wire = client.post(RESPONSES, json=BODY | {"stream": True}).raise_for_status().text
         events = [event + "\n\n" for event in wire.split("\n\n")[:-1]]

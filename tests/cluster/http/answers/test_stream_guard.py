@@ -15,7 +15,8 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from outrider.cluster.http.answers.stream_guard import StreamGuard, StreamShape, paced
+from outrider.cluster.http.answers import stream_guard
+from outrider.cluster.http.answers.stream_guard import PAD_BYTES, StreamGuard, StreamShape, paced
 from outrider.cluster.http.api import Service
 from outrider.cluster.serving.generation import EnginePort
 from outrider.configs.slices import ServerOptions
@@ -24,7 +25,6 @@ from tests.cluster.circle import TEXT, TOKENIZER, served
 from tests.helpers.waiting import eventually
 
 PERIOD_S = 0.02
-PAD_BYTES = 512
 GUARDS = ("cadence", "pad", "both")
 PLAIN = {"speculation": {"strategy": "autoregressive"}}
 Outputs = AsyncGenerator[tuple[int, StepOutput], None]
@@ -33,11 +33,12 @@ Outputs = AsyncGenerator[tuple[int, StepOutput], None]
 @pytest.fixture(scope="module")
 def urls(circle_engine: EnginePort) -> Iterator[Callable[[str], str]]:
     """The address of a server by its guard."""
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream_guard, "PERIOD_S", PERIOD_S)
 
         @functools.cache
         def url(guard: Any) -> str:
-            server = ServerOptions(stream_guard=guard, stream_period_s=PERIOD_S, stream_pad_bytes=PAD_BYTES)
+            server = ServerOptions(stream_guard=guard)
             return stack.enter_context(served(Service(circle_engine, TOKENIZER, guard=StreamGuard(server))))
 
         yield url

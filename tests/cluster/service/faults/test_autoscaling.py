@@ -53,6 +53,7 @@ def test_a_second_engine_comes_under_load_and_goes_after_it(
         assert set(answers) == {(application.expected.text, "length")} and len(answers) > CLIENTS
 
 
+@pytest.mark.proof
 def test_the_last_engine_goes_and_the_next_request_starts_one(
     api_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

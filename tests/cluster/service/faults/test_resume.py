@@ -95,6 +95,7 @@ def test_a_request_that_makes_steps_fail_ends_alone(twins: Twins) -> None:
     asyncio.run(asyncio.wait_for(run(), 180))
 
 
+@pytest.mark.proof
 def test_a_request_is_drafted_for_as_it_asked_also_at_the_replica_that_goes_on_with_it(twins: Twins) -> None:
     twins.becomes_whole()
     engine = HandleEngine(serve.get_deployment_handle("engine", twins.name), resume_timeout_s=120.0)
@@ -168,7 +169,8 @@ def test_a_request_that_ends_its_replica_is_tried_once_more_alone_and_then_refus
         assert await asyncio.gather(*answers) == [expected] * 4
 
     asyncio.run(asyncio.wait_for(run(), 240))
-    assert (tmp_path / "started").read_text() == "x" * 3  # it ended two
+    # It ended two. The third may start after the last answer: the others may run to their ends before it is tried alone.
+    eventually(lambda: (tmp_path / "started").read_text() == "x" * 3, 120)
 
 
 async def lost_with_its_replica(twins: Twins) -> ApiError:
