@@ -57,6 +57,12 @@ def replay(
     replayable, skipped = _replayable(choices)
     for choice in skipped:
         print(f"{choice.label} is skipped: {_needs_logits(choice)}", file=sys.stderr)
+    for choice in replayable:
+        wanted = choice.build().published_rows
+        if wanted > budget:
+            print(
+                f"{choice.label}: {wanted} rows a step wanted, at most {budget} drafted: --budget is the limit", file=sys.stderr
+            )
     rows: list[dict[str, Any]] = []
     with progress() as bars:
         for choice in replayable:  # warm-up run, not counted, for compilation

@@ -305,7 +305,8 @@ class CountsByStrategy:
 
     def add(self, request: Request) -> None:
         """Count an ended request."""
-        self._counts[PLAIN if request.plain else setting_of(request.strategy or self._default)].add(request)
+        name = PLAIN if request.plain else request.strategy or self._default
+        self._counts[name if name in self._counts else setting_of(name)].add(request)
 
     def read(self) -> tuple[StrategyCounts, ...]:
         """Return the current counts; callable from any thread."""

@@ -30,6 +30,25 @@ def strategies(results: Results) -> Table:
     return table_of("", titles, rows)
 
 
+def published_sizes(results: Results) -> Table:
+    """``bench strategies --paying``: rows and tokens of a step with the rows that pay, beside all rows of the options."""
+    overall = results["overall"]
+    rows = []
+    for name in overall:
+        if f"{name} (rows that pay)" not in overall:
+            continue
+        cells = [f"`{name}`"]
+        for row in (overall[f"{name} (rows that pay)"], overall[name]):
+            cells += [
+                figure(row["drafted_per_step"], 1),
+                figure(row["tokens_per_step"]),
+                f"{row['identical']} of {row['records']}",
+            ]
+        rows.append(cells)
+    titles = ("", "drafted", "tokens per step", "identical", "as published: drafted", "tokens per step", "identical")
+    return table_of("", titles, rows)
+
+
 def gains(results: Results) -> Table:
     """``bench strategies --random-model``: a row per model; a strategy's speed is over plain decoding with the same model."""
     models, by_model = results["models"], results["gains"]

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.drafters.options import OPTIONS
+from outrider.decoding.drafters.registry import STRATEGIES
 from outrider.decoding.request import Request, SamplingParams
 from outrider.engine.engine import Engine
 from tests.helpers.models import llama_config, save_model
@@ -62,6 +64,27 @@ def plain(folder: str) -> list[list[int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "options"), SETTINGS)
 def test_outputs_are_those_of_plain_decoding(folder: str, plain: list[list[int]], strategy: str, options: dict[str, Any]) -> None:
+    found, _ = outputs(folder, SpeculationOptions(strategy, options=options, as_published=True))
+    assert found == plain
+
+
+def _extremes() -> list[tuple[str, str, Any]]:
+    """List strategy, option and value of each end of each option's range; memory options at most at 1 M tokens."""
+    found: list[tuple[str, str, Any]] = []
+    for strategy, options in OPTIONS.items():
+        for name, option in options.items() if strategy in STRATEGIES else ():
+            most = min(option.high or 0, 1 << 20) if option.costly else option.high
+            values = option.choices or ((False, True) if option.low is None else (option.low, option.kind(most)))
+            found += [(strategy, name, value) for value in values]
+    return found
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(("strategy", "option", "value"), _extremes())
+def test_each_option_at_each_end_of_its_range(
+    folder: str, plain: list[list[int]], strategy: str, option: str, value: Any
+) -> None:
+    options = {option: value} | ({"max_context": value} if option == "match_length" else {})
     found, _ = outputs(folder, SpeculationOptions(strategy, options=options, as_published=True))
     assert found == plain
 
