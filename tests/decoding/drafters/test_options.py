@@ -83,6 +83,6 @@ def test_requests_may_set_what_costs_no_memory() -> None:
 def test_costly_options_are_exactly_those_that_take_memory_or_time_to_prepare() -> None:
     costly = {f"{strategy}.{name}" for strategy, options in OPTIONS.items() for name, one in options.items() if one.costly}
     assert costly == {
-        "auto.history_tokens", "auto.recycling", "auto.bigrams", "llma.history_tokens", "trie.capacity",
+        "auto.history_tokens", "auto.recycling", "llma.history_tokens", "trie.capacity",
         "suffix_decoding.capacity", "recycling.start", "racer.capacity",
     }  # fmt: skip
