@@ -28,7 +28,18 @@ from outrider.decoding.drafters.options import OPTIONS
 from outrider.decoding.drafters.registry import STRATEGIES, WITH_DRAFT_MODEL
 from outrider.engine.loading.hybrids import SERVED
 from outrider.experiments.bench.record import RESULTS, ROOT
-from outrider.experiments.report.speeds import by_workload, decoding, draft_models, forms, gains, peers, rag, rag_pairs, scaling
+from outrider.experiments.report.speeds import (
+    by_workload,
+    decoding,
+    draft_models,
+    forms,
+    gains,
+    peers,
+    published_sizes,
+    rag,
+    rag_pairs,
+    scaling,
+)
 from outrider.experiments.report.tables import (
     deployments,
     directions,
@@ -201,7 +212,8 @@ DOCUMENTS: dict[str, dict[str, tuple[Callable[..., Table], *tuple[str, ...]]]] =
     "docs/configuration.md": {"configuration": (configuration,)},
     "docs/architecture.md": {"rooms": (rooms,)},
     "docs/strategies.md": {
-        f"options-{name}": (partial(strategy_options, strategy=name),) for name, options in OPTIONS.items() if options
+        "published-sizes": (published_sizes, "2026-11-28-bench-strategies.json"),
+        **{f"options-{name}": (partial(strategy_options, strategy=name),) for name, options in OPTIONS.items() if options},
     },
     "docs/models.md": {
         "families": (partial(families, served=True),),

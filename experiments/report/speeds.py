@@ -32,21 +32,14 @@ def strategies(results: Results) -> Table:
 
 def published_sizes(results: Results) -> Table:
     """``bench strategies --paying``: rows and tokens of a step with the rows that pay, beside all rows of the options."""
-    overall = results["overall"]
-    rows = []
+    overall, rows = results["overall"], []
     for name in overall:
-        if f"{name} (rows that pay)" not in overall:
-            continue
-        cells = [f"`{name}`"]
-        for row in (overall[f"{name} (rows that pay)"], overall[name]):
-            cells += [
-                figure(row["drafted_per_step"], 1),
-                figure(row["tokens_per_step"]),
-                f"{row['identical']} of {row['records']}",
-            ]
-        rows.append(cells)
-    titles = ("", "drafted", "tokens per step", "identical", "as published: drafted", "tokens per step", "identical")
-    return table_of("", titles, rows)
+        paying = overall.get(f"{name} (rows that pay)")
+        if paying is not None:
+            pair = (paying, overall[name])
+            cells = [text for row in pair for text in (figure(row["drafted_per_step"], 1), figure(row["tokens_per_step"]))]
+            rows.append([f"`{name}`", *cells])
+    return table_of("", ("", "by default: drafted", "tokens", "as published: drafted", "tokens"), rows)
 
 
 def gains(results: Results) -> Table:
