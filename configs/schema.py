@@ -47,6 +47,8 @@ _BOUNDS: dict[str, tuple[float, float]] = {  # lowest and highest allowed value
     "engine.max_waiting": (0, 2**20),
     "engine.max_wait_s": (0, 86400),
     "speculation.max_draft_tokens": (0, 4096),
+    "speculation.largest_tree": (1, 512),
+    "speculation.max_settings": (0, 64),
     # Below the two minutes after which a waiting leader itself counts as hanging.
     "parallelism.rank_timeout_s": (0.2, 100),
     "parallelism.step_timeout_s": (0.2, 100),

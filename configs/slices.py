@@ -90,16 +90,33 @@ class SpeculationOptions:
     # Most drafted rows of a request per step and rank; when absent as many as pay off on the device, up to 64.
     max_draft_tokens: int | None = None
     options: dict[str, Any] = field(default_factory=dict)  # arguments of the strategy, such as match_length
-    # strategies that requests may choose instead: "NAME" or "NAME:option=value,...", see by_request.py
+    # strategies that requests may choose instead: "NAME" or "NAME:option=value,..."; several settings of one strategy with a name
+    # each, "SETTING = NAME:option=value,..."
     strategies: tuple[str, ...] = ()
     # Like model.path, or self:int8, self:int4: the model itself, quantized. Required by speculative, spectr, bild and mjsd
     draft_model: str | None = None
     exact: bool = True  # refuse strategies that do not preserve the model's output (bild, mjsd)
+    # Strategies draft all rows that their options ask for, as in their papers, and not only as many as pay off; the default of
+    # requests, which may choose
+    as_published: bool = False
+    # Most drafted rows of such a request per step and rank; when absent 64, with as_published 512
+    largest_tree: int | None = None
+    max_settings: int = 8  # sets of options that requests may use at a time, beside the configured ones; 0: requests set none
+    request_options: tuple[str, ...] = ()  # costly options that requests may set too, such as trie.capacity
 
     @property
     def most_draft_tokens(self) -> int:
-        """Return the limit per request, step and rank."""
-        return 64 if self.max_draft_tokens is None else self.max_draft_tokens
+        """Return the limit per request, step and rank: the engine makes room for trees of this size."""
+        if self.max_draft_tokens is not None:
+            return self.max_draft_tokens
+        if self.largest_tree is not None:
+            return self.largest_tree
+        return 512 if self.as_published else 64
+
+    @property
+    def usual_draft_tokens(self) -> int:
+        """Return the limit of requests that are not drafted for as published."""
+        return min(64, self.most_draft_tokens) if self.max_draft_tokens is None else self.max_draft_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,6 +137,17 @@ class SpecStats:
     propose_s: float = 0.0
     forward_s: float = 0.0  # each request counts its whole steps, although steps are shared
     energy_j: float | None = None  # its share of the devices' energy in its steps; None if not measured
+    wanted_rows: int = 0  # rows that the strategy's options ask for in a step, if fewer were allowed in some step; else 0
+    cut_reason: str = ""  # why there were fewer, in words
+
+    def cut(self, strategy: str) -> str | None:
+        """Return in one line that drafts were smaller than the strategy's options ask for, and why; None if they were not.
+
+        Example: ``jacobi: 119 rows a step wanted, 3.8 drafted: more do not pay on this device; as_published drafts all``.
+        """
+        if not self.wanted_rows or not self.steps:
+            return None
+        return f"{strategy}: {self.wanted_rows} rows a step wanted, {self.drafted / self.steps:.1f} drafted: {self.cut_reason}"
 
     def tokens_per_step(self, emitted: int) -> float:
         """Return emitted tokens per target forward; 0.0 before the first."""
@@ -267,6 +278,8 @@ class Request:
             which every engine supports.
         max_draft_tokens: maximum drafted rows per step and rank; the engine's own limit applies as well. 0 is plain decoding,
             whatever the strategy.
+        as_published: draft all rows that the strategy's options ask for, not only as many as pay off on the device; None: as the
+            engine does by default.
         siblings: other choices of the same prompt run beside it, with ids ``NAME/INDEX`` of the same NAME. They compute the
             prompt once, even if the request is private.
         report: report which drafter proposed each token (``StepOutput.report``).
@@ -290,6 +303,7 @@ class Request:
         "argmax",
         "arrival",
         "arrived_s",
+        "as_published",
         "cache_namespace",
         "embedding",
         "fault",
@@ -340,6 +354,7 @@ class Request:
         emitted: Sequence[int] | Int32Array = (),
         strategy: str | None = None,
         max_draft_tokens: int | None = None,
+        as_published: bool | None = None,
         siblings: bool = False,
         report: bool = False,
         prompt_logprobs: int | None = None,
@@ -349,7 +364,7 @@ class Request:
         _check(prompt_ids, params, emitted, max_draft_tokens)
         self.request_id, self.params, self.priority = request_id, params, priority
         self.account, self.weight = account, weight
-        self.strategy = strategy
+        self.strategy, self.as_published = strategy, as_published
         self.max_draft_tokens = 0 if strategy == PLAIN else max_draft_tokens
         self.tenant, self.public, self.siblings, self.report = tenant, public, siblings, report
         self.adapter, self.cache_namespace = adapter, cache_namespace_of(tenant, adapter)

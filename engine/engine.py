@@ -12,14 +12,14 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from outrider.decoding.budget.attribution import step_report
-from outrider.decoding.drafters.base import Drafter, count_step
-from outrider.decoding.drafters.registry import LOSSLESS, build_drafters, check_drafters, parse_strategy
+from outrider.decoding.drafters.base import Drafter, TooManySettingsError, count_step
+from outrider.decoding.drafters.registry import LOSSLESS, build_drafters, check_drafters, parse_strategy, setting_of
 from outrider.decoding.request import FinishReason, Request, StepOutput
 from outrider.decoding.sources.history import Histories
 from outrider.decoding.tree import DraftTree
 from outrider.engine.accelerator import accelerator, device_error, is_out_of_memory
 from outrider.engine.child_process import report_progress
-from outrider.engine.errors import ContextLengthError, RequestError, fault_of, first_line
+from outrider.engine.errors import ContextLengthError, QueueFullError, RequestError, fault_of, first_line
 from outrider.engine.executor import Executor, LocalExecutor, VerifyResult
 from outrider.engine.forward.batch import ScheduledRequest
 from outrider.engine.forward.runner import ModelRunner
@@ -89,20 +89,31 @@ class Engine:
         tokenizer: PreTrainedTokenizerFast | None = None,
         grammars: Grammars | None = None,
         target: LocalTarget | None = None,
+        largest_tree: int | None = None,
+        as_published: bool = False,
+        limit_name: str | None = None,
     ) -> None:
-        """Create an engine; ``target`` learns the time of each step. Raises ``ValueError`` if an option is outside its range."""
+        """Create an engine; ``target`` learns the time of each step. Raises ``ValueError`` if an option is outside its range.
+
+        Requests may be drafted for as published, in trees of ``largest_tree`` rows, by default if ``as_published``; see
+        ``StepPlanner`` for ``limit_name``.
+        """
         # Without a tokenizer outputs have no text and stop strings are refused; without grammars structured output is refused.
         self._grammars, self._target = grammars, target
         self.info, self.tokenizer, self._device = info, tokenizer, torch.device(info.device)
         self._executor, self._drafter = executor, drafter
         self._admission = SlotPlacement(executor, drafter.histories, options.prefix_caching)
-        self._scheduler = Scheduler(options, max_draft_rows, self._admission.place, slots=executor.slots)
+        self._as_published = as_published
+        self._scheduler = Scheduler(
+            options, max_draft_rows, self._admission.place, slots=executor.slots, largest_tree=largest_tree
+        )
         self._requests: dict[str, Request] = {}
         self._outputs = Outputs(tokenizer, info.eos_token_ids)
-        self._planner = StepPlanner(self._scheduler, drafter, info, self._outputs, executor.rope)
-        self._by_strategy = CountsByStrategy(info.choices)
+        self._planner = StepPlanner(self._scheduler, drafter, info, self._outputs, executor.rope, limit_name)
+        self._by_strategy = CountsByStrategy(info.choices, info.lossless_choices)
         self._ledger = EnergyLedger(NoMeter())
         self._metrics = EngineMetrics(info.max_model_len)
+        self._cuts_logged: set[str] = set()  # strategies
         self._warmup: list[Iterator[None]] = []  # deferred warm-up tasks
         self.in_step: tuple[str, ...] = ()  # ids of the requests in the current or last step; empty until it is planned
         self.on_step: Callable[[Request | None], None] | None = None  # gets the quarantined request of the step, or None
@@ -128,25 +139,30 @@ class Engine:
             ModelLoadError: the model, or the draft model, cannot be used.
             ValueError: an option is outside its range, or a strategy is unknown or not allowed by the options.
         """
-        most = speculation.most_draft_tokens
+        largest, most = speculation.most_draft_tokens, speculation.usual_draft_tokens
         if most < 0:
             raise ValueError(f"speculation.max_draft_tokens must not be negative, got {most}")
         paying = most if speculation.max_draft_tokens is None else None
-        drafter = build_drafters(speculation.strategy, speculation.options, speculation.strategies, paying)
-        others = tuple(parse_strategy(text).name for text in speculation.strategies)
-        names = (speculation.strategy, *others)
+        drafter = build_drafters(
+            speculation.strategy, speculation.options, speculation.strategies, paying, speculation.max_settings
+        )
+        others = [parse_strategy(text) for text in speculation.strategies]
+        names = (speculation.strategy, *(choice.name for choice in others))
+        settings = tuple(choice.setting for choice in others)
         check_drafters(drafter, names, speculation.draft_model, speculation.exact, world_size > 1)
         check_options(options)
         report_progress("reading the weights")
         loaded = load_model(model, options.gpu_memory_utilization)
         with accelerator().current(loaded.model.device):
             report_progress("checking that steps are exact")
-            info = loaded.info(speculation.strategy, LOSSLESS.issuperset(names), others)  # before ``make`` drops parts of it
+            info = loaded.info(speculation.strategy, LOSSLESS.issuperset(names), settings)  # before ``make`` drops parts of it
             loaded, runner = runner_over(loaded, options, speculation, world_size, make)
             info = dataclasses.replace(
                 info, max_model_len=loaded.max_model_len, device=str(runner.model.device), exact=runner.exact,
                 uncaptured_rows=tuple(runner.capture_failures),
                 strategies_apart=strategies_apart(speculation),
+                methods=tuple((choice.alias, choice.name) for choice in others if choice.alias),
+                takes_options=speculation.max_settings > 0, request_options=speculation.request_options,
             )  # fmt: skip
             computes = executor(runner)  # first: it may pin this thread to CPUs, which changes the drafter's measurements
             if drafter.draft_rows and speculation.draft_model is not None:
@@ -154,12 +170,16 @@ class Engine:
                 small = load_draft_model(speculation.draft_model, model, loaded, slots, rows, drafter.draft_rows)
                 drafter.draft_model = small
             if speculation.max_draft_tokens is None and runner.fixed_rows is not None:
-                most = min(most, runner.fixed_rows - 1)  # drafts and root fit into one forward
+                # Drafts and root fit into one forward, except in the larger trees of requests that are drafted for as published.
+                most = min(most, runner.fixed_rows - 1)
             report_progress("preparing drafts")
             warmup: list[Iterator[None]] | None = [] if defer_warmup else None
             target = LocalTarget(runner, info, loaded.tokenizer, warmup=warmup)
             drafter.prepare(target)
-            engine = cls(computes, drafter, options, most, info, loaded.tokenizer, runner.grammars, target)
+            engine = cls(
+                computes, drafter, options, most, info, loaded.tokenizer, runner.grammars, target, largest,
+                speculation.as_published, None if speculation.max_draft_tokens is None else "speculation.max_draft_tokens",
+            )  # fmt: skip
             engine._warmup = warmup or []
             if defer_warmup:
                 engine._warmup.insert(0, _grammars_of(runner).warmup())
@@ -267,12 +287,27 @@ class Engine:
         # First, because the queue may be full: nothing must be left of a refused request.
         self._scheduler.add(request)
         try:
+            self._admit(request)
             self._outputs.begin(request)
         except Exception:
             self._scheduler.remove(request)
+            self._drafter.finish(request)
             raise
         self._requests[request.request_id] = request
+        if request.as_published is None:
+            request.as_published = self._as_published
         request.arrived_s = time.perf_counter()
+
+    def _admit(self, request: Request) -> None:
+        """Have the drafter prepare for a request. Raises ``RequestError`` or ``QueueFullError`` for its options."""
+        if request.plain:
+            return
+        try:
+            self._drafter.admit(request)
+        except TooManySettingsError as error:
+            raise QueueFullError(str(error)) from None
+        except ValueError as error:
+            raise RequestError("speculation.options", str(error)) from None
 
     def compile(self, request: Request) -> None:
         """Compile a request's grammar, if any, before ``add``. Thread-safe. Raises ``RequestError`` if it cannot be followed."""
@@ -424,6 +459,14 @@ class Engine:
         stats.decode_s = now_s - request.first_token_s
         count_step(stats, tree, accepted)
 
+    def _log_cut(self, request: Request) -> None:
+        """Log, once per strategy, that drafts were smaller than its options ask for."""
+        name = setting_of(request.strategy or self.info.strategy)
+        cut = request.stats.cut(name)
+        if cut is not None and name not in self._cuts_logged:
+            self._cuts_logged.add(name)
+            logger.info("drafts are smaller than the options ask for: %s", cut)
+
     def _release(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
         self._scheduler.remove(request)
@@ -432,6 +475,7 @@ class Engine:
         self._outputs.end(request)
         self._ledger.record_end(request, last=not self._requests)
         self._by_strategy.add(request)
+        self._log_cut(request)
         self._metrics.record_end(request)
         if not request.plain:
             self._drafter.finish(request)

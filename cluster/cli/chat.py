@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import json
 import signal
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 
 from outrider.cluster.cli.client import RefusedError, checked, lines_of, served_model
+from outrider.cluster.cli.generate.strategy_option import AS_PUBLISHED_HELP, OPTION_HELP, pairs
 from outrider.cluster.cli.terminal import MarkdownStream, fail, fail_input
 
 if TYPE_CHECKING:
@@ -54,6 +56,8 @@ def chat(
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")] = 256,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
     strategy: Annotated[str | None, typer.Option(help="Drafting strategy. Default: the server's.")] = None,
+    option: Annotated[list[str] | None, typer.Option(help=OPTION_HELP)] = None,
+    as_published: Annotated[bool, typer.Option("--as-published", help=AS_PUBLISHED_HELP)] = False,
     max_draft_tokens: Annotated[
         int | None, typer.Option(min=0, help="Maximum draft tokens per step; 0 is plain decoding.")
     ] = None,
@@ -65,7 +69,14 @@ def chat(
     """
     import httpx
 
-    speculation = {"strategy": strategy, "max_draft_tokens": max_draft_tokens, "report": show_drafts or None}
+    try:
+        chosen = pairs(option or ())
+    except ValueError as error:
+        fail_input(str(error))
+    speculation = {
+        "strategy": strategy, "options": chosen or None, "as_published": as_published or None,
+        "max_draft_tokens": max_draft_tokens, "report": show_drafts or None,
+    }  # fmt: skip
     given = {name: value for name, value in speculation.items() if value is not None}
     messages = [{"role": "system", "content": system}] if system else []
     address = url or _URL
@@ -84,7 +95,7 @@ def chat(
                 options["speculation"] = given
             _converse(ServerBackend(client, options), messages, show_drafts)
             return
-    with contextlib.closing(_load(model, strategy)) as engine:
+    with contextlib.closing(_load(model, strategy, chosen, as_published)) as engine:
         typer.echo(f"{engine.info.served_name} in this process; {_HELP}")
         _converse(LocalBackend(engine, max_tokens, temperature), messages, show_drafts)
 
@@ -227,7 +238,7 @@ class LocalBackend:
             self.engine.abort("chat")
 
 
-def _load(model: str | None, strategy: str | None) -> OfflineEngine:
+def _load(model: str | None, strategy: str | None, options: dict[str, Any], as_published: bool) -> OfflineEngine:
     """Load the given model, or that of ``configs/local.yaml``; end the command if it cannot be loaded."""
     from outrider.configs.schema import REPOSITORY, ConfigError, load_config
 
@@ -244,6 +255,11 @@ def _load(model: str | None, strategy: str | None) -> OfflineEngine:
 
     disable_progress_bar()
     try:
-        return OfflineEngine(config.model, config.engine, config.speculation)
+        speculation = dataclasses.replace(
+            config.speculation,
+            options={**config.speculation.options, **options},
+            as_published=as_published or config.speculation.as_published,
+        )
+        return OfflineEngine(config.model, config.engine, speculation)
     except (ModelLoadError, ValueError) as error:
         fail(str(error))

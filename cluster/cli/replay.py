@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
-from outrider.cluster.cli.generate.strategy_option import StrategyChoice, chosen_strategies
+from outrider.cluster.cli.generate.strategy_option import AS_PUBLISHED_HELP, StrategyChoice, chosen_strategies
 from outrider.cluster.cli.terminal import fail_input, print_table, progress
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def replay(
         typer.Option(help="NAME or NAME:option=value,option=value; repeatable. Default: all that can be replayed."),
     ] = None,
     budget: Annotated[int, typer.Option(min=0, help="Maximum draft tokens per step and rank.")] = 64,
+    as_published: Annotated[bool, typer.Option("--as-published", help=f"{AS_PUBLISHED_HELP} Raises --budget to 512.")] = False,
     world_size: Annotated[int, typer.Option(min=1, help="Number of ranks that share each step.")] = 1,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Truncate outputs to this many tokens.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N records of each file.")] = None,
@@ -46,6 +47,7 @@ def replay(
     A drafted token counts as accepted if it is the next token of the known output (LLMA, arXiv 2304.04487, section 3.2). Tokens
     per step are (output tokens + 1 for the end) / steps over a workload; the prefill counts as a step.
     """
+    budget = max(budget, 512) if as_published else budget
     try:
         choices = chosen_strategies(strategy)
         cutter = TextTokenizer(tokenizer)
@@ -55,6 +57,12 @@ def replay(
     replayable, skipped = _replayable(choices)
     for choice in skipped:
         print(f"{choice.label} is skipped: {_needs_logits(choice)}", file=sys.stderr)
+    for choice in replayable:
+        wanted = choice.build().published_rows
+        if wanted > budget:
+            print(
+                f"{choice.label}: {wanted} rows a step wanted, at most {budget} drafted: --budget is the limit", file=sys.stderr
+            )
     rows: list[dict[str, Any]] = []
     with progress() as bars:
         for choice in replayable:  # warm-up run, not counted, for compilation

@@ -96,6 +96,7 @@ class Side(BaseModel):
     latency_s: float | None = None  # time to the last token
     tokens_per_s: float | None = None  # rate of the tokens after the first step; null if there was only one step
     tokens_per_step: float | None = None  # emitted tokens per target forward that emitted any
+    cut: str | None = None  # that drafts were smaller than the strategy's options ask for, and why
     error: ErrorDetails | None = None
 
 
@@ -235,4 +236,5 @@ def _side(ran: _Ran | ApiError, strategy: str, kind: str | None) -> Side:
         ttft_s=round(run.ttft_s, 6), latency_s=round(run.latency_s, 6),
         tokens_per_s=None if run.tokens_per_s is None else round(run.tokens_per_s, 3),
         tokens_per_step=round(len(run.token_ids) / max(1, run.steps), 3),
+        cut=None if run.stats is None else run.stats.cut(strategy),
     )  # fmt: skip

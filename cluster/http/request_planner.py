@@ -25,6 +25,7 @@ from outrider.cluster.http.types.openai import MAX_REPORTED_VALUES, ChatCompleti
 from outrider.cluster.http.types.tool_grammar import CallMarks, faulty_tool
 from outrider.cluster.serving.generation import EnginePort, Generation, GenerationJob, Listener
 from outrider.decoding.arrays import Int32Array
+from outrider.decoding.drafters.registry import strategy_text
 from outrider.decoding.request import SamplingParams
 from outrider.decoding.sources.embeddings import signs_of
 from outrider.engine.errors import ContextLengthError, RequestError
@@ -194,7 +195,7 @@ class RequestPlanner:
         self, body: ChatCompletionRequest | CompletionRequest, prompts: Sequence[tuple[list[int], int]]
     ) -> list[GenerationJob]:
         """Return the jobs of all prompts, each given as (token ids, maximum output tokens)."""
-        self.info.check_strategy(body.drafting.strategy)
+        self.info.check_strategy(self._strategy(body))
         self._check_ids("stop_token_ids", body.stop_token_ids or ())
         self._check_report_size(body, prompts)
         bound = body.bound_by or (isinstance(body, ChatCompletionRequest) and body.binds_calls)
@@ -293,10 +294,16 @@ class RequestPlanner:
         return GenerationJob(
             self.beginning.answer_id, np.asarray(ids, np.int32), params, references,
             self._sharing.tenant, self._sharing.public, self._adapter,
-            strategy=body.drafting.strategy, max_draft_tokens=body.drafting.max_draft_tokens, priority=body.priority or 0,
+            strategy=self._strategy(body), as_published=body.drafting.as_published,
+            max_draft_tokens=body.drafting.max_draft_tokens, priority=body.priority or 0,
             report=bool(body.drafting.report), prompt_logprobs=body.num_prompt_logprobs, embedding=embedding,
             session=self._session, resumed=bool(self.beginning.sent),
         )  # fmt: skip
+
+    def _strategy(self, body: ChatCompletionRequest | CompletionRequest) -> str | None:
+        """Return the strategy of a request, with its options; None for the server's default."""
+        choice = body.drafting
+        return strategy_text(choice.strategy or self.info.strategy, choice.options) if choice.options else choice.strategy
 
     def _bounded(self, body: ChatCompletionRequest | CompletionRequest, job: GenerationJob) -> GenerationJob:
         """Apply ``limits.max_prompt_tokens`` and ``limits.max_output_tokens``: lower a default, refuse a larger request."""

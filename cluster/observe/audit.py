@@ -20,7 +20,7 @@ from outrider.cluster.serving.generation import EnginePort, GenerationJob
 from outrider.configs.slices import AuditOptions, EngineOptions, SpeculationOptions
 from outrider.decoding.request import FinishReason, StepOutput
 from outrider.engine.errors import QueueFullError, RequestError
-from outrider.engine.loading.model_info import strategies_apart
+from outrider.engine.loading.model_info import samples_apart, strategies_apart
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class Auditor:
         name = job.strategy or info.strategy
         if not info.is_lossless(job.strategy, job.max_draft_tokens):
             return f"{name} is lossy"
-        if name in self._apart and not job.params.greedy:
+        if samples_apart(name, self._apart) and not job.params.greedy:
             return f"{name} samples on its own: same distribution as plain decoding, but other text for the same seed"
         return None
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from outrider.decoding.arrays import Float64Array
-from outrider.decoding.request import MAX_LOGIT_BIAS, PLAIN, FinishReason, SamplingParams, StepOutput
+from outrider.decoding.request import MAX_LOGIT_BIAS, PLAIN, FinishReason, SamplingParams, SpecStats, StepOutput
 
 if TYPE_CHECKING:  # commands start without them
     from outrider.cluster.serving.generation import EnginePort, GenerationJob
@@ -41,8 +41,13 @@ class Run:
     first: int = 0  # tokens at ttft_s: can be more than one if little of the prompt had to be computed
     ttft_s: float = 0.0
     latency_s: float = 0.0
-    energy_j: float | None = None  # None if the hardware does not count it
+    stats: SpecStats | None = None  # of the last output
     began_s: float = field(default_factory=time.perf_counter)
+
+    @property
+    def energy_j(self) -> float | None:
+        """Return the energy of the choice; None if the hardware does not count it."""
+        return None if self.stats is None else self.stats.energy_j
 
     @property
     def is_whole(self) -> bool:
@@ -66,7 +71,7 @@ class Run:
         self.text += output.text
         self.reason, self.error = output.finish_reason, output.error
         if output.stats is not None:
-            self.energy_j = output.stats.energy_j
+            self.stats = output.stats
 
 
 @dataclass(frozen=True, slots=True)

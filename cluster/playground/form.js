@@ -40,6 +40,18 @@ export function showStrategies(names, lossless) {
   );
 }
 
+// Options by strategy, of a text such as "jacobi: window=15, guesses=15; trie: layout=parallel".
+export function readOptions(text) {
+  const value = (word) => (/^-?\d+(\.\d+)?$|^(true|false)$/.test(word) ? JSON.parse(word) : word);
+  const found = {};
+  for (const part of text.split(";").filter((each) => each.trim())) {
+    const [name, ...rest] = part.split(":");
+    const pairs = rest.join(":").split(",").map((pair) => pair.split("=").map((word) => word.trim()));
+    found[name.trim()] = Object.fromEntries(pairs.filter(([option]) => option).map(([option, word]) => [option, value(word ?? "")]));
+  }
+  return found;
+}
+
 export function readForm() {
   const seed = byId("seed").value.trim();
   return {
@@ -48,6 +60,8 @@ export function readForm() {
     maxTokens: Number(byId("max-tokens").value),
     temperature: Number(byId("temperature").value),
     seed: seed ? Number(seed) : Math.floor(Math.random() * 2 ** 31), // one for all lanes
+    options: readOptions(byId("options").value),
+    asPublished: byId("as-published").checked,
     atOnce: document.querySelector("input[name=mode]:checked").value === "once",
   };
 }
@@ -66,7 +80,12 @@ export function requestBody(form, { model, turns, strategy, reports }) {
     seed: form.seed,
     stream: true,
     stream_options: { include_usage: true },
-    speculation: { ...(strategy ? { strategy } : {}), ...(reports ? { report: true } : {}) },
+    speculation: {
+      ...(strategy ? { strategy } : {}),
+      ...(form.options[strategy] ? { options: form.options[strategy] } : {}),
+      ...(form.asPublished && strategy !== PLAIN ? { as_published: true } : {}),
+      ...(reports ? { report: true } : {}),
+    },
   };
   if (form.documents) body.reference_documents = [form.documents];
   return body;

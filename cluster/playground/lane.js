@@ -67,7 +67,7 @@ export class Lane {
     const why = { stop: "ended by itself", length: "cut at max tokens" }[run.reason] ?? run.reason;
     const known = reused ? `, ${reused} of them not computed again` : "";
     this.#settle("done", "done");
-    this.detail.textContent = `${run.tokens} tokens, ${why}; the prompt had ${prompt}${known}.`;
+    this.detail.textContent = `${run.tokens} tokens, ${why}; the prompt had ${prompt}${known}.${run.cut ? ` ${run.cut}.` : ""}`;
   }
 
   stop() {

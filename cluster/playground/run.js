@@ -10,6 +10,7 @@ export class Run {
     this.text = "";
     this.reason = null; // why it ended
     this.usage = null;
+    this.cut = null; // that fewer rows were drafted than the options ask for, and why
   }
 
   begin(now) {
@@ -23,6 +24,7 @@ export class Run {
     if (!choice) return [];
     const added = choice.delta?.content ?? "";
     const steps = choice.speculation?.steps ?? [];
+    this.cut = choice.speculation?.cut ?? this.cut;
     this.text += added;
     const shown = [];
     for (const step of steps) {

@@ -31,7 +31,8 @@ class GenerationJob:
     public: bool = True  # may draft from the public corpus
     adapter: str | None = None  # requested LoRA adapter; None for the model itself
     emitted: tuple[int, ...] = ()  # output tokens already emitted by another replica; they are not emitted again
-    strategy: str | None = None  # drafting strategy; None for the engine's default
+    strategy: str | None = None  # drafting strategy, with options such as ``jacobi:window=5``; None for the engine's default
+    as_published: bool | None = None  # draft all rows that the strategy's options ask for; None for the engine's default
     max_draft_tokens: int | None = None  # most drafted rows per step; None for the engine's limit
     priority: int = 0  # lower is scheduled first
     account: str = ""  # account whose share of slots and rows the job uses

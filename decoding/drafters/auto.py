@@ -22,7 +22,8 @@ from outrider.decoding.budget.features import (
 )
 from outrider.decoding.budget.latency import StepLoad
 from outrider.decoding.budget.tree_builder import TreeRows, Workspace, build_tree
-from outrider.decoding.drafters.base import Drafter, Target, TargetRows, check_least
+from outrider.decoding.drafters.base import Drafter, Target, TargetRows
+from outrider.decoding.drafters.options import check_options
 from outrider.decoding.request import Acceptance, BudgetCounts, Request, SamplingParams
 from outrider.decoding.sources.history import Histories, History, compile_recall
 from outrider.decoding.sources.log.chains import BLOCK, MAX_MATCH
@@ -115,8 +116,7 @@ class AutoDrafter(Drafter):
         all_rows: bool = False,
         similar_requests: int = 4,
     ) -> None:
-        check_least(1, max_depth=max_depth)
-        check_least(0, history_tokens=history_tokens, similar_requests=similar_requests)
+        check_options("auto", max_depth=max_depth, history_tokens=history_tokens, similar_requests=similar_requests)
         self._max_depth, self._num_similar = max_depth, similar_requests
         self._all_rows, self._recycling = all_rows, recycling
         self.histories = Histories(history_tokens) if history_tokens else None

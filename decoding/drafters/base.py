@@ -147,12 +147,17 @@ class DraftModel(Protocol):
         ...
 
 
+class TooManySettingsError(ValueError):
+    """Options of a request that need a further drafter, while all that may exist have live requests."""
+
+
 class Drafter(ABC):
     """Source of draft trees. Wrong drafts never change the output, and a drafter never changes a request."""
 
     needs_logits = False  # drafts from the target's logits, so that it cannot be replayed on known outputs
     looks_ahead = False  # computes guesses for later steps beside its candidates
     own_rules = False  # some of its trees have a ``DraftTree.rule`` instead of ``verify_exact``
+    published_rows = 0  # rows below the root that its options ask for in a step, per rank; 0: it decides itself
     draft_rows = 0  # rows that its draft model holds after a request's tokens; 0: no draft model
     histories: Histories | None = None  # past outputs by tenant and public texts to draft from; None: none
 
@@ -173,6 +178,13 @@ class Drafter(ABC):
     def prepare(self, target: Target) -> None:  # noqa: B027  most drafters need nothing of the target
         """Prepare for the loaded target. Called once, before the first request."""
 
+    def admit(self, request: Request) -> None:  # noqa: B027  only drafters of several strategies need it
+        """Prepare to draft for a request, which ``finish`` ends.
+
+        Raises:
+            ValueError: it cannot be drafted for with its options; ``TooManySettingsError``: not now.
+        """
+
     @abstractmethod
     def propose(self, requests: Sequence[Request], budgets: Sequence[int], load: StepLoad | None = None) -> list[DraftTree]:
         """Return one tree per request, in order, rooted at its last committed token.
@@ -184,6 +196,16 @@ class Drafter(ABC):
 
     def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:  # noqa: B027
         """Learn from a step and its computed tree, after its tokens were committed. Not called for a request's last step."""
+
+    def cut_rows(self, request: Request, tree: DraftTree, budget: int) -> tuple[int, bool]:
+        """Return the rows that the options ask for if the request's last tree was cut to fewer, else 0; whether more do not pay.
+
+        ``tree`` is the one that ``propose`` returned, ``budget`` the number of rows that it got.
+        """
+        wanted = self.published_rows * self.ranks
+        # A strategy that looks ahead drafts nothing rather than a part of its rows.
+        cut = budget < wanted and (self.looks_ahead or len(tree) > budget)
+        return wanted if cut else 0, False
 
     def budget(self) -> BudgetCounts | None:
         """Return the decisions of the row budget, or None if the strategy has none. Callable from any thread."""
@@ -247,17 +269,3 @@ class CopyDrafter(RequestDrafter[State]):
             return DraftTree.chain(request.root, next(copies, ()), self.source)
         rows = ((np.asarray(copy, np.int32).tolist(), self.source) for copy in islice(copies, _LOOKED_AT * self.ranks))
         return tree_of(request.root, rows, budget, self.ranks)
-
-
-def check_least(least: int, **options: int) -> None:
-    """Raise ``ValueError`` for the first option below the minimum."""
-    for name, value in options.items():
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
-def check_choice(known: Collection[str], **option: str) -> None:
-    """Raise ``ValueError`` for the first option that is not one of the known values."""
-    for name, value in option.items():
-        if value not in known:
-            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")

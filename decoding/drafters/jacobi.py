@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from outrider.decoding.arrays import Int32Array
-from outrider.decoding.drafters.base import RequestDrafter, Target, TargetRows, check_least
+from outrider.decoding.drafters.base import RequestDrafter, Target, TargetRows
+from outrider.decoding.drafters.options import check_options
 from outrider.decoding.request import Acceptance, Request
 from outrider.decoding.sources.jacobi_window import JacobiBlock, JacobiWindow, Ngram, NgramPool, PromptTokens, WindowRows
 from outrider.decoding.tree import SOURCES, DraftTree, tree_of
@@ -163,9 +164,8 @@ class JacobiDrafter(RequestDrafter[_Lookahead | _PlainJacobi]):
 
     def __init__(self, window: int = 8, ngram: int = 5, guesses: int = 8, prompt_as_reference: bool = True) -> None:
         super().__init__()
-        check_least(1, window=window, guesses=guesses)
-        if ngram < 2:
-            raise ValueError(f"ngram must be at least 3, or 2 for plain Jacobi decoding, got {ngram}")
+        check_options("jacobi", window=window, ngram=ngram, guesses=guesses)
+        self.published_rows = _published_rows(window, ngram, guesses)
         self._settings = _Settings(window, ngram, guesses, prompt_as_reference)
         self._end_tokens: frozenset[int] = frozenset()
 
@@ -188,6 +188,13 @@ class JacobiDrafter(RequestDrafter[_Lookahead | _PlainJacobi]):
     def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:
         """Update the guesses with the target's tokens."""
         self.state(request).observe(request, tree, target.ids, acceptance)
+
+
+def _published_rows(window: int, ngram: int, guesses: int) -> int:
+    """Return the rows of a step of the published method. Example: window 15, ngram 5 and guesses 15 make 119."""
+    if ngram == 2:
+        return window
+    return JacobiWindow(window, ngram, np.zeros(window + ngram - 3, np.int32)).peak_rows + guesses * (ngram - 1)
 
 
 def _until(ngram: Ngram, end_tokens: Set[int]) -> Ngram:

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from outrider.decoding.arrays import Int32Array, Int64Array
-from outrider.decoding.drafters.base import CopyDrafter, Target, check_choice, check_least
+from outrider.decoding.drafters.base import CopyDrafter, Target
+from outrider.decoding.drafters.options import check_options
 from outrider.decoding.request import Request
 from outrider.decoding.sources.history import Histories, History, compile_recall
 from outrider.decoding.tree import SOURCES
-
-TIES = ("first", "recent", "random")
 
 _END = -1  # separator after each reference; not a token id
 _STREAM = 1  # random stream of the request's seed, apart from the sampling stream
@@ -112,11 +111,13 @@ class LlmaDrafter(CopyDrafter[_State]):
         similar_requests: int = 4,
     ) -> None:
         super().__init__()
-        check_least(1, match_length=match_length, copy_length=copy_length)
+        check_options(
+            "llma", match_length=match_length, copy_length=copy_length, max_context=max_context, ties=ties,
+            history_tokens=history_tokens, similar_requests=similar_requests,
+        )  # fmt: skip
         if max_context < match_length:
             raise ValueError(f"max_context must be at least match_length ({match_length}), got {max_context}")
-        check_choice(TIES, ties=ties)
-        check_least(0, history_tokens=history_tokens, similar_requests=similar_requests)
+        self.published_rows = copy_length
         self._match_length, self._copy_length, self._max_context = match_length, copy_length, max_context
         self._include_prompt, self._include_output, self._ties = include_prompt, include_output, ties
         self._num_similar = similar_requests

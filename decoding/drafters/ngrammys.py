@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from outrider.decoding.arrays import Int32Array
-from outrider.decoding.drafters.base import RequestDrafter, Target, check_choice, check_least
+from outrider.decoding.drafters.base import RequestDrafter, Target
+from outrider.decoding.drafters.options import check_options
 from outrider.decoding.request import Request
 from outrider.decoding.sources.ngrams import ContextNgrams
 from outrider.decoding.tree import SOURCES, DraftTree, tree_of
 
 _CONTEXT, _BIGRAM, _UNIGRAM = (SOURCES.index(name) for name in ("context_ngram", "bigram", "unigram"))
-_ALLOCATIONS = ("mixed", "context", "bigram", "unigram")
-_LAYOUTS = ("tree", "batched")
 _SPARE_WIDTH = 32  # minimum width of the bigram table, in case ranks share a step later
 
 
@@ -63,9 +62,11 @@ class NgrammysDrafter(RequestDrafter[ContextNgrams]):
         max_occurrences: int = 1024,
     ) -> None:
         super().__init__()
-        check_least(1, k=k, w=w, q=q, table_width=table_width, max_occurrences=max_occurrences)
-        check_choice(_ALLOCATIONS, allocation=allocation)
-        check_choice(_LAYOUTS, layout=layout)
+        check_options(
+            "ngrammys", k=k, w=w, q=q, allocation=allocation, layout=layout, table_width=table_width,
+            max_occurrences=max_occurrences,
+        )  # fmt: skip
+        self.published_rows = k * w
         self._k, self._w, self._q, self._max_occurrences = k, w, q, max_occurrences
         self._allocation, self._table_width, self._short_rows = allocation, table_width, short_rows
         self._merged = layout == "tree"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from outrider.decoding.arrays import Int32Array
-from outrider.decoding.drafters.base import CopyDrafter, RequestDrafter, Target, TargetRows, check_least
+from outrider.decoding.drafters.base import CopyDrafter, RequestDrafter, Target, TargetRows
+from outrider.decoding.drafters.options import check_options
 from outrider.decoding.request import Acceptance, Request
 from outrider.decoding.sources.ngrams import NgramIndex
 from outrider.decoding.tree import SOURCES, DraftTree, tree_of
@@ -34,7 +35,8 @@ class PromptLookupDrafter(CopyDrafter[NgramIndex]):
 
     def __init__(self, max_ngram: int = 2, num_tokens: int = 10) -> None:
         super().__init__()
-        check_least(1, max_ngram=max_ngram, num_tokens=num_tokens)
+        check_options("prompt_lookup", max_ngram=max_ngram, num_tokens=num_tokens)
+        self.published_rows = num_tokens
         self._max_ngram, self._num_tokens = max_ngram, num_tokens
 
     def begin(self, request: Request) -> NgramIndex:
@@ -73,9 +75,8 @@ class AdaPldDrafter(RequestDrafter[dict[int, list[int]]]):
 
     def __init__(self, num_tokens: int = 30, branches: int = 8) -> None:
         super().__init__()
-        check_least(1, num_tokens=num_tokens, branches=branches)
-        if branches > 32:
-            raise ValueError(f"branches must be at most 32, got {branches}")
+        check_options("adapld", num_tokens=num_tokens, branches=branches)
+        self.published_rows = num_tokens + 2 * branches
         self._num_tokens, self._branches = num_tokens, branches
 
     def prepare(self, target: Target) -> None:

@@ -8,7 +8,8 @@ from functools import cache
 from weakref import WeakKeyDictionary
 
 from outrider.decoding.budget.latency import StepLoad
-from outrider.decoding.drafters.base import Drafter, Target, TargetRows, check_choice, check_least
+from outrider.decoding.drafters.base import Drafter, Target, TargetRows
+from outrider.decoding.drafters.options import check_options
 from outrider.decoding.request import Acceptance, Request
 from outrider.decoding.sources.history import Histories, History
 from outrider.decoding.sources.ranked.successors import PRIOR_RATES, WIDTH, SuccessorTable, SuccessorTables
@@ -27,6 +28,7 @@ _PUBLISHED = (
     3, 1, 1, 0, 0, 1, 0, 0, 0, 0, 1, 0, 1, 0, 0,
     2, 0, 0, 1,
 )  # fmt: skip
+PUBLISHED_ROWS = sum(_PUBLISHED)  # of the published tree
 
 
 class RecyclingDrafter(Drafter):
@@ -60,10 +62,8 @@ class RecyclingDrafter(Drafter):
     needs_logits = True
 
     def __init__(self, shape: str = "ranked", learn_rows: int = 81, start: str = "empty", scope: str = "tenant") -> None:
-        check_choice(("ranked", "published"), shape=shape)
-        check_choice(("empty", "bigram"), start=start)
-        check_choice(("tenant", "request"), scope=scope)
-        check_least(1, learn_rows=learn_rows)
+        check_options("recycling", shape=shape, learn_rows=learn_rows, start=start, scope=scope)
+        self.published_rows = PUBLISHED_ROWS
         self._ranked = shape == "ranked"
         self._learn_rows, self._start, self._by_request = learn_rows, start, scope == "request"
         self._tables: SuccessorTables | None = None
@@ -161,9 +161,9 @@ class RacerDrafter(RecyclingDrafter):
     needs_logits = False
 
     def __init__(self, draft_nodes: int = 64, window: int = 10, capacity: int = 10_000, scope: str = "tenant") -> None:
-        super().__init__(learn_rows=max(draft_nodes, 1), scope=scope)
-        check_least(2, draft_nodes=draft_nodes, window=window)
-        check_least(64, capacity=capacity)
+        check_options("racer", draft_nodes=draft_nodes, window=window, capacity=capacity)
+        super().__init__(learn_rows=draft_nodes, scope=scope)
+        self.published_rows = draft_nodes - 1
         self._draft_nodes, self._window, self._capacity = draft_nodes, window, max(capacity, window)
         self._tables = SuccessorTables(0)  # empty until ``prepare``
         self._tries: WeakKeyDictionary[SuccessorTable, WindowTrie] = WeakKeyDictionary()

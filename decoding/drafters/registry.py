@@ -8,7 +8,7 @@ import json
 import pkgutil
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from outrider.decoding.request import PLAIN
@@ -45,6 +45,7 @@ _OWN_BUDGET = (PLAIN, "auto", *WITH_DRAFT_MODEL)  # strategies that decide their
 # Strategies that preserve the target's distribution. Only spectr, and speculative with sampling=rejection, do not use
 # ``verify_exact``: with the same seed their text differs from plain decoding.
 LOSSLESS = frozenset((*STRATEGIES, "speculative", "spectr"))
+_NAMED = re.compile(r"\s*([A-Za-z][\w.-]{0,63})\s*=\s*(.*)", re.DOTALL)  # "NAME = STRATEGY:option=value,..."
 _NEXT_OPTION = re.compile(r",(?=\s*[A-Za-z_]\w*\s*=)")  # a comma before the next name: values may contain commas
 
 
@@ -55,6 +56,12 @@ class StrategyChoice:
     label: str  # the unparsed text
     name: str
     options: dict[str, Any]
+    alias: str = field(default="", kw_only=True)  # name of the setting, if it has one
+
+    @property
+    def setting(self) -> str:
+        """Return the name by which requests choose it."""
+        return self.alias or self.name
 
     def build(self) -> Drafter:
         """Build a new drafter. Raise ``ValueError`` for an unknown strategy or option, or a value outside its range."""
@@ -63,8 +70,15 @@ class StrategyChoice:
 
 
 def parse_strategy(text: str) -> StrategyChoice:
-    """Parse a strategy such as ``llma:copy_length=9,include_prompt=false``. Raise ``ValueError`` for an option without ``=``."""
-    name, _, rest = text.partition(":")
+    """Parse a strategy such as ``llma:copy_length=9,include_prompt=false``, or ``short = llma:copy_length=9`` with a name.
+
+    Raises ``ValueError`` for an option without ``=``, or a name that a strategy has.
+    """
+    named = _NAMED.fullmatch(text)
+    alias, described = ("", text) if named is None else (named[1], named[2])
+    if alias in STRATEGIES or alias in WITH_DRAFT_MODEL:
+        raise ValueError(f"strategy {text!r}: {alias} is the name of a strategy: give the setting another name")
+    name, _, rest = described.partition(":")
     options: dict[str, Any] = {}
     for pair in _NEXT_OPTION.split(rest) if rest.strip() else ():
         key, separator, value = (part.strip() for part in pair.partition("="))
@@ -75,7 +89,21 @@ def parse_strategy(text: str) -> StrategyChoice:
             options[key] = json.loads(value)
         except json.JSONDecodeError:
             options[key] = value
-    return StrategyChoice(text, name.strip(), options)
+    return StrategyChoice(text, name.strip(), options, alias=alias)
+
+
+def setting_of(strategy: str) -> str:
+    """Return the name of the setting that a request's strategy begins with: ``jacobi`` for ``jacobi:window=5``."""
+    return strategy.partition(":")[0]
+
+
+def strategy_text(setting: str, options: Mapping[str, Any]) -> str:
+    """Return a request's strategy as text, its options in order: ``jacobi:guesses=3,window=5``."""
+    values = {
+        name: value if isinstance(value, str) and value.isidentifier() else json.dumps(value) for name, value in options.items()
+    }
+    listed = ",".join(f"{name}={values[name]}" for name in sorted(values))
+    return f"{setting}:{listed}" if listed else setting
 
 
 def build_drafter(strategy: str, options: Mapping[str, Any]) -> Drafter:
@@ -104,36 +132,52 @@ def build_drafter(strategy: str, options: Mapping[str, Any]) -> Drafter:
     return drafter
 
 
-def build_drafters(strategy: str, options: Mapping[str, Any], others: Sequence[str], most_rows: int | None = None) -> Drafter:
+def build_drafters(
+    strategy: str, options: Mapping[str, Any], others: Sequence[str], most_rows: int | None = None, max_settings: int = 0
+) -> Drafter:
     """Build the drafter of an engine whose requests may choose among several strategies.
 
     Args:
         strategy, options: default strategy, and constructor options of its drafter.
-        others: further strategies, each ``NAME`` or ``NAME:option=value,...`` (``parse_strategy``). May include the names of
-            ``strategy`` and of plain decoding, which needs no drafter.
+        others: further strategies, each ``NAME``, ``NAME:option=value,...`` or ``SETTING = NAME:option=value,...``
+            (``parse_strategy``). May include the names of ``strategy`` and of plain decoding, which needs no drafter.
         most_rows: if set, each strategy drafts as many rows as pay off on the device, at most this many per request and rank.
+        max_settings: most drafters with options of requests at a time; 0: requests cannot set options.
 
     Raises:
         ValueError: see ``build_drafter``; or a strategy occurs twice, or ``strategy`` occurs among the others with options.
     """
     drafters = {strategy: build_drafter(strategy, options)}
+    choices = {strategy: StrategyChoice(strategy, strategy, dict(options))}
     for text in others:
         choice = parse_strategy(text)
-        if choice.name == strategy and choice.options:
+        if choice.setting == strategy and choice.options:
             raise ValueError(f"strategies: {text} is the default strategy: set its options in speculation.options")
-        if choice.name != strategy and choice.name in drafters:
-            raise ValueError(f"strategies: {choice.name} is listed twice")
+        if choice.setting != strategy and choice.setting in drafters:
+            raise ValueError(f"strategies: {choice.setting} is listed twice")
+        if choice.alias and choice.name == PLAIN:
+            raise ValueError(f"strategies: {text}: {PLAIN} has no options, so that it needs no other name")
         drafter = choice.build()
-        if choice.name not in (strategy, PLAIN):
-            drafters[choice.name] = drafter
+        if choice.setting not in (strategy, PLAIN):
+            drafters[choice.setting], choices[choice.setting] = drafter, choice
     from outrider.decoding.budget.draft_budget import RowBudget
     from outrider.decoding.drafters.by_request import ByRequest
 
-    paying = {}
-    if most_rows is not None:
-        bounded = drafters.keys() - set(_OWN_BUDGET)
-        paying = {name: RowBudget(most_rows, drafters[name].looks_ahead) for name in bounded}
-    return ByRequest(drafters, paying) if paying or len(drafters) > 1 else drafters[strategy]
+    def budget(setting: str, drafter: Drafter) -> RowBudget | None:
+        own = most_rows is None or choices[setting].name in _OWN_BUDGET
+        return None if own or most_rows is None else RowBudget(most_rows, drafter.looks_ahead)
+
+    def build(text: str) -> tuple[Drafter, RowBudget | None]:
+        choice = parse_strategy(text)
+        base = choices[choice.name]
+        drafter = build_drafter(base.name, base.options | choice.options)
+        return drafter, budget(choice.name, drafter)
+
+    budgets = {name: budget(name, drafter) for name, drafter in drafters.items()}
+    paying = {name: rows for name, rows in budgets.items() if rows is not None}
+    if not paying and len(drafters) == 1 and not max_settings:
+        return drafters[strategy]
+    return ByRequest(drafters, paying, build if max_settings else None, max_settings)
 
 
 def check_drafters(drafter: Drafter, strategies: Sequence[str], draft_model: str | None, exact: bool, shared: bool) -> None:

@@ -8,8 +8,9 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import takewhile
 
 from outrider.decoding.budget.latency import StepLoad
-from outrider.decoding.drafters.base import CopyDrafter, RequestDrafter, check_choice, check_least
-from outrider.decoding.drafters.recycling import RecyclingDrafter
+from outrider.decoding.drafters.base import CopyDrafter, RequestDrafter
+from outrider.decoding.drafters.options import check_options
+from outrider.decoding.drafters.recycling import PUBLISHED_ROWS, RecyclingDrafter
 from outrider.decoding.request import Request
 from outrider.decoding.sources.history import Histories, History
 from outrider.decoding.sources.ranked.successors import MAX_TENANTS
@@ -17,7 +18,6 @@ from outrider.decoding.sources.suffix_automaton import CountedAutomaton, SuffixA
 from outrider.decoding.tree import SOURCES, DraftTree
 
 _SOURCE = SOURCES.index("suffix")
-OCCURRENCES = ("mixed", "latest", "earliest")
 
 
 class _Texts:
@@ -88,9 +88,11 @@ class SuffixDrafter(CopyDrafter[_Texts]):
         occurrence: str = "mixed",
     ) -> None:
         super().__init__()
-        check_least(1, max_spec_tokens=max_spec_tokens, min_match_length=min_match_length)
-        check_choice(OCCURRENCES, occurrence=occurrence)
-        _check_length(max_spec_factor, max_spec_offset)
+        check_options(
+            "suffix", max_spec_tokens=max_spec_tokens, max_spec_factor=max_spec_factor, max_spec_offset=max_spec_offset,
+            min_match_length=min_match_length, occurrence=occurrence,
+        )  # fmt: skip
+        self.published_rows = max_spec_tokens
         self._max_spec_tokens, self._min_match_length, self._occurrence = max_spec_tokens, min_match_length, occurrence
         self._factor, self._offset = max_spec_factor, max_spec_offset
 
@@ -155,11 +157,11 @@ class SuffixDecodingDrafter(RequestDrafter[CountedAutomaton]):
         capacity: int = 1 << 16,
     ) -> None:
         super().__init__()
-        check_least(1, max_spec_tokens=max_spec_tokens)
-        check_least(2, max_tree_depth=max_tree_depth, capacity=capacity)
-        _check_length(max_spec_factor, max_spec_offset)
-        if not 0.0 <= min_token_prob <= 1.0:
-            raise ValueError(f"min_token_prob must be between 0 and 1, got {min_token_prob}")
+        check_options(
+            "suffix_decoding", max_spec_tokens=max_spec_tokens, max_spec_factor=max_spec_factor, max_spec_offset=max_spec_offset,
+            min_token_prob=min_token_prob, max_tree_depth=max_tree_depth, capacity=capacity,
+        )  # fmt: skip
+        self.published_rows = max_spec_tokens
         self._most, self._factor, self._offset = max_spec_tokens, max_spec_factor, max_spec_offset
         self._least, self._depth, self._capacity = min_token_prob, max_tree_depth, capacity
         # Of suffixes with the same occurrences the longest drafts most, until the depth limit leaves it no room.
@@ -267,7 +269,8 @@ class SamDrafter(RecyclingDrafter):
         self, max_spec_tokens: int = 40, min_match_length: int = 5, shape: str = "published", scope: str = "tenant"
     ) -> None:
         super().__init__(shape=shape, scope=scope)
-        check_least(1, max_spec_tokens=max_spec_tokens, min_match_length=min_match_length)
+        check_options("sam", max_spec_tokens=max_spec_tokens, min_match_length=min_match_length)
+        self.published_rows = max(max_spec_tokens, PUBLISHED_ROWS)
         self._copies = SuffixDrafter(max_spec_tokens, 0.0, float(max_spec_tokens), min_match_length)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int], load: StepLoad | None = None) -> list[DraftTree]:
@@ -285,11 +288,3 @@ class SamDrafter(RecyclingDrafter):
     def tracked_requests(self) -> Collection[str]:
         """See ``Drafter``."""
         return {*super().tracked_requests(), *self._copies.tracked_requests()}
-
-
-def _check_length(factor: float, offset: float) -> None:
-    """Raise ``ValueError`` if a draft's length cannot be computed from these options."""
-    if not 0.0 <= factor < float("inf"):
-        raise ValueError(f"max_spec_factor must be at least 0 and finite, got {factor}")
-    if not abs(offset) < float("inf"):
-        raise ValueError(f"max_spec_offset must be finite, got {offset}")

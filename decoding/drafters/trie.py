@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from outrider.decoding.arrays import Int32Array
-from outrider.decoding.drafters.base import RequestDrafter, Target, check_choice
+from outrider.decoding.drafters.base import RequestDrafter, Target
+from outrider.decoding.drafters.options import check_options
 from outrider.decoding.request import Request, SamplingParams
 from outrider.decoding.sources.history import Histories, History, compile_recall
 from outrider.decoding.sources.log.chains import BLOCK, MAX_MATCH
@@ -21,7 +22,6 @@ _SOURCES = np.full(_MAX_ROWS, _SOURCE, np.int8)  # every tree uses a slice of it
 _ROOT_PARENTS, _ROOT_SOURCES = np.full(1, -1, np.int32), np.zeros(1, np.int8)  # arrays of a tree of one row
 for _shared in (_SOURCES, _ROOT_PARENTS, _ROOT_SOURCES):
     _shared.flags.writeable = False
-_LAYOUTS = ("hierarchical", "parallel", "single")
 _FREQUENCIES = {"mix": MIXED, "input": INPUT, "output": OUTPUT}
 
 
@@ -68,8 +68,9 @@ class TrieDrafter(RequestDrafter[_OwnTexts]):
     The trie is implicit, see ``decoding.sources.log.token_log``; tests compare it with the explicit one in
     ``experiments/papers/ablation/frequency_trie.py``, which also lists the defects of the published code that are fixed here.
     Further departures: frequencies count at most ``max_occurrences`` occurrences; equally frequent nodes are ordered by depth;
-    an output can be drafted from as soon as it is emitted, not ``branch_length`` tokens later; pruning is continuous. References
-    count like outputs, for their request only, and so do public texts. A request without a tenant has a private trie.
+    an output can be drafted from at once, not ``branch_length`` tokens later; pruning is continuous. With ``mix``
+    exactly ``min_input`` and ``min_output`` rows are reserved; the published code keeps all nodes that tie with the last of them.
+    References count like outputs, for their request only, and so do public texts. A request without a tenant has a private trie.
 
     Args:
         decoding_length: maximum rows of a tree per rank that shares the step, the root included, at least 1.
@@ -99,17 +100,13 @@ class TrieDrafter(RequestDrafter[_OwnTexts]):
         capacity: int = 1 << 20,
         similar_requests: int = 4,
     ) -> None:
-        for name, value, low, high in (
-            ("decoding_length", decoding_length, 1, _MAX_ROWS), ("branch_length", branch_length, 1, 4096),
-            ("max_query_length", max_query_length, 1, MAX_MATCH), ("min_input", min_input, 0, 4096),
-            ("min_output", min_output, -1, 4096), ("max_occurrences", max_occurrences, 1, _MOST_OCCURRENCES),
-            ("capacity", capacity, 0, 2**31), ("similar_requests", similar_requests, 0, 64),
-        ):  # fmt: skip
-            if not low <= value <= high:
-                raise ValueError(f"{name} must be between {low} and {high}, got {value}")
-        check_choice(_LAYOUTS, layout=layout)
-        check_choice(_FREQUENCIES, frequencies=frequencies)
+        check_options(
+            "trie", decoding_length=decoding_length, branch_length=branch_length, max_query_length=max_query_length,
+            layout=layout, frequencies=frequencies, min_input=min_input, min_output=min_output, max_occurrences=max_occurrences,
+            capacity=capacity, similar_requests=similar_requests,
+        )  # fmt: skip
         super().__init__()
+        self.published_rows = decoding_length - 1
         self._decoding_length, self._branch_length, self._max_query_length = decoding_length, branch_length, max_query_length
         self._layout, self._mode, self._max_occurrences = layout, _FREQUENCIES[frequencies], max_occurrences
         self._min_input, self._min_output, self._num_similar = min_input, min_output, similar_requests

@@ -50,10 +50,10 @@ class _Found:
 
 
 @torch.inference_mode()
-def check(runner: ModelRunner) -> str | None:
+def check(runner: ModelRunner, tree_rows: int = _TREE_ROWS) -> str | None:
     """Compute tokens alone and in different batches, slots and chunks, and return a difference in any bit as text, or None.
 
-    It writes to the first two slots.
+    ``tree_rows``: rows of the largest tree, its root included. It writes to the first two slots.
     """
     vocab, longest = int(runner.model.config.get_text_config().vocab_size), _longest(runner)
     tokens = np.random.default_rng(0).integers(0, vocab, max(_MANY) + _LAST).astype(np.int32)
@@ -72,6 +72,8 @@ def check(runner: ModelRunner) -> str | None:
     for reach in (0,) if runner.rope is None else (0, runner.rope.border + 1):  # once per set of frequencies
         if not found.differing:
             _trees(runner, tokens, found, reach)
+            if tree_rows > (runner.fixed_rows or _TREE_ROWS):
+                _largest_tree(runner, tokens, found, reach, tree_rows)
     return f"{found.differing} of {found.rows} rows changed with the other rows of the batch" if found.differing else None
 
 
@@ -254,6 +256,23 @@ def _trees(runner: ModelRunner, tokens: Int32Array, found: _Found, reach: int) -
         lines = [(DummySequence(slot, text, rope_length=reach), start) for slot, start in ((1, 0), (0, length))]
         works = [ScheduledDummy(line, start, length + 1, _tree(root)) for line, start in lines]
         found.compare(_rows(plain, [0, 0]), runner.forward(pack(works)))
+
+
+def _largest_tree(runner: ModelRunner, tokens: Int32Array, found: _Found, reach: int, rows: int) -> None:
+    """Compare the last tokens one by one with a tree of the largest size, in which they are the last rows."""
+    length = max(1, min(_TOKENS - 1, _longest(runner) - _LAST))
+    _prefill(runner, 0, tokens[:length], length, reach)
+    plain = torch.cat([_logits(runner, tokens[: length + 1 + k], length + k, reach=reach) for k in range(_LAST)])
+    path = tokens[length + 1 : length + _LAST].tolist()
+    others = min(rows, runner.cache.capacity - length) - 1 - len(path)
+    if others < 1:
+        return
+    _prefill(runner, 0, tokens[:length], length, reach)  # a recurrent state cannot go back
+    # Branches of three other tokens each below the root, then the path.
+    branches = [at - 1 if (at - 1) % 3 else 0 for at in range(1, others + 1)]
+    parents = [-1, *branches, 0, *range(others + 1, others + len(path))]
+    tree = _logits(runner, tokens[: length + 1], length, [path[0]] * others + path, parents, reach)
+    found.compare(plain, _rows(tree, [0, *range(others + 1, others + 1 + len(path))]))
 
 
 def _rows(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

@@ -59,7 +59,7 @@ def _checked(model: PreTrainedModel, capacity: int, options: EngineOptions, tree
         runner = _made(model, capacity, options, rows, graphs, tree_rows)
         if number == 1:
             _refuse_strays(runner)
-        fault = exactness.check(runner)
+        fault = exactness.check(runner, tree_rows)
         if fault is None:
             runner.exact = True
             return runner

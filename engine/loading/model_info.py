@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from outrider.configs.slices import SpeculationOptions
-from outrider.decoding.drafters.registry import LOSSLESS, WITH_DRAFT_MODEL, parse_strategy
+from outrider.decoding.drafters.options import check_given
+from outrider.decoding.drafters.registry import LOSSLESS, WITH_DRAFT_MODEL, parse_strategy, setting_of
 from outrider.decoding.request import PLAIN
 from outrider.engine.errors import RequestError
 
@@ -38,6 +40,9 @@ class ModelInfo:
     weights: str = ""  # storage formats of the weights, or their type
     adapters: tuple[AdapterInfo, ...] = ()
     adapter_of: tuple[str, str] | None = None  # folder and base model, if the model is an adapter
+    methods: tuple[tuple[str, str], ...] = ()  # names of settings in ``strategies``, with their strategies
+    takes_options: bool = False  # whether requests may set options
+    request_options: tuple[str, ...] = ()  # costly options that requests may set
     strategies_apart: frozenset[str] = frozenset()  # see ``strategies_apart`` below
     uncaptured_rows: tuple[int, ...] = ()  # row counts of steps that CUDA graphs could not capture; slower
     exact: bool = False  # rows are bit-equal in any batch, checked at start: ``engine.forward.exactness``
@@ -55,11 +60,16 @@ class ModelInfo:
     @property
     def lossless_choices(self) -> tuple[str, ...]:
         """Return the ``choices`` whose outputs have the distribution of plain decoding."""
-        return tuple(name for name in self.choices if name in LOSSLESS)
+        return tuple(name for name in self.choices if self.method_of(name) in LOSSLESS)
+
+    def method_of(self, strategy: str | None) -> str:
+        """Return the strategy of a request's choice: ``jacobi`` for ``jacobi:window=5``, or for a setting of it."""
+        setting = setting_of(strategy or "") or self.strategy
+        return dict(self.methods).get(setting, setting)
 
     def is_lossless(self, strategy: str | None, max_draft_tokens: int | None = None) -> bool:
         """Return whether a request's output has the distribution of plain decoding; without drafts it does."""
-        return max_draft_tokens == 0 or (strategy or self.strategy) in LOSSLESS
+        return max_draft_tokens == 0 or self.method_of(strategy) in LOSSLESS
 
     def check_adapter(self, name: str | None) -> None:
         """Raise ``RequestError`` if an adapter does not exist."""
@@ -68,12 +78,25 @@ class ModelInfo:
             raise RequestError("adapter", f"{name!r} does not exist; available: {', '.join(names) or 'none'}")
 
     def check_strategy(self, strategy: str | None) -> None:
-        """Raise ``RequestError`` if requests may not use a strategy."""
-        if strategy is not None and strategy not in self.choices:
+        """Raise ``RequestError`` if requests may not use a strategy, or not with these options."""
+        if strategy is None or strategy in self.choices:
+            return
+        setting = setting_of(strategy)
+        if setting not in self.choices:
+            strategy = setting
             message = f"{strategy!r} is not available on this server; allowed: {', '.join(self.choices)}"
             if strategy in WITH_DRAFT_MODEL and strategy not in LOSSLESS:
                 message += "; it changes the output: a server offers it with speculation.exact=false and speculation.strategies"
             raise RequestError("speculation.strategy", message)
+        if not self.takes_options:
+            raise RequestError("speculation.options", "this server takes no options of requests (speculation.max_settings is 0)")
+        try:
+            given = parse_strategy(strategy).options
+        except ValueError as error:
+            raise RequestError("speculation.strategy", str(error)) from None
+        fault = check_given(self.method_of(setting), given, self.request_options)
+        if fault is not None:
+            raise RequestError("speculation.options", fault)
 
 
 def strategies_apart(options: SpeculationOptions) -> frozenset[str]:
@@ -81,7 +104,17 @@ def strategies_apart(options: SpeculationOptions) -> frozenset[str]:
 
     Example: ``spectr``, and ``speculative:sampling=rejection``; not ``speculative``, which is coupled.
     """
-    choices = [(options.strategy, options.options), *((one.name, one.options) for one in map(parse_strategy, options.strategies))]
+    others = [(one.setting, one.name, one.options) for one in map(parse_strategy, options.strategies)]
+    choices = [(options.strategy, options.strategy, options.options), *others]
     return frozenset(
-        name for name, given in choices if name == "spectr" or (name == "speculative" and given.get("sampling") == "rejection")
+        setting
+        for setting, name, given in choices
+        if name == "spectr" or (name == "speculative" and given.get("sampling") == "rejection")
     )
+
+
+def samples_apart(strategy: str, apart: Collection[str]) -> bool:
+    """Return whether a request's strategy, perhaps with options, is one of those that ``strategies_apart`` describes."""
+    choice = parse_strategy(strategy)
+    sampling = choice.options.get("sampling")
+    return choice.name in apart if sampling is None else sampling == "rejection"

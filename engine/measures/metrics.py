@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import uuid
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outrider.decoding.drafters.registry import LOSSLESS
+from outrider.decoding.drafters.registry import LOSSLESS, setting_of
 from outrider.decoding.request import PLAIN, FinishReason, Request
 from outrider.decoding.tree import SOURCES, DraftTree
 
@@ -292,16 +292,21 @@ class StrategyCounts:
 
 
 class CountsByStrategy:
-    """Counters of all allowed strategies, the default one first; requests without drafts count as plain decoding."""
+    """Counters of all allowed strategies, the default one first; requests without drafts count as plain decoding.
 
-    def __init__(self, strategies: Iterable[str]) -> None:
+    Requests with options of their own count for the setting that they are based on. ``lossless``: those of the strategies whose
+    outputs have the distribution of plain decoding.
+    """
+
+    def __init__(self, strategies: Iterable[str], lossless: Collection[str] = LOSSLESS) -> None:
         names = dict.fromkeys((*strategies, PLAIN))
         self._default = next(iter(names))
-        self._counts = {name: StrategyCounts(name, name in LOSSLESS) for name in names}  # fixed keys: threads may read it
+        self._counts = {name: StrategyCounts(name, name in lossless) for name in names}  # fixed keys: threads may read it
 
     def add(self, request: Request) -> None:
         """Count an ended request."""
-        self._counts[PLAIN if request.plain else request.strategy or self._default].add(request)
+        name = PLAIN if request.plain else request.strategy or self._default
+        self._counts[name if name in self._counts else setting_of(name)].add(request)
 
     def read(self) -> tuple[StrategyCounts, ...]:
         """Return the current counts; callable from any thread."""

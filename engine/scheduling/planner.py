@@ -79,9 +79,17 @@ class StepPlanner:
     """Schedules requests, has draft trees proposed for those that decode, and gives the remaining rows to prefills."""
 
     def __init__(
-        self, scheduler: Scheduler, drafter: Drafter, info: ModelInfo, outputs: Outputs, rope: LengthRope | None = None
+        self,
+        scheduler: Scheduler,
+        drafter: Drafter,
+        info: ModelInfo,
+        outputs: Outputs,
+        rope: LengthRope | None = None,
+        limit_name: str | None = None,
     ) -> None:
+        """Create a planner. ``limit_name``: option that limits the rows of all drafts, ``as_published`` or not, if it is set."""
         self._scheduler, self._drafter, self._info, self._outputs, self._rope = scheduler, drafter, info, outputs, rope
+        self._limit_name = limit_name
         self._propose_s: float | None = None  # seconds of drafting in the last step
         self._constrained: list[Request] = []  # requests with a grammar in the last step
         self._probation_until_s: dict[str, float] = {}  # by account: end of its probation
@@ -147,6 +155,8 @@ class StepPlanner:
             request = share.request
             request.stats.propose_s += propose_s
             drafts[request.request_id] = tree
+            if request.max_draft_tokens is None:
+                self._record_cut(share, tree)
             if len(tree.tokens) == 1:
                 continue
             room = self._info.max_model_len - request.num_tokens
@@ -160,6 +170,22 @@ class StepPlanner:
                 request.grammar.catch_up(request.output_ids)
                 drafts[request.request_id] = permitted(kept, request.grammar)
         return drafts
+
+    def _record_cut(self, share: RowAllotment, tree: DraftTree) -> None:
+        """Record in the request's statistics whether its strategy's options ask for more rows than it got, and why."""
+        request, stats = share.request, share.request.stats
+        wanted, is_paying = self._drafter.cut_rows(request, tree, share.draft_rows)
+        if not wanted:
+            return
+        stats.wanted_rows = wanted
+        if is_paying:
+            stats.cut_reason = "more do not pay on this device; as_published drafts all"
+        elif share.draft_rows < self._scheduler.draft_limit(request) * self._drafter.ranks:
+            stats.cut_reason = "engine.max_step_tokens leaves no room for more"
+        elif self._limit_name is None and not request.as_published:
+            stats.cut_reason = "as_published drafts all"
+        else:
+            stats.cut_reason = f"{self._limit_name or 'speculation.largest_tree'} is the limit"
 
 
 def step_load(shares: Sequence[RowAllotment], propose_s: float | None) -> StepLoad:

@@ -174,6 +174,7 @@ class Scheduler:
 
     Args:
         max_draft_rows: most rows drafted for one request in a step, per rank that shares the step.
+        largest_tree: the same for requests that are drafted for as published; None: the same number.
         clock: seconds, used to measure waits.
         slots: number of slots; those beyond ``max_running`` keep the KV of ended requests. ``max_running`` if None.
     """
@@ -185,8 +186,10 @@ class Scheduler:
         place: Place,
         clock: Callable[[], float] = time.monotonic,
         slots: int | None = None,
+        largest_tree: int | None = None,
     ) -> None:
         check_options(options)
+        self._largest_tree = max_draft_rows if largest_tree is None else largest_tree
         self.options, self._max_draft_rows, self._place, self._clock = options, max_draft_rows, place, clock
         self._max_wait_s = options.max_wait_s if options.scheduling_policy == "priority" else math.inf
         self._waiting = FairQueue()
@@ -310,12 +313,38 @@ class Scheduler:
         self._decoding, self._prefilling = len(decoding), prefilling
         budget = self._most_rows
         for_decoding = budget - budget // 4 if prefilling else budget
-        draft_rows = max(0, min(self._max_draft_rows, for_decoding // len(decoding) - 1)) if decoding else 0  # on each rank
-        drafts = [_bounded(request, draft_rows) for request in decoding]
         # Draft trees are partitioned among the ranks; roots and prefill rows are computed on every rank. Ancestors that a rank
         # repeats and tokens accepted on other ranks in the last step are beyond ``max_step_tokens``.
+        drafts = self._draft_rows(decoding, for_decoding)
         shares = [RowAllotment(request, request.num_tokens, rows * width) for request, rows in zip(decoding, drafts, strict=True)]
         return shares + self._prefill_shares(budget - len(decoding) - sum(drafts)) if prefilling else shares
+
+    def draft_limit(self, request: Request) -> int:
+        """Return the rows that may be drafted for a request in a step, on each rank, if the step has room."""
+        return self._largest_tree if request.as_published else self._max_draft_rows
+
+    def _draft_rows(self, decoding: Sequence[Request], rows: int) -> list[int]:
+        """Return the rows to draft for each request on each rank, for a step of ``rows`` rows with all roots.
+
+        All get equally many. Those that are drafted for as published share what the others leave.
+        """
+        if not decoding:
+            return []
+        equal = max(0, rows // len(decoding) - 1)
+        drafts = [_bounded(request, min(self.draft_limit(request), equal)) for request in decoding]
+        left = rows - len(decoding) - sum(drafts)
+        wanting = [at for at, request in enumerate(decoding) if request.as_published]
+        while wanting and left >= len(wanting):
+            more = left // len(wanting)
+            for at in wanting:
+                request, had = decoding[at], drafts[at]
+                drafts[at] = _bounded(request, min(self.draft_limit(request), had + more))
+                left -= drafts[at] - had
+            full = [at for at in wanting if drafts[at] == _bounded(decoding[at], self.draft_limit(decoding[at]))]
+            if not full:
+                break
+            wanting = [at for at in wanting if at not in full]
+        return drafts
 
     def _going_ahead(self, running: Sequence[Request]) -> list[Request]:
         """Return the requests to compute exclusively so that accounts with fewer slots catch up; empty if the step is for all."""

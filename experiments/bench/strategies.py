@@ -64,6 +64,7 @@ def add_strategies(parser: argparse.ArgumentParser, dtypes: Sequence[str]) -> No
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add_strategies(parser, get_args(Dtype))
+    parser.add_argument("--paying", action="store_true", help="run each strategy also with the rows that pay off, the default")
     add_random_model(parser, several=True)
 
 
@@ -88,7 +89,8 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
         workloads[workload.name] = lengths | {"contestants": rows}
         tallies.append(counted)
     overall = {runner.name: _overall(runner.name, runners[0].name, tallies, workloads) for runner in runners}
-    lossless = [choice.label for choice in choices if choice.name in LOSSLESS]
+    names = {choice.label for choice in choices if choice.name in LOSSLESS}
+    lossless = [name for name in overall if name.removesuffix(" (rows that pay)") in names]
     return {"workloads": workloads, "overall": overall, "lossless": lossless, "figures": figures(overall)}
 
 
@@ -122,6 +124,7 @@ def _overall(name: str, baseline: str, tallies: Sequence[Mapping[str, Tally]], w
         "ratio_to_lookup": ratios(StockPromptLookup.name),
         "decode_ratio": [round(statistics.fmean(repeat), 3) for repeat in zip(*decode, strict=True)],
         "tokens_per_step": round(statistics.fmean(row["tokens_per_step"] for row in rows), 3),
+        "drafted_per_step": None if own[0].drafted is None else round(sum(tally.drafted or 0 for tally in own) / steps, 1),
         "tokens_per_s": round(tokens / sum(sum(tally.wall_s) for tally in own), 1),
         "identical": sum(row["identical"] for row in rows),
         "records": sum(workload["records"] for workload in workloads.values()),

@@ -14,6 +14,7 @@ import dataclasses
 import difflib
 import inspect
 import json
+import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -23,9 +24,22 @@ from pathlib import Path
 import yaml
 
 from outrider.configs.schema import Config
+from outrider.decoding.drafters.options import OPTIONS
+from outrider.decoding.drafters.registry import STRATEGIES, WITH_DRAFT_MODEL
 from outrider.engine.loading.hybrids import SERVED
 from outrider.experiments.bench.record import RESULTS, ROOT
-from outrider.experiments.report.speeds import by_workload, decoding, draft_models, forms, gains, peers, rag, rag_pairs, scaling
+from outrider.experiments.report.speeds import (
+    by_workload,
+    decoding,
+    draft_models,
+    forms,
+    gains,
+    peers,
+    published_sizes,
+    rag,
+    rag_pairs,
+    scaling,
+)
 from outrider.experiments.report.tables import (
     deployments,
     directions,
@@ -116,6 +130,25 @@ def rooms() -> Table:
     return table_of("", ("room", "what is in it, what comes in, what goes out"), rows)
 
 
+def strategy_options(strategy: str) -> Table:
+    """List the options of a strategy with the paper's symbols, the defaults of its constructor, and their ranges."""
+    maker = {**STRATEGIES, **WITH_DRAFT_MODEL}[strategy]
+    known = inspect.signature(pkgutil.resolve_name(maker) if isinstance(maker, str) else maker).parameters
+    rows = []
+    for name, option in OPTIONS[strategy].items():
+        default = known[name].default
+        shown = json.dumps(default) if isinstance(default, bool) else f"{default:,}" if isinstance(default, int) else str(default)
+        allowed = option.range if option.choices or option.low is None else f"{option.low:,g} to {_end(option.high)}"
+        meaning = option.meaning + (" (operator)" if option.costly else "")
+        rows.append((f"`{name}`", option.symbol, shown, allowed, meaning))
+    return table_of("", ("option", "in the paper", "default", "range", "meaning"), rows)
+
+
+def _end(high: float | None) -> str:
+    """Return the upper end of a range as text."""
+    return f"{high:.0e}" if high is not None and high >= 2**31 else f"{high:,g}"
+
+
 def _codes(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
@@ -178,6 +211,10 @@ DOCUMENTS: dict[str, dict[str, tuple[Callable[..., Table], *tuple[str, ...]]]] =
     },
     "docs/configuration.md": {"configuration": (configuration,)},
     "docs/architecture.md": {"rooms": (rooms,)},
+    "docs/strategies.md": {
+        "published-sizes": (published_sizes, "2026-11-28-bench-strategies.json"),
+        **{f"options-{name}": (partial(strategy_options, strategy=name),) for name, options in OPTIONS.items() if options},
+    },
     "docs/models.md": {
         "families": (partial(families, served=True),),
         "hybrids": (hybrids,),

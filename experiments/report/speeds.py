@@ -30,6 +30,18 @@ def strategies(results: Results) -> Table:
     return table_of("", titles, rows)
 
 
+def published_sizes(results: Results) -> Table:
+    """``bench strategies --paying``: rows and tokens of a step with the rows that pay, beside all rows of the options."""
+    overall, rows = results["overall"], []
+    for name in overall:
+        paying = overall.get(f"{name} (rows that pay)")
+        if paying is not None:
+            pair = (paying, overall[name])
+            cells = [text for row in pair for text in (figure(row["drafted_per_step"], 1), figure(row["tokens_per_step"]))]
+            rows.append([f"`{name}`", *cells])
+    return table_of("", ("", "by default: drafted", "tokens", "as published: drafted", "tokens"), rows)
+
+
 def gains(results: Results) -> Table:
     """``bench strategies --random-model``: a row per model; a strategy's speed is over plain decoding with the same model."""
     models, by_model = results["models"], results["gains"]

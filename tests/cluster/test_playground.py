@@ -143,6 +143,30 @@ def test_a_refusal_is_told_in_words(opened: Callable[..., Any]) -> None:
     assert "at least one strategy" in page.locator("#notice").text_content()
 
 
+def test_options_of_strategies_go_into_the_requests(opened: Callable[..., Any]) -> None:
+    page = opened()
+    sent: list[dict[str, Any]] = []
+    page.on("request", lambda request: sent.append(request.post_data_json["speculation"]) if request.method == "POST" else None)
+    page.locator("#strategies .chip", has_text="prompt_lookup").click()
+    fill(page, "walk: <abcdefgh", 40, documents="ijklm><abcdefgh")
+    page.locator("#options").fill("llma: copy_length=3, ties=recent; prompt_lookup:num_tokens=2")
+    page.locator("#as-published").check()
+    page.locator("#run").click()
+    page.locator("#verdict[data-agree=true]").wait_for()
+    assert {each["strategy"]: (each.get("options"), each.get("as_published")) for each in sent if "strategy" in each} == {
+        "autoregressive": (None, None),
+        "llma": ({"copy_length": 3, "ties": "recent"}, True),
+        "prompt_lookup": ({"num_tokens": 2}, True),
+    }
+    page.locator("#options").fill("llma: copy_length=300")
+    page.locator("#run").click()
+    page.locator(".lane[data-strategy=llma] .detail", has_text="llma: 300 rows a step wanted").wait_for()
+    page.locator("#options").fill("llma: copy_lengths=3")
+    page.locator("#run").click()
+    page.locator(".lane[data-strategy=llma][data-state=failed]").wait_for()
+    assert "did you mean 'copy_length'" in page.locator(".lane[data-strategy=llma] .detail").text_content()
+
+
 def test_a_conversation_goes_on_and_begins_anew(opened: Callable[..., Any]) -> None:
     page = opened()
     page.locator("label", has_text="Conversation").click()

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.decoding.drafters.options import OPTIONS, Option
 from outrider.decoding.drafters.registry import STRATEGIES
 from outrider.decoding.request import Request, SamplingParams
 from outrider.engine.engine import Engine
@@ -143,16 +144,17 @@ def test_hostile_trees_change_nothing(folder: str, hot: bool, batch: int) -> Non
 def test_the_drafter_of_the_documentation(
     folder: str, reference: tuple[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``docs/adding-a-drafter.md``: its class and its line, as they stand there."""
+    """``docs/adding-a-drafter.md``: its class and its lines, as they stand there."""
     page = (Path(__file__).resolve().parents[2] / "docs" / "adding-a-drafter.md").read_text(encoding="utf-8")
-    source, line = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    source, line, options = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     for name, drafter in eval(f"{{{line}}}").items():
         module = ModuleType(drafter.partition(":")[0])
         exec(source, vars(module))
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setitem(STRATEGIES, name, drafter)
+        monkeypatch.setitem(OPTIONS, name, eval(f"{{{options}}}", {"Option": Option})[name])
         dtype, expected = reference
         # Not exact=True: what is lossless is read off the table when it is imported.
-        speculation = SpeculationOptions(name, exact=False)
+        speculation = SpeculationOptions(name, options={"period": 3}, exact=False)
         engine = Engine.load(ModelOptions(folder, dtype=dtype), EngineOptions(max_running=8), speculation)  # type: ignore[arg-type]
         assert generate(engine, GREEDY, expected) == expected

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from outrider.cluster.cli.generate.prompt_file import PromptFileError, PromptRecord, read_prompts
+from outrider.cluster.cli.generate.strategy_option import AS_PUBLISHED_HELP, OPTION_HELP, pairs
 from outrider.cluster.cli.terminal import fail, fail_input
 from outrider.configs.schema import MAX_WORLD_SIZE, Config, find_model, load_config
 from outrider.configs.slices import Dtype, EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
@@ -56,9 +57,8 @@ def generate(
     max_draft_tokens: Annotated[
         int | None, typer.Option(help="Maximum draft tokens of a request per step. Default: as many as pay off on the device.")
     ] = None,
-    option: Annotated[
-        list[str] | None, typer.Option(help="Strategy option name=value, such as copy_length=9; repeatable.")
-    ] = None,
+    option: Annotated[list[str] | None, typer.Option(help=OPTION_HELP)] = None,
+    as_published: Annotated[bool, typer.Option("--as-published", help=AS_PUBLISHED_HELP)] = _SPECULATION.as_published,
     draft_model: Annotated[
         str | None,
         typer.Option(help="Folder of a small model with the same tokenizer, for speculative, spectr, bild and mjsd."),
@@ -103,6 +103,7 @@ def generate(
         for record in _run(engine, records, params, chat):
             print(json.dumps(record.result()) if as_json else record.readable(), file=stdout, flush=True)
         summary = summarize(records, time.perf_counter() - started) | _circumstances(settings, engine)
+        summary |= _cut(records, settings.speculation.strategy)
     summary |= {"temperature": temperature, "seed": seed}
     print(json.dumps({"summary": summary}) if as_json else readable_summary(summary), flush=True)
 
@@ -219,6 +220,16 @@ def _submit(engine: OfflineEngine | OfflineGroup, records: list[Record], params:
             print(f"record {record.entry.id}: {answer}", file=sys.stderr)
 
 
+def _cut(records: Sequence[Record], strategy: str) -> dict[str, str]:
+    """Return a line that drafts were smaller than the options ask for, if they were: mean rows of the records concerned."""
+    cut = [record.stats for record in records if record.stats is not None and record.stats.wanted_rows]
+    if not cut:
+        return {}
+    total = dataclasses.replace(cut[-1], steps=sum(one.steps for one in cut), drafted=sum(one.drafted for one in cut))
+    line = total.cut(strategy)
+    return {} if line is None else {"cut": line}
+
+
 def _circumstances(settings: Settings, engine: OfflineEngine | OfflineGroup) -> dict[str, Any]:
     found = {
         "model": engine.info.served_name,
@@ -328,9 +339,11 @@ def readable_summary(summary: dict[str, Any]) -> str:
     if group is not None:
         parts.append(f"{group['mean_width']:.2f} of {summary['world_size']} ranks on average, {group['losses']} lost")
         parts.append(f"exchange {100 * group['exchange_share']:.1f} % of the steps")
+    if "cut" in summary:
+        parts.append(f"\n{summary['cut'].replace('as_published drafts', '--as-published drafts')}")
     if summary["failed"]:
         parts.append(f"{summary['failed']} records failed")
-    return ", ".join(parts)
+    return ", ".join(parts).replace(", \n", "\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,14 +369,15 @@ def read_settings(path: Path | None, flags: Mapping[str, Any], records: int) -> 
         device=flags.get("device", config.model.device),
         threads=flags.get("threads", config.model.threads),
     )
-    running = flags.get("batch_size", config.engine.max_running)
+    running, speculation = flags.get("batch_size", config.engine.max_running), _speculation(config, flags)
+    rows = 1 + speculation.most_draft_tokens if speculation.as_published else 2  # of a request in a step
     engine = dataclasses.replace(
         config.engine,
         max_running=running,
-        max_step_tokens=max(config.engine.max_step_tokens, 2 * running),
+        max_step_tokens=max(config.engine.max_step_tokens, rows * running),
         max_waiting=records,
     )
-    return Settings(model, engine, _speculation(config, flags), _parallelism(config, flags))
+    return Settings(model, engine, speculation, _parallelism(config, flags))
 
 
 def _speculation(config: Config, flags: Mapping[str, Any]) -> SpeculationOptions:
@@ -372,7 +386,7 @@ def _speculation(config: Config, flags: Mapping[str, Any]) -> SpeculationOptions
     options = config.speculation.options if strategy == config.speculation.strategy else {}
     drafted = flags.get("max_draft_tokens", config.speculation.max_draft_tokens)
     draft_model = flags.get("draft_model", config.speculation.draft_model)
-    options = {**options, **_pairs(flags.get("option") or ())}
+    options = {**options, **pairs(flags.get("option") or ())}
     if options:  # refuse a wrong one before the model is loaded
         from outrider.decoding.drafters.registry import build_drafter
 
@@ -381,25 +395,12 @@ def _speculation(config: Config, flags: Mapping[str, Any]) -> SpeculationOptions
         config.speculation,
         strategy=strategy,
         max_draft_tokens=drafted,
+        as_published=flags.get("as_published", config.speculation.as_published),
         options=options,
         strategies=(),
         draft_model=None if draft_model is None else find_model(draft_model),
         exact=flags.get("exact", config.speculation.exact),
     )
-
-
-def _pairs(texts: Sequence[str]) -> dict[str, Any]:
-    """Parse ``name=value``; a value that is not JSON is a string."""
-    options: dict[str, Any] = {}
-    for text in texts:
-        name, separator, value = text.partition("=")
-        if not separator:
-            raise ValueError(f"--option {text!r} must be name=value")
-        try:
-            options[name] = json.loads(value)
-        except json.JSONDecodeError:
-            options[name] = value
-    return options
 
 
 def _parallelism(config: Config, flags: Mapping[str, Any]) -> ParallelismOptions:

@@ -164,14 +164,26 @@ def check_speculation(options: SpeculationOptions, shared: bool = False) -> None
     if options.draft_model is not None and options.draft_model not in SELF:
         check_model(options.draft_model, "speculation.draft_model")
     once = len(set(options.strategies)) == len(options.strategies)
-    if not options.options and once and STRATEGIES.keys() >= {options.strategy, *options.strategies}:
+    plain = not (options.options or options.request_options)
+    if plain and once and STRATEGIES.keys() >= {options.strategy, *options.strategies}:
         return  # drafters are slow to import and would take memory in this process
     try:
         drafter = build_drafters(options.strategy, options.options, options.strategies)
+        _check_request_options(options)
         names = (options.strategy, *(parse_strategy(text).name for text in options.strategies))
         check_drafters(drafter, names, options.draft_model, options.exact, shared)
     except ValueError as error:
         raise LaunchError(f"speculation: {error}") from None
+
+
+def _check_request_options(options: SpeculationOptions) -> None:
+    """Raise ``ValueError`` if ``speculation.request_options`` names an option that does not exist."""
+    from outrider.decoding.drafters.options import OPTIONS
+
+    for text in options.request_options:
+        strategy, _, name = text.partition(".")
+        if name not in OPTIONS.get(strategy, {}):
+            raise ValueError(f"request_options: {text} is not an option: give STRATEGY.OPTION, such as trie.capacity")
 
 
 def check_secret(config: Config) -> None:

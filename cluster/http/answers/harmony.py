@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection
 from typing import Literal
@@ -54,6 +55,7 @@ class HarmonyReader:
         self._kind: Kind | None = None if begins_within is None else "thought" if begins_within else "text"  # None in a header
         self._reads_calls, self._most, self._calls = reads_calls, most, 0
         self._held = self._header = ""
+        self._arguments = ""  # of the last call
         self._said: set[Kind] = set()  # kinds of the earlier non-empty messages
         self._is_first = True  # no text of the current message was emitted yet
 
@@ -61,6 +63,17 @@ class HarmonyReader:
     def is_within(self) -> bool | None:
         """Return whether the next text is reasoning; None within a header."""
         return None if self._kind is None else self._kind == "thought"
+
+    @property
+    def ends_in_call(self) -> bool:
+        """Return whether the text ended before the arguments of a call were complete."""
+        if self._kind != "call":
+            return False
+        try:
+            json.loads(self._arguments)
+        except ValueError:
+            return True
+        return False
 
     def push(self, text: str) -> list[str | Thought | Call | Arguments]:
         """Parse more text and return the new parts, none of them empty."""
@@ -122,6 +135,7 @@ class HarmonyReader:
             self._kind = "call" if self._most is None or self._calls < self._most else "dropped"
             if self._kind == "call":
                 self._calls += 1
+                self._arguments = ""
                 found.append(Call(name, ""))
         else:
             self._kind = self._channel()
@@ -145,6 +159,7 @@ class HarmonyReader:
         if not text or kind is None or kind == "dropped":
             return
         if kind == "call":
+            self._arguments += text
             found.append(Arguments(text))
             return
         # A blank line separates messages of the same kind.

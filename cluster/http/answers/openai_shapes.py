@@ -39,7 +39,8 @@ class ReportedStep(BaseModel):
 class Reported(BaseModel):
     """Steps of a choice, in order. Their texts together are the model's output: no echoed prompt, but with tool calls."""
 
-    steps: list[ReportedStep]
+    steps: list[ReportedStep] = []
+    cut: str | None = None  # with the last steps: that drafts were smaller than the strategy's options ask for, and why
 
 
 class PromptTokensDetails(BaseModel):
@@ -149,6 +150,8 @@ class AnswerBuilder:
     ) -> None:
         self.id, self._model, self._created = answer_id, body.model, created
         self._kind: Literal["chat", "text"] = "chat" if isinstance(body, ChatCompletionRequest) else "text"
+        self._strategy = body.drafting.strategy or info.strategy
+        self._cuts: dict[int, str] = {}  # by choice: unsent ``Reported.cut``
         self._lossless = info.is_lossless(body.drafting.strategy, body.drafting.max_draft_tokens)
         self.pauses = Pauses()
         self._left_out = list(left_out)  # until the first object has it
@@ -159,6 +162,9 @@ class AnswerBuilder:
         """Store the extra fields of a choice's output. Call it before the output's chunks are built."""
         if output.report is not None:
             self._steps.setdefault(index, []).append(reported_step(output.report))
+            cut = None if output.stats is None else output.stats.cut(self._strategy)
+            if cut is not None:
+                self._cuts[index] = cut
         await self._extras.on_output(index, output)
 
     async def whole(
@@ -210,6 +216,7 @@ class AnswerBuilder:
         """Return the last chunk of a choice."""
         choice = self._chunk(index, "", Delta())
         choice.finish_reason = reason
+        self._report(choice)
         return self._object([choice])
 
     def _chunk(self, index: int, text: str, delta: Delta) -> Choice:
@@ -222,7 +229,10 @@ class AnswerBuilder:
         return self._object([], usage=usage)
 
     def _report(self, choice: Choice) -> None:
-        if steps := self._steps.pop(choice.index, None):
+        steps, cut = self._steps.pop(choice.index, None), self._cuts.pop(choice.index, None)
+        if cut is not None:
+            choice.speculation = Reported.model_construct(steps=steps or [], cut=cut)
+        elif steps:
             choice.speculation = Reported.model_construct(steps=steps)
 
     def _object(self, choices: list[Choice], *, streamed: bool = True, usage: Usage | None = None) -> Answer:

@@ -132,7 +132,10 @@ class ChoiceReader:
 
     def reason(self, reason: FinishReason | None) -> Any:
         """Return OpenAI's finish reason of the choice: ``stop`` if a stop string cut a call's arguments."""
-        is_cut = self._calls is not None and self._calls.is_within
+        if isinstance(self._reasoning, HarmonyReader):
+            is_cut = self._reasoning.ends_in_call
+        else:
+            is_cut = self._calls is not None and self._calls.is_within
         return "tool_calls" if self._called and not is_cut and reason is FinishReason.STOP else reason
 
 

@@ -19,7 +19,7 @@ from outrider.cluster.http.answers.respond import OUTPUT, STREAM_HEADERS, Choice
 from outrider.cluster.http.answers.tool_calls import Arguments, Call
 from outrider.cluster.http.types.responses import ResponsesRequest, own_name, response_fields
 from outrider.cluster.serving.generation import Generation
-from outrider.decoding.request import FinishReason, StepReport
+from outrider.decoding.request import FinishReason, StepOutput
 from outrider.engine.loading.model_info import ModelInfo
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,9 @@ class ResponseBuilder:
         self._is_open = False  # whether the last item is unfinished
         self._texts: list[str] = []  # texts of the open item
         self._number = 0  # sequence number of the next event
+        self._strategy = body.drafting.strategy or info.strategy
         self._steps: list[bytes] = []  # step reports as JSON
+        self._cut: str | None = None  # see ``Reported.cut``
         self.pauses = Pauses()
 
     def response(self, status: str, usage: Usage | None = None, error: errors.ApiError | None = None) -> Event:
@@ -82,7 +84,8 @@ class ResponseBuilder:
         failure = None if error is None else {"code": "server_error", "message": error.body()["error"]["message"]}
         whole = {**self._fields, "status": status, "error": failure, "incomplete_details": reason, "output": list(self._output)}
         if self._steps:
-            whole["speculation"] = {"steps": self._steps}
+            cut = {} if self._cut is None else {"cut": self._cut}
+            whole["speculation"] = {"steps": self._steps} | cut
         return {**whole, "usage": None if usage is None else _usage(usage)}
 
     def begin(self) -> Iterator[Event]:
@@ -90,10 +93,11 @@ class ResponseBuilder:
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self.response("in_progress"))
 
-    def report(self, step: StepReport | None) -> None:
+    def report(self, output: StepOutput) -> None:
         """Store the report of a step, if any."""
-        if step is not None:
-            self._steps.append(reported_step(step))
+        if output.report is not None:
+            self._steps.append(reported_step(output.report))
+            self._cut = None if output.stats is None else output.stats.cut(self._strategy)
 
     def push(self, part: Part) -> Iterator[Event]:
         """Add a part and yield its events."""
@@ -180,7 +184,7 @@ async def respond_items(answer: ResponseBuilder, generation: Generation, form: R
     ending: Ending = "completed"
     async with generation:
         async for _, output in generation.outputs():
-            answer.report(output.report)
+            answer.report(output)
             await answer.pauses.after(OUTPUT)
             for part in reader.read(output):
                 list(answer.push(part))
@@ -200,7 +204,7 @@ async def _events(
         for event in answer.begin():
             yield form.shape.pad(await _sent(event, answer.pauses))
         async for _, output in outputs:
-            answer.report(output.report)
+            answer.report(output)
             await answer.pauses.after(OUTPUT)
             parts: Sequence[Part] = reader.read(output)
             events = [event for part in parts for event in answer.push(part)]

@@ -27,7 +27,7 @@ from outrider.cluster.http.answers.pieces import json_pieces, to_json
 from outrider.cluster.http.errors import ApiError
 from outrider.cluster.http.types.openai import CompletionFields
 from outrider.cluster.serving.generation import GenerationJob
-from outrider.engine.loading.model_info import ModelInfo
+from outrider.engine.loading.model_info import ModelInfo, samples_apart
 
 HEADER = "Last-Event-ID"
 MAX_EVENT_ID = 8192  # characters; enough for the maximum number of choices
@@ -141,7 +141,7 @@ def _why_not(job: GenerationJob, info: ModelInfo) -> str | None:
         return "a stream with speculation.report cannot be resumed, because its steps may differ: send the request again"
     if not info.is_lossless(job.strategy, job.max_draft_tokens):
         return f"{name} is lossy, so the text may differ: send the request again"
-    if name in info.strategies_apart and job.max_draft_tokens != 0 and not job.params.greedy:
+    if samples_apart(name, info.strategies_apart) and job.max_draft_tokens != 0 and not job.params.greedy:
         return f"{name} samples on its own, so the text may differ: send the request again"
     return None
 

@@ -30,6 +30,7 @@ MAX_STOPS = 4  # OpenAI's limit
 MAX_STOP_IDS = 1024
 MAX_BIASES = 1024
 MAX_DOCUMENTS = 1024
+MAX_OPTIONS = 16  # of a strategy
 MAX_COMPONENT = 1e6  # absolute value of an embedding's component
 MAX_TIMEOUT_S = 1e9
 MAX_CHOICES = 128  # prompts times n of one request
@@ -108,14 +109,21 @@ class StreamOptions(Strict):
         return self
 
 
+OptionName = Annotated[str, Field(min_length=1, max_length=64)]
+OptionNumber = Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER, allow_inf_nan=False)]
+OptionValue = bool | Annotated[int, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)] | OptionNumber | OptionName
+
+
 class SpeculationChoice(Strict):
     """Speculative decoding of a request.
 
     The output distribution does not depend on it, except with lossy strategies, for which the response has ``lossless: false``.
-    The server's configuration limits both options (section ``speculation``).
+    The server's configuration limits all of it (section ``speculation``).
     """
 
     strategy: Name | None = None  # a strategy listed by /v1/models; default: the server's
+    options: Annotated[dict[OptionName, OptionValue], Field(max_length=MAX_OPTIONS)] | None = None  # see docs/strategies.md
+    as_published: bool | None = None  # draft all rows that the options ask for, not only those that pay; default: the server's
     max_draft_tokens: Tokens | None = None  # maximum draft tokens per step; 0 is plain decoding
     report: bool | None = None  # report the draft source of every token; see openai_shapes.py
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from outrider.decoding.budget.latency import StepLoad
-from outrider.decoding.drafters.base import Drafter, DraftModel, Target, check_least
+from outrider.decoding.drafters.base import Drafter, DraftModel, Target
+from outrider.decoding.drafters.options import check_options
 from outrider.decoding.request import Request
 from outrider.decoding.tree import SOURCES, DraftTree
 
@@ -31,9 +32,10 @@ class ModelDrafter(Drafter):
     needs_logits = True  # a replay of known outputs has no draft model
 
     def __init__(self, num_draft_tokens: int) -> None:
-        check_least(1, num_draft_tokens=num_draft_tokens)
+        check_options("speculative", num_draft_tokens=num_draft_tokens)
         self._num_draft_tokens = num_draft_tokens
-        self.draft_rows = num_draft_tokens  # more in strategies with several drafts
+        # More in strategies with several drafts.
+        self.draft_rows = self.published_rows = num_draft_tokens
         self._distributions: DraftDistributions | None = None
 
     def prepare(self, target: Target) -> None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, cast
 
-from outrider.decoding.drafters.base import check_choice
+from outrider.decoding.drafters.options import check_options
 from outrider.decoding.drafters.with_model.base import SOURCE, ModelDrafter
 from outrider.decoding.request import Request
 from outrider.decoding.tree import DraftTree
 
 if TYPE_CHECKING:
     import torch
-
-VARIANTS = ("original", "mjsd")
 
 
 class BildDrafter(ModelDrafter):
@@ -42,11 +40,7 @@ class BildDrafter(ModelDrafter):
         self, num_draft_tokens: int = 10, fallback: float = 0.6, rollback: float = 5.0, variant: str = "original"
     ) -> None:
         super().__init__(num_draft_tokens)
-        if not 0.0 <= fallback <= 1.0:
-            raise ValueError(f"fallback must be between 0 and 1, got {fallback}")
-        if not rollback >= 0.0:
-            raise ValueError(f"rollback must be 0 or more, got {rollback}")
-        check_choice(VARIANTS, variant=variant)
+        check_options("bild", fallback=fallback, rollback=rollback, variant=variant)
         self._fallback, self._rollback = fallback, rollback
         self._variant = cast(Literal["original", "mjsd"], variant)
 

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
-from outrider.decoding.drafters.base import check_choice, check_least
+from outrider.decoding.drafters.options import check_options
 from outrider.decoding.drafters.with_model.base import SOURCE, ModelDrafter
 from outrider.decoding.request import Request
 from outrider.decoding.tree import DraftTree
 
 if TYPE_CHECKING:
     import torch
-
-JOINT_LAWS = ("raw", "warped")
 
 
 class MjsdDrafter(ModelDrafter):
@@ -47,8 +45,7 @@ class MjsdDrafter(ModelDrafter):
         do_sample: bool = False,
     ) -> None:
         super().__init__(num_draft_tokens)
-        check_least(1, beams=beams)
-        check_choice(JOINT_LAWS, joint_law=joint_law)
+        check_options("mjsd", beams=beams, threshold=threshold, joint_law=joint_law)
         self.draft_rows = max(1, beams * (num_draft_tokens - 1))  # all beams, no shared rows; the last tokens are not computed
         self._beams, self._threshold = beams, threshold
         self._joint_law = cast(Literal["raw", "warped"], joint_law)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from outrider.decoding.drafters.base import check_least
+from outrider.decoding.drafters.options import check_options
 from outrider.decoding.drafters.with_model.base import SOURCE, ModelDrafter
 from outrider.decoding.request import Request
 from outrider.decoding.tree import DraftTree
@@ -32,9 +32,9 @@ class SpectrDrafter(ModelDrafter):
 
     def __init__(self, num_draft_tokens: int = 4, sequences: int = 4) -> None:
         super().__init__(num_draft_tokens)
-        check_least(1, sequences=sequences)
+        check_options("spectr", sequences=sequences)
         self._sequences = sequences
-        self.draft_rows = sequences * num_draft_tokens  # all sequences without shared rows
+        self.draft_rows = self.published_rows = sequences * num_draft_tokens  # all sequences without shared rows
 
     def draft(self, requests: Sequence[Request], depths: Sequence[int], budgets: Sequence[int]) -> list[DraftTree]:
         """See ``ModelDrafter``. All sequences of a request have the same length: none is cut at an end token."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from outrider.decoding.drafters.base import check_choice
+from outrider.decoding.drafters.options import check_options
 from outrider.decoding.drafters.with_model.base import SOURCE, ModelDrafter
 from outrider.decoding.request import Request
 from outrider.decoding.tree import DraftTree
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     import torch
 
     from outrider.decoding.arrays import Float64Array
-
-SAMPLINGS = ("coupled", "greedy", "rejection")
 
 
 class SpeculativeDrafter(ModelDrafter):
@@ -38,7 +36,7 @@ class SpeculativeDrafter(ModelDrafter):
 
     def __init__(self, num_draft_tokens: int = 4, sampling: str = "coupled") -> None:
         super().__init__(num_draft_tokens)
-        check_choice(SAMPLINGS, sampling=sampling)
+        check_options("speculative", sampling=sampling)
         self._sampling = sampling
         self.own_rules = sampling == "rejection"
 

@@ -10,9 +10,9 @@ from typing import Protocol
 
 import numpy as np
 
-from outrider.configs.slices import EngineOptions
+from outrider.configs.slices import EngineOptions, SpeculationOptions
 from outrider.decoding.drafters.base import DraftModel
-from outrider.decoding.drafters.registry import LOSSLESS, StrategyChoice
+from outrider.decoding.drafters.registry import LOSSLESS, StrategyChoice, build_drafters
 from outrider.decoding.replay import KnownText
 from outrider.decoding.request import PLAIN, Request, SamplingParams
 from outrider.engine.engine import Engine
@@ -49,22 +49,25 @@ class SharedModel:
             self.runner, loaded.info(PLAIN, True), loaded.tokenizer, kept
         )  # shared, so that it is measured once
 
-    def engine(self, choice: StrategyChoice) -> Engine:
+    def engine(self, choice: StrategyChoice, paying: bool = False) -> Engine:
         """Return an engine without history, which emits token ids and no text.
+
+        ``paying``: draft as a server does by default, at most 64 rows and only those that pay off on this device.
 
         Raises:
             ValueError: an unknown strategy or option, or a value outside its range.
         """
-        drafter = choice.build()
+        budget = min(self._budget, SpeculationOptions().usual_draft_tokens) if paying else self._budget
+        drafter = build_drafters(choice.name, choice.options, (), budget) if paying else choice.build()
         drafter.draft_model = self._draft_model
         drafter.prepare(self.target)
         executor = LocalExecutor(self.runner) if self.guide is None else GuidedExecutor(self.runner, self.guide.known)
-        info = self.loaded.info(choice.label, choice.name in LOSSLESS)
-        return Engine(executor, drafter, self._options, self._budget, info, target=self.target)
+        info = self.loaded.info(f"{choice.label} (rows that pay)" if paying else choice.label, choice.name in LOSSLESS)
+        return Engine(executor, drafter, self._options, budget, info, target=self.target)
 
-    def contestant(self, choice: StrategyChoice, max_tokens: int) -> EngineContestant:
-        """Return a strategy as a contestant with at most ``max_tokens`` of each output that is not known."""
-        return EngineContestant(lambda: self.engine(choice), max_tokens, self.guide)
+    def contestant(self, choice: StrategyChoice, max_tokens: int, paying: bool = False) -> EngineContestant:
+        """Return a strategy as a contestant with at most ``max_tokens`` of each output that is not known; see ``engine``."""
+        return EngineContestant(lambda: self.engine(choice, paying), max_tokens, self.guide)
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,4 +147,5 @@ def contestants(setting: Setting, choices: Sequence[StrategyChoice], args: argpa
         StockGenerate(setting.stock, max_tokens, loaded.eos_token_ids),
         StockPromptLookup(setting.stock, max_tokens, loaded.eos_token_ids),
         *(shared.contestant(choice, max_tokens) for choice in choices),
+        *(shared.contestant(choice, max_tokens, paying=True) for choice in choices if args.paying),
     ]

@@ -101,6 +101,12 @@ def test_json_has_a_row_for_each_strategy_and_workload(tokenizer: Path, workload
     assert (result["budget"], result["max_tokens"], result["keep_history"], result["skipped"]) == (64, None, True, [])
 
 
+def test_a_budget_below_the_options_is_named(tokenizer: Path, workload: Path) -> None:
+    arguments = (workload, "--tokenizer", tokenizer, "--strategy", "trie:decoding_length=128", "--json")
+    assert run(*arguments).stderr.count("trie:decoding_length=128: 127 rows a step wanted, at most 64 drafted: --budget") == 1
+    assert "wanted" not in run(*arguments, "--as-published").stderr
+
+
 def test_outputs_can_be_cut_and_records_left_out(tokenizer: Path, workload: Path) -> None:
     arguments = (workload, "--tokenizer", tokenizer, "--strategy", "autoregressive", "--json")
     row = json.loads(run(*arguments, "--max-tokens", 4, "--cold").stdout)["results"][0]
@@ -133,7 +139,7 @@ def test_strategies_that_need_logits_are_skipped_or_refused(tokenizer: Path, wor
 
 def test_bad_strategies_are_one_line(tokenizer: Path, workload: Path) -> None:
     for strategy, message in (
-        ("llam", "'llma'"), ("llma:copy_lenght=3", "'copy_length'"), ("llma:copy_length=0", "at least 1"),
+        ("llam", "'llma'"), ("llma:copy_lenght=3", "'copy_length'"), ("llma:copy_length=0", "1 to 4096"),
         ("llma:copy_length=three", "int"), ("llma:copy_length", "option=value"),
     ):  # fmt: skip
         assert message in run(workload, "--tokenizer", tokenizer, "--strategy", strategy, code=2).stderr

@@ -86,7 +86,10 @@ WRONG: dict[tuple[str, ...], dict[str, list[Any]]] = {
         "speculation.strategy": [{"strategy": name} for name in ("auto", "mjsd", "", 3)],
         "speculation.max_draft_tokens": [{"max_draft_tokens": number} for number in (-1, 2.5, True)],
         "speculation.strategies": [{"strategies": "llma"}],
-        "speculation.options": [{"options": {"copy_length": 3}}],
+        "speculation.options": [
+            {"options": {"copy_len": 3}}, {"options": {"copy_length": 0}}, {"options": {"copy_length": "3"}},
+            {"options": {"history_tokens": 9}},
+        ],
         "speculation.report": [{"report": "all"}],
         "response_format.type": [{"type": "yaml"}],
         "response_format.json_schema": [form(), {"type": "json_object", "json_schema": {"schema": {}}}],

@@ -36,6 +36,7 @@ def test_both_answers_with_their_times(http: httpx.Client, body: dict[str, Any])
     assert (answer["against"], answer["ran"], answer["model"]) == ("plain", "in turns", "circle")
     assert (accelerated["strategy"], baseline["strategy"], baseline["kind"]) == ("llma", "autoregressive", "plain")
     assert baseline["tokens_per_step"] == 1.0 < accelerated["tokens_per_step"]
+    assert accelerated["cut"].endswith("speculation.max_draft_tokens is the limit") and baseline["cut"] is None
     for side in (accelerated, baseline):
         assert (side["finish_reason"], side["error"]) == ("length", None)
         assert side["usage"]["completion_tokens"] == 30

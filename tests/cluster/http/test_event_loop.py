@@ -28,7 +28,7 @@ from tests.cluster.circle import CHAT, CHATS, COMPLETIONS, CONTEXT, TEXT, TOKENI
 PIECE = 1 << 18  # bytes of JSON: four times what is built in one turn of the loop
 TOKENS = 400  # of each prompt and choice
 RESPONSES = {"model": "circle", "input": "hi"}
-INFO: Any = SimpleNamespace(served_name="circle", is_lossless=lambda *_: True)
+INFO: Any = SimpleNamespace(served_name="circle", strategy="llma", is_lossless=lambda *_: True)
 TOOLS = [{"type": "function", "name": "f", "parameters": {"enum": list(range(10_000))}}] * 8  # told again with a response
 SHAPES: list[tuple[type[Any], dict[str, Any]]] = [
     (ChatCompletionRequest, CHAT | {"logprobs": True, "top_logprobs": 20, "n": 4}),

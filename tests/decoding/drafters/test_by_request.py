@@ -10,9 +10,9 @@ import torch
 
 from outrider.decoding.arrays import Int32Array
 from outrider.decoding.budget.latency import LatencyCurve, StepLoad
-from outrider.decoding.drafters.base import Drafter, TargetRows
+from outrider.decoding.drafters.base import Drafter, TargetRows, TooManySettingsError
 from outrider.decoding.drafters.by_request import ByRequest
-from outrider.decoding.drafters.registry import build_drafter, build_drafters
+from outrider.decoding.drafters.registry import build_drafter, build_drafters, parse_strategy, setting_of, strategy_text
 from outrider.decoding.request import PLAIN, Acceptance, Request, SamplingParams
 from outrider.decoding.sources.text_keys import request_of
 from outrider.decoding.tree import DraftTree
@@ -214,3 +214,116 @@ def test_outputs_of_one_strategy_are_drafted_from_by_another_of_the_same_tenant_
     assert history is not None
     history.remove_requests([request_of(taught.text)])
     assert not {34, 35, 36} & set(first("deleted", "t").tokens.tolist())
+
+
+def choosing(strategy: str = "prompt_lookup", *others: str, most_rows: int | None = None, max_settings: int = 2) -> ByRequest:
+    """Return a prepared drafter whose requests may set options."""
+    drafter = prepared(build_drafters(strategy, {}, others, most_rows, max_settings))
+    assert isinstance(drafter, ByRequest)
+    return drafter
+
+
+def test_a_request_with_options_is_drafted_for_as_if_its_strategy_had_them() -> None:
+    options = {"prompt_lookup": {"num_tokens": 3}, "suffix": {"max_spec_tokens": 2}, "jacobi": {"window": 2}}
+    drafter = choosing("prompt_lookup", "suffix", "jacobi", max_settings=3)
+    for name, given in options.items():
+        text = strategy_text(name, given)
+        one, other = request(name, text), request(name, name)
+        drafter.admit(one)
+        alone = prepared(build_drafter(name, given))
+        while one.remaining:
+            assert [shape(tree) for tree in step(drafter, [one])] == [shape(tree) for tree in step(alone, [other])], name
+    assert not drafter.tracked_requests()
+    assert drafter.strategies == ("prompt_lookup", "suffix", "jacobi")
+
+
+def test_options_of_a_request_add_to_those_of_its_setting() -> None:
+    drafter = choosing("suffix", "fast = jacobi:window=3,guesses=2", "jacobi")
+    one = request("a", "fast:ngram=3")
+    drafter.admit(one)
+    assert drafter.strategies == ("suffix", "fast", "jacobi")
+    assert drafter._drafters["fast:ngram=3"].published_rows == build_drafter(
+        "jacobi", {"window": 3, "guesses": 2, "ngram": 3}
+    ).published_rows  # fmt: skip
+
+
+def test_drafters_for_options_make_room_for_others_when_unused() -> None:
+    drafter = choosing(max_settings=2)
+    first, second, third = (request(str(length), f"prompt_lookup:num_tokens={length}") for length in (1, 2, 3))
+    drafter.admit(first)
+    drafter.admit(second)
+    with pytest.raises(TooManySettingsError, match=r"speculation\.max_settings"):
+        drafter.admit(third)
+    drafter.finish(third)  # as the engine does for a request that it refuses
+    drafter.finish(first)
+    drafter.admit(third)
+    assert set(drafter.tracked_requests()) == {"2", "3"}
+    drafter.propose([second, third], [8, 8])
+    drafter.finish(second)
+    drafter.finish(third)
+    drafter.admit(request("again", "prompt_lookup:num_tokens=2"))  # is still there, and so is used last
+    drafter.admit(request("new", "prompt_lookup:num_tokens=4"))
+    assert set(drafter._built) == {"prompt_lookup:num_tokens=2", "prompt_lookup:num_tokens=4"}
+
+
+def test_drafters_for_options_share_the_history() -> None:
+    drafter = choosing("suffix_decoding")
+    text = "suffix_decoding:max_spec_tokens=4"
+    drafter.admit(request("a", text))
+    assert drafter._drafters[text].histories is drafter.histories is not None
+
+
+@pytest.mark.parametrize(
+    ("strategy", "text", "message"),
+    [
+        ("suffix", "suffix:occurrence=last", "occurrence must be one of"),
+        ("ngrammys", "ngrammys:table_width=60", "bigram table of 40 columns"),
+    ],
+)
+def test_options_that_need_what_the_start_did_not_prepare_are_refused(strategy: str, text: str, message: str) -> None:
+    drafter = prepared(build_drafters(strategy, {}, (), None, 2))
+    with pytest.raises(ValueError, match=message):
+        drafter.admit(request("a", text))
+    drafter.finish(request("a", text))
+    assert not drafter.tracked_requests()
+
+
+# One row pays: each further one takes as long as a step.
+STEEP = Target(VOCAB, (0,), LatencyCurve((1, 512), (0.01, 5.12), 0, 0.0, 0.0))
+
+
+def test_a_request_that_is_drafted_for_as_published_gets_all_rows_and_the_others_those_that_pay() -> None:
+    drafter = build_drafters("jacobi", {"window": 15, "guesses": 15}, (), 64)
+    drafter.prepare(STEEP)
+    usual, published = request("usual", None, max_tokens=60), request("published", None, max_tokens=60)
+    published.as_published = True
+    rows: dict[str, list[int]] = {"usual": [], "published": []}
+    for _ in range(12):
+        trees = drafter.propose([usual, published], [64, 512])
+        for one, tree in zip((usual, published), trees, strict=True):
+            rows[one.request_id].append(len(tree) - 1)
+            cut = drafter.cut_rows(one, tree, 64 if one is usual else 512)
+            assert cut == ((119, True) if one is usual else (0, True))
+            ids = logits(tree.tokens).argmax(-1).numpy().astype(np.int32)
+            acceptance = verify_exact(tree, lambda row, ids=ids: int(ids[row]), one.remaining, ())  # type: ignore[misc]
+            one.commit([*tree.tokens[list(acceptance.rows)].tolist(), acceptance.next_token])
+            if one.remaining:
+                drafter.observe(one, tree, TargetRows(ids, logits(tree.tokens)), acceptance)
+        if not (usual.remaining > 1 and published.remaining > 1):
+            break
+    assert max(rows["usual"]) <= 3
+    assert 59 <= max(rows["published"]) <= 119  # the whole window at least
+
+
+def test_setting_names() -> None:
+    assert parse_strategy("fast = jacobi:window=5").setting == "fast"
+    assert parse_strategy("jacobi:window=5").setting == "jacobi"
+    assert setting_of("fast:ngram=3") == setting_of("fast") == "fast"
+    assert strategy_text("llma", {"ties": "first", "copy_length": 3, "include_prompt": False}) == (
+        "llma:copy_length=3,include_prompt=false,ties=first"
+    )
+    for text in ("trie = jacobi:window=5", f"none = {PLAIN}"):
+        with pytest.raises(ValueError, match=r"name"):
+            build_drafters("auto", {}, [text])
+    with pytest.raises(ValueError, match="fast is listed twice"):
+        build_drafters("auto", {}, ["fast = jacobi", "fast = llma"])

@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.decoding.drafters.options import OPTIONS
 from outrider.decoding.drafters.registry import build_drafter
-from outrider.decoding.drafters.suffix import OCCURRENCES, SuffixDecodingDrafter
+from outrider.decoding.drafters.suffix import SuffixDecodingDrafter
 from outrider.decoding.request import Request, SamplingParams
 from outrider.decoding.sources.suffix_automaton import MAX_CLASSES, CountedAutomaton, SuffixAutomaton
 from outrider.decoding.tree import SOURCES
@@ -87,7 +88,7 @@ def test_long_runs_match_in_full() -> None:
     assert made.length[made.match] == 10 and made.text[made.last_end[made.match] - 10 :][:10] == [5] * 10
 
 
-@given(TEXT, TEXT, st.lists(TEXT, max_size=3), st.integers(1, 9), st.sampled_from(OCCURRENCES))
+@given(TEXT, TEXT, st.lists(TEXT, max_size=3), st.integers(1, 9), st.sampled_from(OPTIONS["suffix"]["occurrence"].choices))
 def test_drafter_is_the_naive_rule(
     prompt: list[int], output: list[int], references: list[list[int]], budget: int, occurrence: str
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -268,7 +269,7 @@ def test_the_draft_model_of_a_configuration_is_found_like_the_model(folder: str,
 def test_the_draft_model_is_of_the_targets_type(folder: str) -> None:
     options = SpeculationOptions("mjsd", draft_model=folder, exact=False)
     engine = Engine.load(ModelOptions(folder, dtype="float64"), EngineOptions(max_running=3), options)
-    model = engine._drafter.model  # type: ignore[attr-defined]
+    model: Any = engine._drafter.draft_model
     assert model.runner.model.dtype == torch.float64 and model.runner.cache.slots == engine._executor.slots == 9
     outputs = run(engine, Request("a", [1, 2, 3], SamplingParams(max_tokens=200, ignore_eos=True)))
     assert len(outputs[0]) == 200

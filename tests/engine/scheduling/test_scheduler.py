@@ -542,3 +542,30 @@ def test_nobody_is_lost_whatever_comes_and_goes(seed: int, odds: float, most_lat
         for one in [one for one in s.requests() if rng.random() < 0.02]:
             s.remove(one)
     assert not s.running and s.num_free_slots == 5 and s.num_waiting == 0
+
+
+def decoding(as_published: bool | None, name: str = "a") -> Request:
+    made = request(name, prompt=2)
+    made.as_published, made.num_computed = as_published, 1
+    return made
+
+
+@pytest.mark.parametrize(
+    ("published", "step_tokens", "rows"),
+    [
+        ((False, False), 40, (3, 3)),
+        ((True, False), 40, (20, 3)),  # its largest tree
+        ((True, False), 16, (11, 3)),  # 16 rows without two roots, and 3 of the other
+        ((True, True), 40, (19, 19)),
+        ((True, True), 16, (7, 7)),
+        ((None, True), 6, (2, 2)),
+    ],
+)
+def test_requests_drafted_for_as_published_share_the_rows_that_the_others_leave(
+    published: tuple[bool | None, ...], step_tokens: int, rows: tuple[int, ...]
+) -> None:
+    options = EngineOptions(2, step_tokens)
+    made = Scheduler(options, 3, lambda one, free: (free[0], 1), Clock(), largest_tree=20)
+    for at, one in enumerate(published):
+        made.add(decoding(one, str(at)))
+    assert tuple(share.draft_rows for share in made.schedule()) == rows

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from outrider.decoding.drafters.options import OPTIONS
 from outrider.experiments.report.readme_tables import DOCUMENTS, filled, main
 from outrider.experiments.report.values import rounded
 
@@ -19,6 +20,14 @@ RAG = "docs/rag.md"
 def test_the_documents_have_the_numbers_of_the_records(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["--check"])
     assert code == 0, capsys.readouterr().out  # python -m experiments.report.readme_tables rewrites them
+
+
+def test_every_option_of_every_strategy_is_documented() -> None:
+    page = (ROOT / "docs" / "strategies.md").read_text(encoding="utf-8")
+    for strategy, options in OPTIONS.items():
+        if options:
+            table = page.partition(f"<!-- table: options-{strategy} -->")[2].partition("<!-- end -->")[0]
+            assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(options), strategy
 
 
 def test_a_changed_number_is_found_and_corrected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,6 +94,9 @@ def test_a_call(served_saying: Speaking) -> None:
                 expected = ("", "", [("look", told)] if cut > 5 else [], "length")
                 options = {"tools": [TOOL], "max_tokens": cut, "extra_body": extra}
                 assert whole(ask(speaker, **options)) == streamed(speaker, **options) == expected
+            options = {"tools": [TOOL], "stop": ["é é"], "extra_body": extra}
+            cut_call = ("", "", [("look", '{"at": "')], "stop")
+            assert whole(ask(speaker, **options)) == streamed(speaker, **options) == cut_call
             without = whole(ask(speaker, extra_body=extra))
             assert without == ("", '{"at": "é é"}', [], "stop")
 
