@@ -300,8 +300,10 @@ def test_a_fault_in_the_middle_of_fifty_streams(
     assert 0 < broken_at < emitted == 2 * PROMPTS * TOKENS
     assert [one.output_ids.tolist() for one in asked] == [expected[int(one.prompt_ids[0])] for one in asked]
     for replica, earlier in zip(replicas, before, strict=True):
+        # On a busy machine a slow read may open a breaker before the fault does.
+        known = earlier.failures.get(kind, 0)
+        eventually(lambda replica=replica, known=known: counts(replica).failures.get(kind, 0) > known)  # type: ignore[misc]
         eventually(lambda replica=replica, earlier=earlier: counts(replica).opened > earlier.opened)  # type: ignore[misc]
-        assert counts(replica).failures[kind] > earlier.failures.get(kind, 0)
         replica.check_health()
 
     mends(redis)

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from outrider.cluster.http import playground
+from tests.helpers.waiting import eventually
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-component-update"]
@@ -122,7 +123,7 @@ def test_the_keyboard_alone_runs_and_stops_a_race(opened: Callable[..., Any], ht
     page.locator("#question").focus()
     page.keyboard.press("Control+Enter")
     page.locator(".lane .t").first.wait_for()
-    assert http.get("/health").json()["running"] >= 1
+    eventually(lambda: http.get("/health").json()["running"] >= 1)
     page.keyboard.press("Escape")
     page.locator(".lane[data-state=stopped]").nth(1).wait_for()  # the one that had not begun, too
     page.wait_for_function("document.getElementById('status').textContent === 'Stopped.'")

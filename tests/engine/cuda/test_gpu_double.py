@@ -170,7 +170,7 @@ def test_inexact_models_are_refused_unless_they_may_round(
     with pytest.raises(ModelLoadError, match=r"MixtralForCausalLM .* routing.*engine\.exact=rounding"):
         make_runner(model_on(gpu, family="mixtral"), CONTEXT, options)
     with monkeypatch.context() as patch:
-        patch.setattr(exactness, "check", lambda runner: None if runner.fixed_rows == 1 else "3 of 4 rows differ")
+        patch.setattr(exactness, "check", lambda runner, _: None if runner.fixed_rows == 1 else "3 of 4 rows differ")
         with pytest.raises(ModelLoadError, match=r"engine\.exact=rounding"):
             runner_on(gpu)
     gpu.has_kernels = lambda dtype: False  # type: ignore[method-assign]
