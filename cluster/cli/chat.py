@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 
 from outrider.cluster.cli.client import RefusedError, checked, lines_of, served_model
-from outrider.cluster.cli.generate.strategy_option import AS_PUBLISHED_HELP, OPTION_HELP, pairs
+from outrider.cluster.cli.generate.strategy_option import AS_PUBLISHED_HELP, OPTION_HELP, parse_options
 from outrider.cluster.cli.terminal import MarkdownStream, fail, fail_input
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def chat(
     import httpx
 
     try:
-        chosen = pairs(option or ())
+        chosen = parse_options(option or ())
     except ValueError as error:
         fail_input(str(error))
     speculation = {

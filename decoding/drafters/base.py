@@ -148,7 +148,7 @@ class DraftModel(Protocol):
 
 
 class TooManySettingsError(ValueError):
-    """Options of a request that need a further drafter, while all that may exist have live requests."""
+    """A request's options need another drafter, and all drafters for such options have running requests."""
 
 
 class Drafter(ABC):

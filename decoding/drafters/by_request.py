@@ -18,7 +18,7 @@ Build = Callable[[str], tuple[Drafter, RowBudget | None]]
 
 
 class _PreparedTarget:
-    """Target as it was when the engine started, for drafters that are built while requests run: no slow table is built."""
+    """The target, which records the widest bigram table that drafters asked for when the engine started."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -42,7 +42,7 @@ class _PreparedTarget:
 
 
 class _RunningTarget(_PreparedTarget):
-    """The same while requests run."""
+    """The target for drafters that are built while requests run: it builds no bigram table, which is slow."""
 
     def __init__(self, prepared: _PreparedTarget) -> None:
         super().__init__(prepared._target)
@@ -127,7 +127,7 @@ class ByRequest(Drafter):
             self._live[name].add(request.request_id)
 
     def _make_room(self) -> None:
-        """Drop the unused drafter of a request's options that was last used first, if there are as many as may be."""
+        """Drop the least recently used drafter without requests if the limit is reached. Raises ``TooManySettingsError``."""
         if len(self._built) < self._max_settings:
             return
         unused = next((name for name in self._built if not self._live[name]), None)

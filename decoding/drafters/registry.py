@@ -65,7 +65,6 @@ class StrategyChoice:
 
     def build(self) -> Drafter:
         """Build a new drafter. Raise ``ValueError`` for an unknown strategy or option, or a value outside its range."""
-
         return build_drafter(self.name, self.options)
 
 
@@ -84,12 +83,16 @@ def parse_strategy(text: str) -> StrategyChoice:
         key, separator, value = (part.strip() for part in pair.partition("="))
         if not separator or not key:
             raise ValueError(f"strategy {text!r}: {pair!r} must be option=value")
-        try:
-            # Values are JSON, or else strings.
-            options[key] = json.loads(value)
-        except json.JSONDecodeError:
-            options[key] = value
+        options[key] = option_value(value)
     return StrategyChoice(text, name.strip(), options, alias=alias)
+
+
+def option_value(text: str) -> Any:
+    """Return the value of an option from its text: JSON, or else a string."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
 
 
 def setting_of(strategy: str) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from outrider.cluster.cli.generate.prompt_file import PromptFileError, PromptRecord, read_prompts
-from outrider.cluster.cli.generate.strategy_option import AS_PUBLISHED_HELP, OPTION_HELP, pairs
+from outrider.cluster.cli.generate.strategy_option import AS_PUBLISHED_HELP, OPTION_HELP, parse_options
 from outrider.cluster.cli.terminal import fail, fail_input
 from outrider.configs.schema import MAX_WORLD_SIZE, Config, find_model, load_config
 from outrider.configs.slices import Dtype, EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
@@ -386,7 +386,7 @@ def _speculation(config: Config, flags: Mapping[str, Any]) -> SpeculationOptions
     options = config.speculation.options if strategy == config.speculation.strategy else {}
     drafted = flags.get("max_draft_tokens", config.speculation.max_draft_tokens)
     draft_model = flags.get("draft_model", config.speculation.draft_model)
-    options = {**options, **pairs(flags.get("option") or ())}
+    options = {**options, **parse_options(flags.get("option") or ())}
     if options:  # refuse a wrong one before the model is loaded
         from outrider.decoding.drafters.registry import build_drafter
 

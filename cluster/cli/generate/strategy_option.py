@@ -1,32 +1,28 @@
-"""The option ``--strategy NAME[:option=value,...]`` of commands that compare strategies."""
+"""Command-line options for strategies: ``--strategy NAME[:option=value,...]`` and ``--option name=value``."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from outrider.decoding.drafters.options import OPTIONS
-from outrider.decoding.drafters.registry import STRATEGIES, StrategyChoice, parse_strategy
+from outrider.decoding.drafters.registry import STRATEGIES, StrategyChoice, option_value, parse_strategy
 
-__all__ = ["AS_PUBLISHED_HELP", "OPTION_HELP", "StrategyChoice", "chosen_strategies", "pairs", "parse_strategy"]
+__all__ = ["AS_PUBLISHED_HELP", "OPTION_HELP", "StrategyChoice", "chosen_strategies", "parse_options", "parse_strategy"]
 
 _LISTED = "; ".join(f"{strategy}: {', '.join(options)}" for strategy, options in OPTIONS.items() if options)
 OPTION_HELP = f"Strategy option name=value, such as copy_length=9; repeatable. Ranges: docs/strategies.md. {_LISTED}."
 AS_PUBLISHED_HELP = "Draft all rows that the strategy's options ask for, as in its paper, not only those that pay off."
 
 
-def pairs(texts: Sequence[str]) -> dict[str, Any]:
+def parse_options(texts: Sequence[str]) -> dict[str, Any]:
     """Parse ``name=value``; a value that is not JSON is a string. Raises ``ValueError`` for a text without ``=``."""
     options: dict[str, Any] = {}
     for text in texts:
         name, separator, value = text.partition("=")
         if not separator:
             raise ValueError(f"--option {text!r} must be name=value")
-        try:
-            options[name] = json.loads(value)
-        except json.JSONDecodeError:
-            options[name] = value
+        options[name] = option_value(value)
     return options
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from outrider.cluster.cli.generate.command import Record, _cut, read_settings, readable_summary, summarize
 from outrider.cluster.cli.generate.prompt_file import PromptRecord
-from outrider.cluster.cli.generate.strategy_option import OPTION_HELP, pairs
+from outrider.cluster.cli.generate.strategy_option import OPTION_HELP, parse_options
 from outrider.configs.slices import SpeculationOptions
 from outrider.decoding.drafters.options import OPTIONS
 from outrider.decoding.request import SpecStats
@@ -54,6 +54,10 @@ def test_the_summary_says_once_that_drafts_were_cut() -> None:
 
 def test_options_are_named_in_the_help_and_parsed() -> None:
     assert all(name in OPTION_HELP for options in OPTIONS.values() for name in options)
-    assert pairs(["window=5", "ties=first", "include_prompt=false"]) == {"window": 5, "ties": "first", "include_prompt": False}
+    assert parse_options(["window=5", "ties=first", "include_prompt=false"]) == {
+        "window": 5,
+        "ties": "first",
+        "include_prompt": False,
+    }
     with pytest.raises(ValueError, match="name=value"):
-        pairs(["window"])
+        parse_options(["window"])

@@ -122,6 +122,18 @@ def test_each_row_is_the_published_one(
     assert len(trees) < TOKENS / 1.5 or options.get("ngram") == 2  # plain Jacobi decoding does not converge on a circle
 
 
+def test_no_further_strategy_has_to_be_configured(circle_model: Path, computed: list[Tree], outputs: list[int]) -> None:
+    speculation = SpeculationOptions("jacobi", largest_tree=512)
+    with (
+        local_engine(circle_model, speculation, max_model_len=1024) as engine,
+        client_of(Service(engine, TOKENIZER, TenancyOptions())) as http,
+    ):
+        computed.clear()
+        choice = ask(http, options=JACOBI, as_published=True)
+        assert byte_ids(choice["text"]) == outputs
+        assert computed == [(tree.tokens.tolist(), tree.parents.tolist()) for tree in by_hand("jacobi", JACOBI, outputs)]
+
+
 @pytest.mark.parametrize(("strategy", "options"), PUBLISHED)
 def test_each_row_is_the_published_one_on_the_command_line(
     circle_model: Path, computed: list[Tree], outputs: list[int], tmp_path: Path, strategy: str, options: dict[str, Any]
