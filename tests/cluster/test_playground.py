@@ -125,8 +125,9 @@ def test_the_keyboard_alone_runs_and_stops_a_race(opened: Callable[..., Any], ht
     page.locator(".lane .t").first.wait_for()
     eventually(lambda: http.get("/health").json()["running"] >= 1)
     page.keyboard.press("Escape")
-    page.locator(".lane[data-strategy=llma][data-state=stopped]").wait_for()  # which may not have begun
     page.wait_for_function("document.getElementById('status').textContent === 'Stopped.'")
+    states = {lane.get_attribute("data-strategy"): lane.get_attribute("data-state") for lane in page.locator(".lane").all()}
+    assert states == {"autoregressive": "stopped", "llma": "stopped"}  # the one that had not begun, too
     page.wait_for_function("fetch('health').then(answer => answer.json()).then(state => state.running === 0)")
 
 
