@@ -34,6 +34,7 @@ from outrider.cluster.http.admin.port import AdminPort
 from outrider.cluster.http.answers.stream_guard import StreamGuard
 from outrider.cluster.http.api import Service, create_api
 from outrider.cluster.http.compare import Baseline
+from outrider.cluster.http.request_ids import log_request_ids
 from outrider.cluster.observe.audit import Auditor
 from outrider.cluster.observe.device_failures import DeviceFailures
 from outrider.cluster.observe.shadow import Shadow
@@ -77,6 +78,7 @@ class Ingress:
         baseline: DeploymentHandle[Any] | None = None,
     ) -> None:
         use_bounded_receive()
+        log_request_ids()
         sys.setswitchinterval(SWITCH_S)
         admin, server = None if cache is None else HandleCacheAdmin(cache), config.server
         # The leader of a lookahead group is a rank too: it counts as lost after `rank_timeout_s`, if that is shorter.
@@ -103,12 +105,15 @@ class Ingress:
             listeners=() if self._tracing is None else (self._tracing.on_output,), wake=None if server.replicas else port.wake,
             forget=None if apis is None else apis.forget, tells_engines=None if apis is None else apis.leads,
             device_failures=failures.counts, stream_key=stream_key(),
+            allowed_origins=server.allowed_origins, warns_of_unknown=server.unknown_fields == "warn",
         )  # fmt: skip
         trim_heap()  # loading the tokenizer allocated more than it keeps
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Build the application inside the replica, so that it is not sent to the actor."""
-        app = create_api(self._service, has_operator_routes=self._admin_port is None, lifespan=self._alive)
+        app = create_api(
+            self._service, has_operator_routes=self._admin_port is None, sends_request_ids=False, lifespan=self._alive
+        )
         if self._tracing is not None:
             app.add_middleware(self._tracing.middleware)
         return app

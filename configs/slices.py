@@ -148,6 +148,10 @@ class ServerOptions:
     admin_host: str = "127.0.0.1"  # address of admin_port, on the node of the API's actor
     # Host names that clients may use, besides localhost and IP addresses; "*": any. When absent none on loopback, else any.
     allowed_hosts: tuple[str, ...] | None = None
+    allowed_origins: tuple[str, ...] = ()  # web pages of these origins may use the API, such as https://app.example; "*": any
+    ssl_certfile: str | None = None  # certificate chain (PEM); with ssl_keyfile the port speaks HTTPS. Read on every node
+    ssl_keyfile: str | None = None  # private key of the certificate (PEM)
+    unknown_fields: Literal["refuse", "warn"] = "refuse"  # in requests; warn: they are left out, with a line in the log
     require_key: bool | None = None  # requests need a tenant's API key; when absent, unless host is loopback
     # choices that run or wait; more get a 429. When absent the total capacity and queue length of the engines
     max_queued: int | None = None

@@ -34,6 +34,38 @@ _BOUNDS = {
 
 
 @dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """Limit of the reasoning at the beginning of an output: after so many tokens, the closing tag is the only choice."""
+
+    tokens: int
+    opening: tuple[int, ...]  # token ids of the tags
+    closing: tuple[int, ...]
+    is_open: bool  # whether the prompt opens the reasoning; otherwise the output does, unless it has none
+
+    def forced(self, output_ids: Sequence[int]) -> int | None:
+        """Return the only next token after an output; None if it is free."""
+        begin = 0 if self.is_open else _end_of(self.opening, output_ids[: len(self.opening) + _BEFORE_OPENING])
+        length = len(output_ids) - (begin or 0) - self.tokens  # tokens after the budget was used up
+        if begin is None or not 0 <= length < len(self.closing):
+            return None
+        thought = output_ids[begin : begin + self.tokens]
+        # The model may have begun the tag itself when the budget was used up.
+        begun = next(n for n in range(len(self.closing), -1, -1) if n == 0 or tuple(thought[-n:]) == self.closing[:n])
+        if length >= len(self.closing) - begun or _end_of(self.closing, thought) is not None:
+            return None
+        return self.closing[begun + length]
+
+
+_BEFORE_OPENING = 4  # tokens that may stand before the opening tag, such as white space
+
+
+def _end_of(part: tuple[int, ...], tokens: Sequence[int]) -> int | None:
+    """Return the end of the first occurrence of ``part`` in ``tokens``; None if there is none."""
+    size = len(part)
+    return next((at + size for at in range(len(tokens) - size + 1) if tuple(tokens[at : at + size]) == part), None)
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling and stop parameters. Values outside their range raise ``ValueError`` naming the field."""
 
@@ -56,6 +88,10 @@ class SamplingParams:
     min_tokens: int = 0  # end tokens are banned before this many tokens; stop strings still end the text
     grammar: str | None = None  # grammar of the output, see engine.text.grammar; None: any text
     grammar_field: str = "response_format"  # field of the client's request that grammar errors name
+    allowed_token_ids: tuple[int, ...] = ()  # all other tokens are excluded; empty: none is
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the output does not contain, if there is another choice
+    logprob_token_ids: tuple[int, ...] = ()  # with logprobs: these tokens are the alternatives
+    thinking: ThinkingBudget | None = None  # limit of the reasoning
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -80,6 +116,10 @@ class SamplingParams:
             raise ValueError(f"min_tokens must be between 0 and max_tokens ({self.max_tokens}), got {self.min_tokens}")
         if self.grammar is not None and self.ignore_eos:
             raise ValueError("ignore_eos must be false with a grammar: the grammar determines where the text may end")
+        if self.allowed_token_ids and self.grammar is not None:
+            raise ValueError("allowed_token_ids must be empty with a grammar")
+        if not all(self.bad_words):
+            raise ValueError("bad_words must hold sequences of at least one token")
         self._check_logit_bias()
 
     def _check_logit_bias(self) -> None:
@@ -105,7 +145,8 @@ class SamplingParams:
     @property
     def alters_logits(self) -> bool:
         """Return whether a greedy token may differ from the argmax of the model's own logits."""
-        return self.penalized or bool(self.logit_bias) or self.min_tokens > 0 or self.grammar is not None
+        bound = self.grammar is not None or bool(self.allowed_token_ids) or bool(self.bad_words) or self.thinking is not None
+        return bound or self.penalized or bool(self.logit_bias) or self.min_tokens > 0
 
     @property
     def truncates(self) -> bool:
@@ -242,6 +283,12 @@ def cache_namespace_of(tenant: str | None, adapter: str | None) -> str | None:
     return tenant if tenant is None or adapter is None else f"{tenant}:{adapter}"
 
 
+def kv_namespace_of(tenant: str | None, adapter: str | None, salt: str) -> str | None:
+    """Return the namespace of the KV that a request shares: that of its outputs, apart by salt; None for no tenant."""
+    namespace = cache_namespace_of(tenant, adapter)
+    return f"{namespace}\0{salt}" if salt and namespace is not None else namespace
+
+
 def tenant_of(memory: str) -> str:
     """Return the tenant of a namespace made by ``cache_namespace_of``."""
     return memory.partition(":")[0]
@@ -287,6 +334,8 @@ class Request:
             (``StepOutput.prompt_logprobs``); None for none. The whole prompt is computed then, without reuse of cached KV.
             Ignored with ``emitted``, since they were reported before.
         embedding: the client's embedding as sign bits (``decoding.sources.embeddings.signs_of``).
+        salt: KV is shared only with requests of the same tenant and salt; texts of other requests are not used for drafts, and
+            the output is not kept for them. Empty for none.
         quarantined: the request was running when an engine ended or a step failed. It is computed alone until it has emitted
             ``QUARANTINE_TOKENS`` more tokens.
 
@@ -311,6 +360,7 @@ class Request:
         "finish_reason",
         "first_token_s",
         "grammar",
+        "kv_namespace",
         "max_draft_tokens",
         "num_computed",
         "num_given",
@@ -359,6 +409,7 @@ class Request:
         report: bool = False,
         prompt_logprobs: int | None = None,
         embedding: Int32Array | None = None,
+        salt: str = "",
         quarantined: bool = False,
     ) -> None:
         _check(prompt_ids, params, emitted, max_draft_tokens)
@@ -367,7 +418,8 @@ class Request:
         self.strategy, self.as_published = strategy, as_published
         self.max_draft_tokens = 0 if strategy == PLAIN else max_draft_tokens
         self.tenant, self.public, self.siblings, self.report = tenant, public, siblings, report
-        self.adapter, self.cache_namespace = adapter, cache_namespace_of(tenant, adapter)
+        self.adapter, self.cache_namespace = adapter, None if salt else cache_namespace_of(tenant, adapter)
+        self.kv_namespace = kv_namespace_of(tenant, adapter, salt)
         self.quarantined, self.embedding = quarantined, embedding
         self.argmax = params.greedy and not params.alters_logits  # every token is the argmax of the unmodified logits
         self.prompt_logprobs = None if len(emitted) else prompt_logprobs

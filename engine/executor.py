@@ -120,7 +120,7 @@ class Verifier:
         if logits is not None and request.params.logprobs is not None:
             visited = torch.stack([logits[row] for row in (0, *acceptance.rows)])
             emitted = [*tree.tokens[list(acceptance.rows)].tolist(), acceptance.next_token]
-            logprobs = token_logprobs(visited, emitted, request.params.logprobs)
+            logprobs = token_logprobs(visited, emitted, request.params.logprobs, request.params.logprob_token_ids)
         return VerifyResult(tree, acceptance, target, logprobs)
 
     def _by_rule(self, rule: Rule, work: ScheduledRequest, tree: DraftTree, logits: LogitRows) -> Acceptance:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from outrider.cluster.admission.rate_limits import BUSY_S, Account, LedgerEntry, Rates, rates_of, too_many
 from outrider.cluster.admission.tenancy import Caller, Tenancy
 from outrider.cluster.http.errors import ApiError
-from outrider.cluster.http.types.openai import CompletionFields
+from outrider.cluster.http.types.openai import RequestFields
 from outrider.cluster.serving.generation import Deadline, GenerationJob, Listener
 from outrider.configs.schema import Config
 from outrider.configs.server_checks import allowed_names
@@ -217,7 +217,7 @@ class AdmissionController:
         """Return the response headers with the limits of the key."""
         return ticket.account.headers(ticket.rates, time.monotonic())
 
-    def admit(self, jobs: Sequence[GenerationJob], body: CompletionFields) -> AdmittedRequest:
+    def admit(self, jobs: Sequence[GenerationJob], body: RequestFields) -> AdmittedRequest:
         """Admit the jobs of the current task's request, ``n`` per prompt side by side.
 
         Raises ApiError: 429, too many choices are held, in all or by the key, or too few tokens are left; 400, the key may never

@@ -10,14 +10,15 @@ import time
 from collections.abc import Callable, Iterable, Set
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.cluster.admission.controller import CURRENT, AdmissionController, Ticket
 from outrider.cluster.http.errors import ApiError
 from outrider.cluster.http.turns import SENDER, Sender
 
-GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/compare"})
+GENERATING = frozenset({
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/compare",
+})  # fmt: skip
 _KEYED = ("/v1/", "/tokenize", "/detokenize")
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 _CLOSE = {"Connection": "close"}
@@ -43,7 +44,7 @@ class HostMiddleware:
         if error is None:
             await self._app(scope, receive, send)
         else:
-            await JSONResponse(self._refuse(error).body(), error.status)(scope, receive, send)
+            await self._refuse(error).response(scope)(scope, receive, send)
 
     def _error(self, method: str, headers: Headers) -> ApiError | None:
         hosts = headers.getlist("host")
@@ -112,6 +113,7 @@ class AdmissionMiddleware:
         if scope["type"] != "http" or not path.startswith(_KEYED):
             await self._app(scope, receive, send)
             return
+        scope = _with_authorization(scope)
         authorization = Headers(scope=scope).get("authorization")
         try:
             if scope["method"] == "POST" and path in GENERATING:
@@ -123,7 +125,7 @@ class AdmissionMiddleware:
             if error.status == 429:
                 with contextlib.suppress(ApiError):  # the key was removed meanwhile
                     await asyncio.sleep(self._admission.kept_back_s(authorization))
-            await JSONResponse(error.body(), error.status, error.headers)(scope, receive, send)
+            await error.response(scope)(scope, receive, send)
 
     async def _generate(self, authorization: str | None, scope: Scope, receive: Receive, send: Send) -> None:
         arrived_s = time.monotonic()
@@ -196,6 +198,15 @@ class AdmissionMiddleware:
         except ApiError as error:
             error.headers |= _CLOSE  # the rest of the body is not read
             raise
+
+
+def _with_authorization(scope: Scope) -> Scope:
+    """Return a request whose key is in ``Authorization``, if it is in Anthropic's ``x-api-key`` instead."""
+    headers = Headers(scope=scope)
+    if "authorization" in headers or "x-api-key" not in headers:
+        return scope
+    key = headers["x-api-key"].encode("latin-1")
+    return {**scope, "headers": [*scope["headers"], (b"authorization", b"Bearer " + key)]}
 
 
 async def _pieces(receive: Receive, most: int, received: Callable[[int], None]) -> bytes | None:

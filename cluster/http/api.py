@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse, Response
 from pydantic import BaseModel
+from starlette.middleware.cors import CORSMiddleware
 
 from outrider.cluster.admission.controller import AdmissionController, AdmissionOptions, AdmittedRequest
 from outrider.cluster.admission.middleware import AdmissionMiddleware, HostMiddleware
 from outrider.cluster.admission.tenancy import Tenancy
 from outrider.cluster.http import documents, errors
 from outrider.cluster.http.admin.api import AdminService, AuditService, BaselineService, add_admin_routes
+from outrider.cluster.http.answers.anthropic import MessageBuilder, respond_message
 from outrider.cluster.http.answers.logprobs import TokenBytes
 from outrider.cluster.http.answers.openai_shapes import AnswerBuilder
 from outrider.cluster.http.answers.predicted import Predicted
@@ -29,12 +31,15 @@ from outrider.cluster.http.compare import Baseline, CompareService, Comparison
 from outrider.cluster.http.documents import Accept, Authorization, LastEventId, NoEventId, SessionId
 from outrider.cluster.http.errors import ApiError, renamed_errors
 from outrider.cluster.http.playground import add_playground
+from outrider.cluster.http.request_ids import RequestIdMiddleware
 from outrider.cluster.http.request_planner import PlannerServices, RequestPlanner
 from outrider.cluster.http.tenant_cache import TenantCacheService, add_tenant_cache_routes
 from outrider.cluster.http.text_api import Detokenized, FileText, TextService, Tokens
 from outrider.cluster.http.text_threads import TextThreads
+from outrider.cluster.http.types.anthropic import CountTokensRequest, MessagesRequest
+from outrider.cluster.http.types.anthropic import own_name as anthropic_name
 from outrider.cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
-from outrider.cluster.http.types.responses import ResponsesRequest
+from outrider.cluster.http.types.responses import ResponsesRequest, own_name
 from outrider.cluster.observe.audit import Auditor, Forget, keeps_nothing
 from outrider.cluster.observe.metrics import MetricsService
 from outrider.cluster.observe.shadow import Shadow
@@ -71,6 +76,8 @@ class Service:
         tells_engines: Callable[[], Awaitable[bool]] | None = None,  # whether this API exports engine metrics; None: always
         wake: Callable[[], None] | None = None,  # starts an engine (scale from zero); None if one is always running
         device_failures: Callable[[], Mapping[str, int]] = dict,  # device failures of the replicas, by kind
+        allowed_origins: Sequence[str] = (),  # origins of web pages that may use the API (CORS)
+        warns_of_unknown: bool = False,  # unknown fields are left out with a warning; otherwise they are errors
         stream_key: bytes = b"",  # signs the event ids of streams; empty disables event ids
     ) -> None:
         admission = admission or AdmissionOptions()
@@ -98,6 +105,7 @@ class Service:
         self._guard = guard or StreamGuard(ServerOptions())
         self.draining = Draining()
         self._started = int(time.time())
+        self.allowed_origins, self.warns_of_unknown = allowed_origins, warns_of_unknown
 
     async def version(self) -> documents.Version:
         """Return the version of this server."""
@@ -144,14 +152,39 @@ class Service:
         """Generate the items that follow the input: reasoning, a message and function calls."""
         no_resuming(last_event_id)
         planner = await self._answering.planner("resp_", body, authorization, session_id)
-        with renamed_errors():
+        with renamed_errors(own_name, "input"):
             form, _, generation = await self._chat(planner, body.chat, body)
             begun = planner.beginning
             answer = ResponseBuilder(begun.answer_id, begun.created, body, planner.info, planner.left_out)
             return await respond_items(answer, generation, form)
 
+    async def message(
+        self,
+        body: MessagesRequest,
+        authorization: Authorization = None,
+        session_id: SessionId = None,
+        last_event_id: NoEventId = None,
+    ) -> Response:
+        """Generate the assistant's next message, in Anthropic's format."""
+        no_resuming(last_event_id)
+        planner = await self._answering.planner("msg_", body, authorization, session_id)
+        with renamed_errors(anthropic_name, "messages"):
+            form, admitted, generation = await self._chat(planner, body.chat, body)
+            room = planner.info.max_model_len - len(admitted.jobs[0].prompt_ids)
+            answer = MessageBuilder(planner.beginning.answer_id, body, planner.info, room, planner.left_out)
+            return await respond_message(answer, generation, form)
+
+    async def count_tokens(self, body: CountTokensRequest, authorization: Authorization = None) -> documents.TokenCount:
+        """Count the tokens of a message's prompt, in Anthropic's format."""
+        planner = await self._answering.planner("msg_", body, authorization, None)
+        with renamed_errors(anthropic_name, "messages"):
+            return documents.TokenCount(input_tokens=await planner.count(body.chat))
+
     async def _chat(
-        self, planner: RequestPlanner, chat: ChatCompletionRequest, body: ChatCompletionRequest | ResponsesRequest
+        self,
+        planner: RequestPlanner,
+        chat: ChatCompletionRequest,
+        body: ChatCompletionRequest | ResponsesRequest | MessagesRequest,
     ) -> tuple[ResponseForm, AdmittedRequest, Generation]:
         """Return the response form of a chat, its admitted jobs, and its generation, which is not started."""
         planned = await planner.chat(chat)
@@ -227,11 +260,15 @@ def create_api(
     service: Service,
     *,
     has_operator_routes: bool = True,
+    sends_request_ids: bool = True,
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
 ) -> FastAPI:
-    """Build the application: the routes, with or without /admin and /metrics, and the middleware in front of them."""
+    """Build the application: the routes, with or without /admin and /metrics, and the middleware in front of them.
+
+    ``sends_request_ids``: answers have the header ``X-Request-Id``, which Ray Serve's proxy adds itself.
+    """
     app = FastAPI(title="Outrider", docs_url=None, redoc_url=None, lifespan=lifespan)
-    app.router.route_class = checking_route(service.text.threads)
+    app.router.route_class = checking_route(service.text.threads, service.warns_of_unknown)
     errors.install(app)
     documents.install(app)
 
@@ -244,6 +281,8 @@ def create_api(
     app.post("/v1/completions", responses=documents.ANSWERS, response_model=None)(service.completion)
     app.post("/v1/chat/completions", responses=documents.ANSWERS, response_model=None)(service.chat)
     app.post("/v1/responses", responses=documents.RESPONSES, response_model=None)(service.response)
+    app.post("/v1/messages", responses=documents.MESSAGES, response_model=None)(service.message)
+    app.post("/v1/messages/count_tokens", responses=documents.ANTHROPIC_ERRORS)(service.count_tokens)
     app.post("/v1/embeddings", responses=documents.ERRORS, response_model=None, include_in_schema=False)(service.embeddings)
     app.post("/tokenize", responses=_described(Tokens), response_model=None)(service.text.tokenize)
     app.post("/detokenize", responses=_described(Detokenized), response_model=None)(service.text.detokenize)
@@ -259,6 +298,11 @@ def create_api(
     app.add_middleware(AdmissionMiddleware, admission=service.admission)
     app.add_middleware(service.draining.middleware)
     app.add_middleware(HostMiddleware, names=service.admission.allowed_names, refuse=service.admission.refuse)
+    if service.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=service.allowed_origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
+        )
+    app.add_middleware(RequestIdMiddleware, sends=sends_request_ids)
     return app
 
 

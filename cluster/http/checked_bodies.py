@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -16,14 +17,21 @@ from fastapi.routing import APIRoute
 
 from outrider.cluster.http.errors import ApiError
 from outrider.cluster.http.text_threads import SHORT, TextThreads
+from outrider.cluster.http.types.strict import UNKNOWN
+
+logger = logging.getLogger(__name__)
 
 # Strings (names and values), and objects plus lists. No body within all other bounds has as many.
 MAX_STRINGS, MAX_NESTED = 1 << 17, 1 << 15
+_NAMES, _NAME_CHARS = 16, 80  # unknown fields named in a warning, and characters of a name
 _PIECE_CHARS = 1 << 16  # characters scanned at once by _check_counts
 
 
-def checking_route(threads: TextThreads) -> type[APIRoute]:
-    """Return a route class that validates bodies in ``threads``; bodies of at most ``SHORT`` bytes in the event loop."""
+def checking_route(threads: TextThreads, warns_of_unknown: bool = False) -> type[APIRoute]:
+    """Return a route class that validates bodies in ``threads``; bodies of at most ``SHORT`` bytes in the event loop.
+
+    ``warns_of_unknown``: unknown fields are left out with a warning; otherwise they are errors.
+    """
 
     class CheckingRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -32,7 +40,7 @@ def checking_route(threads: TextThreads) -> type[APIRoute]:
                 return answer
 
             async def checked(request: Request) -> Response:
-                body = _CheckedBody(request, field, threads)
+                body = _CheckedBody(request, field, threads, warns_of_unknown)
                 try:
                     return await answer(body)
                 except RequestValidationError as error:
@@ -51,9 +59,9 @@ def checking_route(threads: TextThreads) -> type[APIRoute]:
 class _CheckedBody(Request):
     """Request whose ``json()`` is the validated object of the route; None if invalid, with the reasons in ``errors``."""
 
-    def __init__(self, request: Request, field: Any, threads: TextThreads) -> None:
+    def __init__(self, request: Request, field: Any, threads: TextThreads, warns_of_unknown: bool) -> None:
         super().__init__(request.scope, request.receive)
-        self._field, self._threads = field, threads
+        self._field, self._threads, self._warns_of_unknown = field, threads, warns_of_unknown
         self.parsed: Any = None
         self.errors: list[dict[str, Any]] = []
         self.refusal: ApiError | None = None
@@ -74,7 +82,15 @@ class _CheckedBody(Request):
 
     def _check(self, body: bytes) -> Any:
         self.parsed = parse(body)
-        value, self.errors = self._field.validate(self.parsed, {}, loc=("body",))
+        unknown: list[str] | None = [] if self._warns_of_unknown else None
+        token = UNKNOWN.set(unknown)
+        try:
+            value, self.errors = self._field.validate(self.parsed, {}, loc=("body",))
+        finally:
+            UNKNOWN.reset(token)
+        if unknown:
+            names = ", ".join(name[:_NAME_CHARS] for name in dict.fromkeys(unknown[:_NAMES]))
+            logger.warning("left unknown fields out of a request to %s: %s", self.url.path, ascii(names))
         return value
 
 

@@ -10,6 +10,7 @@ from fastapi import FastAPI, Header
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
+from outrider.cluster.http.answers.anthropic import MessageObject
 from outrider.cluster.http.answers.openai_shapes import Answer
 from outrider.cluster.http.answers.responses import ResponseObject
 from outrider.cluster.http.answers.resume import HEADER, MAX_EVENT_ID
@@ -78,6 +79,20 @@ class Models(BaseModel):
     data: list[Model]
 
 
+class AnthropicError(BaseModel):
+    """Error in Anthropic's format."""
+
+    type: str  # error
+    error: dict[str, str]  # type and message
+    request_id: str | None
+
+
+class TokenCount(BaseModel):
+    """Number of the tokens of a prompt."""
+
+    input_tokens: int
+
+
 ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorBody, "description": "The request is refused; the error gives the reason"},
     "5XX": {"model": ErrorBody, "description": "The server cannot answer now"},
@@ -93,6 +108,16 @@ RESPONSES = ERRORS | {
     200: {
         "model": ResponseObject,
         "description": "The answer; with stream: true, server-sent events, the last of which holds it",
+        "content": {"text/event-stream": {}},
+    }
+}
+ANTHROPIC_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": AnthropicError, "description": error["description"]} for status, error in ERRORS.items()
+}
+MESSAGES = ANTHROPIC_ERRORS | {
+    200: {
+        "model": MessageObject,
+        "description": "The message; with stream: true, server-sent events, the last of which is message_stop",
         "content": {"text/event-stream": {}},
     }
 }

@@ -1,4 +1,4 @@
-"""Error responses in OpenAI's format: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Error responses in OpenAI's format, ``{"error": {"message", "type", "param", "code"}}``, and in Anthropic's."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import difflib
 import itertools
 import logging
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
+from outrider.cluster.http.request_ids import request_id
+from outrider.cluster.http.types.anthropic import CountTokensRequest, MessagesRequest
 from outrider.cluster.http.types.openai import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from outrider.cluster.http.types.responses import ResponsesRequest, own_name
+from outrider.cluster.http.types.responses import ResponsesRequest
 from outrider.cluster.http.types.strict import Strict
 from outrider.engine.errors import ContextLengthError, QueueFullError, RequestError, StreamTakenError
 
@@ -28,9 +31,16 @@ _BODIES: dict[str, type[Strict]] = {
     "/chat/completions": ChatCompletionRequest,
     "/completions": CompletionRequest,
     "/responses": ResponsesRequest,
+    "/messages": MessagesRequest,
+    "/count_tokens": CountTokensRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }  # by the end of the URL path
+_MESSAGES = "/v1/messages"  # Anthropic's routes begin with it
+_ANTHROPIC_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
 
 
 class _Repr(reprlib.Repr):
@@ -76,6 +86,22 @@ class ApiError(Exception):
         param = None if self.param is None else self.param.encode("utf-8", "replace").decode()
         return {"error": {"message": message, "type": self.type, "param": param, "code": self.code}}
 
+    def anthropic_body(self) -> dict[str, Any]:
+        """Return the JSON object of the response in Anthropic's format."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        error = {"type": kind, "message": self.body()["error"]["message"]}
+        return {"type": "error", "error": error, "request_id": request_id()}
+
+    def response(self, scope: Scope) -> JSONResponse:
+        """Return the response to a request, in the format of its route."""
+        return JSONResponse(self.anthropic_body() if is_anthropic(scope) else self.body(), self.status, self.headers)
+
+
+def is_anthropic(scope: Scope) -> bool:
+    """Return whether a request is for one of Anthropic's routes."""
+    path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+    return path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
+
 
 def api_error(error: Exception) -> ApiError:
     """Convert an exception to an error response; unexpected exceptions become a 500 without details."""
@@ -102,25 +128,30 @@ def logged_error(error: Exception, event: str) -> ApiError:
     return reported
 
 
-def renamed(error: Exception) -> Exception:
-    """Rename the field in an error from the chat request to the Responses API request that it was made from."""
+def renamed(error: Exception, own_name: Callable[[str | None], str | None], prompt: str) -> Exception:
+    """Rename the field in an error from a chat request to the request of another API that it was made from.
+
+    Args:
+        own_name: from a chat's field to the other request's.
+        prompt: the other request's field that is named if ``own_name`` finds none.
+    """
     if isinstance(error, RequestError):
-        return type(error)(own_name(error.field) or "input", error.message)
+        return type(error)(own_name(error.field) or prompt, error.message)
     if isinstance(error, ApiError):
         error.param = own_name(error.param)
     return error
 
 
 @contextlib.contextmanager
-def renamed_errors() -> Iterator[None]:
+def renamed_errors(own_name: Callable[[str | None], str | None], prompt: str) -> Iterator[None]:
     """Apply ``renamed`` to the errors raised in the block."""
     try:
         yield
     except ApiError as error:
-        renamed(error)
+        renamed(error, own_name, prompt)
         raise
     except RequestError as error:
-        raise renamed(error) from error
+        raise renamed(error, own_name, prompt) from error
 
 
 def install(app: FastAPI) -> None:
@@ -128,17 +159,13 @@ def install(app: FastAPI) -> None:
 
     async def on_error(request: Request, error: Exception) -> JSONResponse:
         if isinstance(error, RequestValidationError):
-            return _answer(_invalid(error.errors(), error.body, request.url.path))
+            return _invalid(error.errors(), error.body, request.url.path).response(request.scope)
         if isinstance(error, HTTPException):
-            return _answer(_refused(error, request))
-        return _answer(api_error(error))
+            return _refused(error, request).response(request.scope)
+        return api_error(error).response(request.scope)
 
     for kind in (ApiError, QueueFullError, RequestError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, on_error)
-
-
-def _answer(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body(), error.status, error.headers)
 
 
 def _refused(error: HTTPException, request: Request) -> ApiError:

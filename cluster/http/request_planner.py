@@ -9,7 +9,7 @@ import hashlib
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,14 +19,15 @@ from outrider.cluster.http.answers.logprobs import TokenBytes
 from outrider.cluster.http.answers.respond import ReasoningFormat, ToolCallFormat
 from outrider.cluster.http.answers.resume import EventIds, ResumePoint, StreamHeaders
 from outrider.cluster.http.errors import ApiError
+from outrider.cluster.http.request_ids import rename_request
 from outrider.cluster.http.text_threads import SHORT, TextThreads
 from outrider.cluster.http.turns import SENDER, Turns
-from outrider.cluster.http.types.openai import MAX_REPORTED_VALUES, ChatCompletionRequest, CompletionFields, CompletionRequest
+from outrider.cluster.http.types.openai import MAX_REPORTED_VALUES, ChatCompletionRequest, CompletionRequest, RequestFields
 from outrider.cluster.http.types.tool_grammar import CallMarks, faulty_tool
 from outrider.cluster.serving.generation import EnginePort, Generation, GenerationJob, Listener
 from outrider.decoding.arrays import Int32Array
 from outrider.decoding.drafters.registry import strategy_text
-from outrider.decoding.request import SamplingParams
+from outrider.decoding.request import SamplingParams, ThinkingBudget
 from outrider.decoding.sources.embeddings import signs_of
 from outrider.engine.errors import ContextLengthError, RequestError
 from outrider.engine.loading.model_info import ModelInfo
@@ -34,6 +35,7 @@ from outrider.engine.text.chat import bracketed_tokens, knows_variable, render_c
 from outrider.engine.text.chat_format import CALL_MARKS, HARMONY, HARMONY_ENDS, ChatFormat, added_tokens
 from outrider.engine.text.grammar import after_reasoning, behind_analysis, reason_of, vocabulary_of
 from outrider.engine.text.grammar_check import NO_VOCABULARY, GrammarChecker
+from outrider.engine.text.tokenizer import token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -81,12 +83,13 @@ class PlannerServices:
     async def planner(
         self,
         prefix: str,
-        body: CompletionFields,
+        body: RequestFields,
         authorization: str | None,
         session_id: str | None,
         headers: StreamHeaders | None = None,
     ) -> RequestPlanner:
         """Return a request's planner; ``prefix`` is the response id's. Raises ApiError: wrong key, model or event id."""
+        rename_request(body.request_id)
         sharing, info = self.tenancy.sharing(authorization, body.cache), await self.model(body.model)
         # A session in the body wins over the header.
         session = body.prompt_cache_key or session_id or None
@@ -102,6 +105,13 @@ class PlannerServices:
     def generation(self, engine: EnginePort, admitted: AdmittedRequest, n: int = 1, silent: bool = False) -> Generation:
         """Return the generation of an admitted request; see ``Generation``."""
         return Generation(engine, admitted.jobs, n, silent, (*self.listeners, *admitted.listeners), admitted.deadline)
+
+
+class TokenRules(NamedTuple):
+    """Rules for the output's tokens that need the tokenizer."""
+
+    bad_words: tuple[tuple[int, ...], ...]
+    thinking: ThinkingBudget | None
 
 
 class RequestPlanner:
@@ -128,18 +138,23 @@ class RequestPlanner:
 
     async def chat(self, body: ChatCompletionRequest) -> list[GenerationJob]:
         """Return the jobs of a chat, one per choice. Raises RequestError or ApiError naming a field that cannot be served."""
-        ids = await self._threads.run(self._render, body)
+        ids = self._truncated(body, await self._threads.run(self._render, body), 1)
         if body.binds_calls is not None and self._format.calls is None:
             message = "the format of tool calls in the model's chat template is unknown, so they cannot be constrained"
             raise RequestError(body.binds_calls, f"{message}; leave it out")
         self._begins_within = self._format.begins_within(self._tokenizer, ids)
         return await self._jobs(body, [(ids, self._most_tokens(body, ids, self.info.max_model_len))])
 
+    async def count(self, body: ChatCompletionRequest) -> int:
+        """Return the number of the tokens of a chat's prompt. Raises the errors of ``chat``."""
+        return len(await self._threads.run(self._render, body))
+
     async def completion(self, body: CompletionRequest) -> list[GenerationJob]:
         """Return ``n`` jobs per prompt, in order of the prompts. Raises the errors of ``chat``."""
         prompts: list[tuple[list[int], int]] = []
         for prompt in body.prompt:
             ids = await self._threads.encode(prompt) if isinstance(prompt, str) else prompt
+            ids = self._truncated(body, ids, COMPLETION_MAX_TOKENS)
             prompts.append((ids, self._most_tokens(body, ids, COMPLETION_MAX_TOKENS)))
             await asyncio.sleep(0)  # all prompts together may be as large as a body: do not block the event loop
         return await self._jobs(body, prompts)
@@ -173,18 +188,28 @@ class RequestPlanner:
 
     def _render(self, body: ChatCompletionRequest) -> list[int]:
         turns = [message.turn() for message in body.messages]
-        return render_chat(self._tokenizer, turns, body.shown_tools, variables=self._variables(body))
+        return render_chat(
+            self._tokenizer, turns, body.shown_tools, body.opens_message, self._variables(body),
+            bool(body.continue_final_message), body.documents or (),
+        )  # fmt: skip
+
+    def _truncated(self, body: ChatCompletionRequest | CompletionRequest, ids: list[int], least: int) -> list[int]:
+        """Return the last tokens of a prompt, as ``truncate_prompt_tokens`` says; -1 leaves room for the output."""
+        if (kept := body.truncate_prompt_tokens) is None:
+            return ids
+        return ids[-max(1, self.info.max_model_len - (body.most_tokens[1] or least)) if kept == -1 else -kept :]
 
     def _variables(self, body: ChatCompletionRequest) -> dict[str, Any]:
         """Return the chat template's variables. Raises ``RequestError`` if it does not support ``reasoning_effort``."""
         kwargs, effort = body.chat_template_kwargs or {}, body.reasoning_effort
-        if effort is None or "reasoning_effort" in kwargs:
-            return kwargs
-        if knows_variable(self._tokenizer, "reasoning_effort"):
-            return {"reasoning_effort": effort, **kwargs}
         switches = [name for name in ("enable_thinking", "thinking") if knows_variable(self._tokenizer, name)]
-        if effort == "none" and switches:
-            return {switches[0]: False, **kwargs}
+        switch = {switches[0]: body.thinks} if switches and body.thinks is not None else {}
+        if effort is None or "reasoning_effort" in kwargs:
+            return switch | kwargs
+        if knows_variable(self._tokenizer, "reasoning_effort"):
+            return {"reasoning_effort": effort, **(switch if body.LENIENT else {}), **kwargs}
+        if switch or body.LENIENT:
+            return switch | kwargs
         advice = 'send "none" or leave it out' if switches else "leave it out"
         raise RequestError("reasoning_effort", f"the model's chat template has no reasoning_effort; {advice}")
 
@@ -196,11 +221,13 @@ class RequestPlanner:
     ) -> list[GenerationJob]:
         """Return the jobs of all prompts, each given as (token ids, maximum output tokens)."""
         self.info.check_strategy(self._strategy(body))
-        self._check_ids("stop_token_ids", body.stop_token_ids or ())
+        for field in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+            self._check_ids(field, getattr(body, field) or ())
         self._check_report_size(body, prompts)
         bound = body.bound_by or (isinstance(body, ChatCompletionRequest) and body.binds_calls)
         grammar = await self._grammars.build(self.info, functools.partial(self._checked_grammar, body)) if bound else None
-        params = [self._params(body, most, grammar) for _, most in prompts]
+        bound_by = TokenRules(await self._bad_words(body), self._thinking(body))
+        params = [self._params(body, most, grammar, bound_by) for _, most in prompts]
         references, vector = await self._references(body), body.reference_embedding
         embedding = None if vector is None else await self._threads.run(signs_of, vector)
         jobs: list[GenerationJob] = []
@@ -209,6 +236,26 @@ class RequestPlanner:
             jobs += self._choices(job, len(jobs), body.n or 1)
             await asyncio.sleep(0)
         return jobs
+
+    async def _bad_words(self, body: ChatCompletionRequest | CompletionRequest) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of each bad word at the beginning of a text and, like vLLM, after a space."""
+        texts = [form for word in body.bad_words or () for form in (word, f" {word.lstrip()}")]
+        found = [tuple(await self._threads.encode(text, special_tokens=False)) for text in texts]
+        return tuple(dict.fromkeys(ids for ids in found if ids))
+
+    def _thinking(self, body: ChatCompletionRequest | CompletionRequest) -> ThinkingBudget | None:
+        if not isinstance(body, ChatCompletionRequest) or body.thinking_token_budget is None:
+            return None
+        tags = self._format.reasoning
+        if tags is None or tags is HARMONY:
+            if body.LENIENT:
+                return None
+            message = "the model's chat template has no tags around the reasoning that could be closed; leave it out"
+            raise RequestError("thinking_token_budget", message)
+        if self._begins_within is False:
+            return None
+        opening, closing = (tuple(token_ids(self._tokenizer, tag, special_tokens=False)) for tag in tags)
+        return ThinkingBudget(body.thinking_token_budget, opening, closing, bool(self._begins_within))
 
     async def _references(self, body: ChatCompletionRequest | CompletionRequest) -> tuple[Int32Array, ...]:
         """Tokenize the reference texts. Raises ``ApiError`` (400) as soon as they have too many tokens."""
@@ -274,6 +321,8 @@ class RequestPlanner:
         left = context - len(ids)
         if left < 1:
             raise ContextLengthError(prompt, f"the context is {context} tokens, but the prompt has {len(ids)}: shorten it")
+        if wanted is not None and wanted > left and isinstance(body, ChatCompletionRequest) and body.LENIENT:
+            return left
         if wanted is not None and wanted > left:
             raise ContextLengthError(
                 field,
@@ -297,7 +346,7 @@ class RequestPlanner:
             strategy=self._strategy(body), as_published=body.drafting.as_published,
             max_draft_tokens=body.drafting.max_draft_tokens, priority=body.priority or 0,
             report=bool(body.drafting.report), prompt_logprobs=body.num_prompt_logprobs, embedding=embedding,
-            session=self._session, resumed=bool(self.beginning.sent),
+            salt=body.cache_salt or "", session=self._session, resumed=bool(self.beginning.sent),
         )  # fmt: skip
 
     def _strategy(self, body: ChatCompletionRequest | CompletionRequest) -> str | None:
@@ -318,7 +367,9 @@ class RequestPlanner:
                 raise RequestError(field, f"must be at most {most} on this server, got {value}")
         return dataclasses.replace(job, params=dataclasses.replace(job.params, max_tokens=most))
 
-    def _params(self, body: ChatCompletionRequest | CompletionRequest, max_tokens: int, grammar: str | None) -> SamplingParams:
+    def _params(
+        self, body: ChatCompletionRequest | CompletionRequest, max_tokens: int, grammar: str | None, bound_by: TokenRules
+    ) -> SamplingParams:
         """Return the sampling parameters with OpenAI's defaults. Raises ``RequestError`` if they contradict each other."""
         logit_bias = tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items())
         self._check_ids("logit_bias", [token for token, _ in logit_bias])
@@ -338,7 +389,7 @@ class RequestPlanner:
             presence_penalty=body.presence_penalty or 0.0,
             frequency_penalty=body.frequency_penalty or 0.0,
             logit_bias=logit_bias,
-            logprobs=body.num_logprobs,
+            logprobs=0 if body.logprob_token_ids else body.num_logprobs,
             seed=self.beginning.seed if body.seed is None else body.seed % 2**63,
             min_tokens=body.min_tokens or 0,
             stop=tuple(body.stop or ()),
@@ -348,6 +399,10 @@ class RequestPlanner:
             skip_special_tokens=body.skips_special and not self._needs_special(body),
             grammar=grammar,
             grammar_field=body.bound_by or "tools",
+            allowed_token_ids=tuple(body.allowed_token_ids or ()),
+            bad_words=bound_by.bad_words,
+            logprob_token_ids=tuple(body.logprob_token_ids or ()),
+            thinking=bound_by.thinking,
         )
 
     def _ends(self, body: ChatCompletionRequest | CompletionRequest) -> list[int]:

@@ -93,7 +93,9 @@ class TextService:
         if body.messages is not None:
             tools = [tool.shown() for tool in body.tools or ()]
             turns = [message.turn() for message in body.messages]
-            ids = render_chat(tokenizer, turns, tools, body.add_generation_prompt, body.chat_template_kwargs)
+            opens = body.add_generation_prompt and not body.continue_final_message
+            kwargs = body.chat_template_kwargs
+            ids = render_chat(tokenizer, turns, tools, opens, kwargs, bool(body.continue_final_message))
         else:
             ids = token_ids(tokenizer, body.prompt or "", body.add_special_tokens is not False)
         if len(ids) > MAX_TOKEN_IDS:

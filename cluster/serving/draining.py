@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.cluster.http.errors import ApiError
+from outrider.cluster.http.errors import ApiError, is_anthropic
 
 RETRY_S = 5  # seconds until another server, or this one restarted, may answer
 _CLOSE_S = 2.0  # seconds for ended requests to free their slots
@@ -50,7 +49,7 @@ class Draining:
             if scope["type"] != "http" or not path.startswith(_PUBLIC):
                 await app(scope, receive, send)
             elif self.begun:
-                await _refuse(send)
+                await _shutting_down().response(scope)(scope, receive, send)
             else:
                 await self._answer(app, scope, receive, send)
 
@@ -90,7 +89,7 @@ class Draining:
                 raise  # the client has left
             # This cancellation is handled here; the task must not count as cancelled any more while it sends the error.
             exchange.task.uncancel()
-            await _break_off(exchange, send)
+            await _break_off(exchange, scope, receive, send)
         finally:
             self._exchanges.discard(exchange)
             self._changed.set()
@@ -101,19 +100,11 @@ def _shutting_down() -> ApiError:
     return ApiError(503, message, code="shutting_down", headers={"Retry-After": str(RETRY_S)})
 
 
-async def _break_off(exchange: _Exchange, send: Send) -> None:
+async def _break_off(exchange: _Exchange, scope: Scope, receive: Receive, send: Send) -> None:
     """End an incomplete answer with an error. One that has begun and is no stream ends before its declared length."""
+    error = _shutting_down().response(scope)
     if not exchange.began:
-        await _refuse(send)
+        await error(scope, receive, send)
     elif exchange.is_stream:
-        event = f"data: {json.dumps(_shutting_down().body())}\n\n"
-        await send({"type": "http.response.body", "body": event.encode()})
-
-
-async def _refuse(send: Send) -> None:
-    error = _shutting_down()
-    body = json.dumps(error.body()).encode()
-    headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
-    encoded = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": encoded})
-    await send({"type": "http.response.body", "body": body})
+        event = b"event: error\n" if is_anthropic(scope) else b""
+        await send({"type": "http.response.body", "body": event + b"data: " + bytes(error.body) + b"\n\n"})

@@ -1,11 +1,12 @@
-"""Logits processors: grammar, logit bias, ``min_tokens`` and penalties, applied before a token is chosen.
+"""Logits processors: grammar, allowed tokens, bad words, logit bias, ``min_tokens`` and penalties, before a token is chosen.
 
-Rules and order are vLLM's: grammar, logit bias, minimum length, repetition penalty (CTRL, arXiv 1909.05858, section 4.1, but
-negative logits are multiplied), frequency and presence penalty (OpenAI's API reference). Each row of a draft tree is processed
-with its own prefix: the committed tokens and the path to the row.
+Rules and order are vLLM's: grammar, allowed tokens, logit bias, minimum length, repetition penalty (CTRL, arXiv 1909.05858,
+section 4.1, but negative logits are multiplied), frequency and presence penalty (OpenAI's API reference), bad words. Each row of
+a draft tree is processed with its own prefix: the committed tokens and the path to the row.
 
 Departures from vLLM: ``min_tokens`` bars the tokens that would end this request (vLLM also bars the model's own end tokens under
-``ignore_eos``) and does not delay stop strings. It is ignored if a grammar allows nothing but the end.
+``ignore_eos``) and does not delay stop strings. It is ignored if a grammar or the allowed tokens leave nothing but the end. The
+last token of a bad word is chosen only if a grammar, or the allowed tokens, leave nothing else.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from outrider.decoding.verify.grammar import Grammar
 # Logit of tokens that a grammar forbids. No bias or penalty outweighs it, no temperature makes it overflow float32, and its
 # probability is 0. It is finite because ``decoding.sampling.row_draw`` draws from rows of finite numbers in one compiled call.
 FORBIDDEN = -1e30
+UNWANTED = -1e20  # of the last token of a bad word: above ``FORBIDDEN`` after any penalty, below every other logit
 _MANY = 8  # from 1 in 8 tokens of the vocabulary on, dense operations are faster than indexing
 
 
@@ -49,6 +51,11 @@ class TokenCounts:
     def counts(self) -> Int64Array:
         """Return the count in the output of each of ``ids``; a view, [d] int64."""
         return self._counts[: self._size]
+
+    @property
+    def output(self) -> Sequence[int]:
+        """Return the tokens of the output."""
+        return self._output
 
     def push(self, token: int) -> None:
         """Append a token to the output."""
@@ -84,7 +91,7 @@ class TokenCounts:
 class LogitRules:
     """Logits processors of one request, with the token counts and the grammar state that they depend on."""
 
-    __slots__ = ("_barred", "_bias", "_params", "counts", "grammar")
+    __slots__ = ("_allowed", "_barred", "_bias", "_params", "counts", "grammar")
 
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int] | Int32Array, grammar: Grammar | None = None) -> None:
         self._params, self.grammar = params, grammar
@@ -93,6 +100,7 @@ class LogitRules:
         # Built at the first row and reused: (token ids, None for a dense bias; biases), and (barred tokens, their ids or mask).
         self._bias: tuple[torch.Tensor | None, torch.Tensor] | None = None
         self._barred: tuple[Collection[int], torch.Tensor] | None = None
+        self._allowed: BoolArray | None = None  # [vocab] mask of ``allowed_token_ids``
 
     def push(self, token: int) -> None:
         """Append a token to the output."""
@@ -123,22 +131,45 @@ class LogitRules:
         Returns:
             [vocab] float32, or float64 if the logits are; -inf for barred tokens, about ``FORBIDDEN`` for forbidden ones.
         """
-        if not constrained and not barred and not self._params.penalized and not self._params.logit_bias:
+        params = self._params
+        forced = None if params.thinking is None else params.thinking.forced(self.counts.output)
+        if forced is not None:
+            return torch.full_like(logits, FORBIDDEN, dtype=torch.promote_types(logits.dtype, torch.float32)).index_fill_(
+                0, torch.tensor([forced], device=logits.device), 0.0
+            )
+        changes = params.penalized or params.logit_bias or params.allowed_token_ids or params.bad_words
+        if not constrained and not barred and not changes:
             return logits
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-        allowed = self.grammar.allowed() if constrained and self.grammar is not None else None
+        allowed = self._own_tokens(len(scores)) if params.allowed_token_ids else None
+        if constrained and self.grammar is not None:
+            allowed = self.grammar.allowed()
         if allowed is not None:
             forbidden = torch.from_numpy(~allowed).to(scores.device)
             scores[: len(forbidden)].masked_fill_(forbidden, FORBIDDEN)
-        if self._params.logit_bias:
+        if params.logit_bias:
             self._add_bias(scores)
         if barred:
             at = self._places(barred, scores)
             if allowed is None or not _holds_all(at, allowed):  # otherwise no token would be left
                 scores[at] = -torch.inf
-        if self._params.penalized and len(self.counts.ids):
+        if params.penalized and len(self.counts.ids):
             self._penalize(scores)
+        if ends := self._ends_of_bad_words():
+            at = torch.tensor(ends, device=scores.device)
+            scores[at] = scores[at].clamp(max=UNWANTED)
         return scores
+
+    def _own_tokens(self, size: int) -> BoolArray:
+        if self._allowed is None:
+            self._allowed = np.zeros(size, np.bool_)
+            self._allowed[list(self._params.allowed_token_ids)] = True
+        return self._allowed
+
+    def _ends_of_bad_words(self) -> list[int]:
+        """Return the tokens that would complete a bad word."""
+        output, words = self.counts.output, self._params.bad_words
+        return [word[-1] for word in words if len(word) == 1 or tuple(output[1 - len(word) :]) == word[:-1]]
 
     def _add_bias(self, scores: torch.Tensor) -> None:
         if self._bias is None:

@@ -91,14 +91,20 @@ def _choose(logits: torch.Tensor, params: SamplingParams, position: int) -> int:
     return int(scores.argmax())
 
 
-def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], count: int) -> tuple[TokenLogprob, ...]:
-    """Return the raw log-probabilities of [n] emitted tokens and of up to ``count`` most likely alternatives each."""
+def token_logprobs(
+    logits: torch.Tensor, token_ids: Sequence[int], count: int, alternatives: Sequence[int] = ()
+) -> tuple[TokenLogprob, ...]:
+    """Return the raw log-probabilities of [n] emitted tokens, each with ``alternatives`` or the ``count`` most likely."""
     rows = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logprobs = torch.log_softmax(rows, dim=-1)
     emitted = logprobs.gather(-1, torch.tensor(token_ids).to(rows.device)[:, None])[:, 0].tolist()
-    best = torch.topk(logprobs, min(count, rows.shape[-1]), dim=-1)
+    if alternatives:
+        chosen = logprobs[:, list(alternatives)].tolist(), [alternatives] * len(rows)
+    else:
+        best = torch.topk(logprobs, min(count, rows.shape[-1]), dim=-1)
+        chosen = best.values.tolist(), best.indices.tolist()
     found = []
-    for token, logprob, values, ids in zip(token_ids, emitted, best.values.tolist(), best.indices.tolist(), strict=True):
+    for token, logprob, values, ids in zip(token_ids, emitted, *chosen, strict=True):
         # torch promises no order of ties: they are reported by token id.
         top = sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
         found.append(TokenLogprob(token, logprob, tuple(top)))

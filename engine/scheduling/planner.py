@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from outrider.decoding.budget.latency import StepLoad
 from outrider.decoding.drafters.base import Drafter
-from outrider.decoding.request import Request
+from outrider.decoding.request import Request, cache_namespace_of
 from outrider.decoding.sources.history import Histories
 from outrider.decoding.sources.text_keys import request_of
 from outrider.decoding.tree import DraftTree, permitted
@@ -58,21 +58,21 @@ class SlotPlacement:
         return rope is not None and rope.rope_length(request) != request.rope_length
 
     def _scope(self, request: Request) -> str | None:
-        tenant = request.cache_namespace
         # Prompt log-probabilities need all rows of the prompt.
         if not self._reuses or request.prompt_logprobs is not None:
             return None
+        tenant = cache_namespace_of(request.tenant, request.adapter)
         # Requests without a tenant reuse nothing, except choices of one prompt.
         if tenant is None:
             return f"{self._engine}/-/{request_of(request.text):x}" if request.siblings else None
-        # The requests of a tenant reuse each other's KV until texts of the tenant are deleted.
+        # The requests of a tenant, and salt, reuse each other's KV until texts of the tenant are deleted.
         history = None if self._memory is None else self._memory.of(tenant)
         edition = None if history is None else history.version
         former, number = self._scopes.get(tenant, (edition, 0))
         if former is not edition:
             number += 1
         self._scopes[tenant] = edition, number
-        return f"{self._engine}/{number}/{tenant}"
+        return f"{self._engine}/{number}/{request.kv_namespace}"
 
 
 class StepPlanner:

@@ -42,6 +42,8 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] = (),
     add_generation_prompt: bool = True,
     variables: Mapping[str, Any] | None = None,
+    continue_final_message: bool = False,
+    documents: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
     """Return the prompt token ids after which the model writes the assistant's next message.
 
@@ -51,9 +53,11 @@ def render_chat(
         tools: in the form of ``transformers``: ``{"type": "function", "function": {...}}``.
         add_generation_prompt: if false, the prompt ends after the last message.
         variables: template variables, such as ``enable_thinking``.
+        continue_final_message: the prompt ends within the last message, which the model continues.
+        documents: documents of templates for retrieval, such as ``{"title": ..., "text": ...}``.
 
     Raises:
-        RequestError: there are no messages, the template refuses them, or it does not use the tools or variables.
+        RequestError: there are no messages, the template refuses them, or it does not use the tools, documents or variables.
     """
     if not messages:
         raise RequestError("messages", "must hold at least one message")
@@ -63,14 +67,20 @@ def render_chat(
         turns = [_with_thinking(turn) for turn in turns]
     if tools and "tools" not in _template(tokenizer, tools):
         raise RequestError("tools", "the model's chat template does not show tools; leave them out, or send tool_choice: none")
+    if documents and not knows_variable(tokenizer, "documents"):
+        raise RequestError("documents", "the model's chat template does not show documents; put them into a message")
     for name in variables or ():
         if name in _OWN_VARIABLES or not knows_variable(tokenizer, name):
             raise RequestError(f"chat_template_kwargs.{name}", "the model's chat template does not know it; leave it out")
     options: dict[str, Any] = {**(variables or {}), **({"tools": list(tools)} if tools else {})}
     options |= {"add_generation_prompt": add_generation_prompt, "tokenize": False}
+    if continue_final_message:
+        options["continue_final_message"] = True
+    if documents:
+        options["documents"] = list(documents)
     try:
         text = tokenizer.apply_chat_template(turns, chat_template=template, **options)
-    except (TemplateError, TypeError, RecursionError) as error:  # errors of templates on unexpected input
+    except (TemplateError, TypeError, RecursionError, ValueError) as error:  # errors of templates on unexpected input
         raise RequestError("messages", f"the model's chat template refuses these messages: {error}") from error
     # The template writes the special tokens itself, so encoding must not add them again.
     ids = token_ids(tokenizer, str(text), special_tokens=False)

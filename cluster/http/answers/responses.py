@@ -217,7 +217,7 @@ async def _events(
         for event in answer.end(ending, usage_so_far(generation, [reader])):
             yield form.shape.pad(await _sent(event, answer.pauses))
     except Exception as error:  # noqa: BLE001  # logged_error logs it
-        reported = errors.logged_error(errors.renamed(error), "a stream broke off")
+        reported = errors.logged_error(errors.renamed(error, own_name, "input"), "a stream broke off")
         # The HTTP status has been sent, so the failure has to be an event.
         for sent in await _failed(answer, usage_so_far(generation, [reader]), reported):
             yield form.shape.pad(sent)

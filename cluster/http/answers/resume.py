@@ -25,7 +25,7 @@ from typing import Any
 from outrider.cluster.http.answers.openai_shapes import Answer, Choice, Delta
 from outrider.cluster.http.answers.pieces import json_pieces, to_json
 from outrider.cluster.http.errors import ApiError
-from outrider.cluster.http.types.openai import CompletionFields
+from outrider.cluster.http.types.openai import RequestFields
 from outrider.cluster.serving.generation import GenerationJob
 from outrider.engine.loading.model_info import ModelInfo, samples_apart
 
@@ -80,7 +80,7 @@ class ResumePoint:
     key: bytes = dataclasses.field(default=b"", repr=False)  # signs event ids
 
     @classmethod
-    def of(cls, prefix: str, body: CompletionFields, tenant: str | None, headers: StreamHeaders, key: bytes) -> ResumePoint:
+    def of(cls, prefix: str, body: RequestFields, tenant: str | None, headers: StreamHeaders, key: bytes) -> ResumePoint:
         """Return the beginning of a new or resumed response. ``key`` (at most 64 bytes; empty: no ids) signs event ids.
 
         Raises ``ApiError``: 400 if ``Last-Event-ID`` is not an event id of this request's stream.

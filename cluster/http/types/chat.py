@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, field_validator, model_validator
+from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, ValidationError, field_validator, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -18,6 +18,7 @@ MAX_ALL_PARTS = 8192  # content parts and tool calls of all messages of a reques
 MAX_TOOLS = 128  # tools of a request (OpenAI's limit), and tool calls of one message
 
 
+Body = TypeVar("Body")
 Index = Annotated[int, Field(ge=0, lt=MAX_TOOLS)]
 
 
@@ -176,6 +177,23 @@ def check_parts(value: Any, *fields: str) -> Any:
     if count > MAX_ALL_PARTS:
         raise ValueError(f"must hold at most {MAX_ALL_PARTS} parts and calls together, not {count}")
     return value
+
+
+def checked_chat(build: Callable[[], Body], own_name: Callable[[str], str | None], prompt: str) -> Body:
+    """Return the chat request that ``build`` makes of another one. Raises ``PydanticCustomError`` with that one's field names.
+
+    Args:
+        own_name: from a chat's field to the other request's; None if it has none.
+        prompt: field of the other request that errors in the messages name.
+    """
+    try:
+        return build()
+    except ValidationError as error:
+        (first, *_) = error.errors()
+        place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"]).removeprefix(".")
+        field = first.get("ctx", {}).get("param") or place
+        own = own_name(f"{place}.{field}" if place and place != field else field) or prompt
+        raise unsupported(own, f"{own}: {first['msg']}" if own == prompt else first["msg"]) from None
 
 
 Messages = Annotated[

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, WrapValidator, field_validator, model_validator
 
-from outrider.cluster.http.types.chat import Messages, NamedTool, Prediction, Tools
+from outrider.cluster.http.types.chat import Messages, NamedTool, Prediction, Tools, text_of
 from outrider.cluster.http.types.strict import (
     ENCODABLE,
     MAX_NUMBER,
@@ -29,22 +29,20 @@ from outrider.decoding.sources.embeddings import MAX_EMBEDDING
 MAX_STOPS = 4  # OpenAI's limit
 MAX_STOP_IDS = 1024
 MAX_BIASES = 1024
+MAX_BAD_WORDS = 1024
+MAX_LOGPROB_IDS = 128
 MAX_DOCUMENTS = 1024
 MAX_OPTIONS = 16  # of a strategy
 MAX_COMPONENT = 1e6  # absolute value of an embedding's component
 MAX_TIMEOUT_S = 1e9
 MAX_CHOICES = 128  # prompts times n of one request
+REQUEST_ID = r"^[A-Za-z0-9_.:\-]{1,128}$"  # names of requests: fit for headers and log lines
 MAX_REPORTED_VALUES = 1 << 20  # log-probabilities (alternatives included) and reported tokens of a response: 100 MB of JSON
 _COMMON_NO_OPS: dict[str, tuple[Any, ...]] = {
-    "cache_salt": (),
     "best_of": (1,),
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
     "early_stopping": (False,),
-    "documents": ([],),
-    "truncate_prompt_tokens": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "logits_processors": ([],),
     "spaces_between_special_tokens": (True,),
     "return_tokens_as_token_ids": (False,),
@@ -52,7 +50,6 @@ _COMMON_NO_OPS: dict[str, tuple[Any, ...]] = {
     "guided_whitespace_pattern": (),
     "kv_transfer_params": (),
     "vllm_xargs": ({},),
-    "request_id": (),
 }
 _CHAT_NO_OPS: dict[str, tuple[Any, ...]] = _COMMON_NO_OPS | {
     "functions": ([],),
@@ -66,8 +63,6 @@ _CHAT_NO_OPS: dict[str, tuple[Any, ...]] = _COMMON_NO_OPS | {
     "web_search_options": (),
     "moderation": (),
     "prompt_cache_retention": ("in-memory", "in_memory"),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "add_special_tokens": (False,),
     "chat_template": (),
     "echo": (False,),
@@ -76,7 +71,9 @@ _CHAT_NO_OPS: dict[str, tuple[Any, ...]] = _COMMON_NO_OPS | {
 _COMPLETION_NO_OPS: dict[str, tuple[Any, ...]] = _COMMON_NO_OPS | {
     "suffix": ("",),
     "add_special_tokens": (True,),
+    "documents": ([],),
     "prompt_embeds": (),
+    "thinking_token_budget": (),
 }
 
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
@@ -128,10 +125,25 @@ class SpeculationChoice(Strict):
     report: bool | None = None  # report the draft source of every token; see openai_shapes.py
 
 
-class CompletionFields(StructuredFields):
-    """Fields of all requests that generate text."""
+class RequestFields(Strict):
+    """Fields of all requests that an engine computes."""
 
     model: Name
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None  # choices per prompt; see request_planner.choice_seed
+    stream: bool | None = None
+    cache: CacheChoice | None = None  # allowed draft sources; does not change the output; see cluster.admission.tenancy
+    cache_salt: Annotated[Name, Field(min_length=1)] | None = None  # KV is shared with requests of the same salt only
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None  # lower runs first; see engine.scheduling_policy
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)] | None = None  # seconds until a 504
+    prompt_cache_key: Name | None = None  # session id; requests of a session go to the same replica if possible
+    request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None  # name of the request in log lines and X-Request-Id
+    user: Name | None = None  # opaque label
+    safety_identifier: Name | None = None  # opaque label
+
+
+class CompletionFields(StructuredFields, RequestFields):
+    """Fields of all requests that generate text."""
+
     max_tokens: MostTokens | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None  # default 1.0; 0 is greedy
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None  # 0 keeps the most likely token
@@ -141,29 +153,25 @@ class CompletionFields(StructuredFields):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None  # keys are token ids as strings
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None  # choices per prompt; see request_planner.choice_seed
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None  # default: random
     min_tokens: Tokens | None = None  # number of tokens before which no end token is allowed
     stop: Stops | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None  # vLLM's, as the next four; no other tokens
+    bad_words: Annotated[list[Stop], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None  # not in the output
+    logprob_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LOGPROB_IDS, fail_fast=True)] | None = None  # with logprobs
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_NUMBER)] | None = None  # last tokens kept; -1: as many as fit
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None  # keep the stop string or stop token in the text
     skip_special_tokens: bool | None = None  # default true
     prompt_logprobs: Alternatives | None = None  # vLLM's: alternatives per prompt token
     return_token_ids: bool | None = None  # vLLM's: return token ids of prompt and output
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     # Texts that the response may repeat. They speed up generation and do not change the output.
     reference_documents: Annotated[list[Text], Field(max_length=MAX_DOCUMENTS, fail_fast=True)] | None = None
     # Embedding of the request. Outputs of the tenant's past requests with a similar embedding are used as draft sources.
     reference_embedding: Annotated[list[Component], Field(min_length=1, max_length=MAX_EMBEDDING, fail_fast=True)] | None = None
-    cache: CacheChoice | None = None  # allowed draft sources; does not change the output; see cluster.admission.tenancy
     speculation: SpeculationChoice | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None  # lower runs first; see engine.scheduling_policy
-    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)] | None = None  # seconds until a 504
-    prompt_cache_key: Name | None = None  # session id; requests of a session go to the same replica if possible
-    user: Name | None = None  # opaque label
-    safety_identifier: Name | None = None  # opaque label
 
     @field_validator("logit_bias", mode="before")
     @classmethod
@@ -200,6 +208,21 @@ class CompletionFields(StructuredFields):
         if max(map(len, texts), default=0) > MAX_STOP_CHARS:
             raise ValueError(f"must be at most {MAX_STOP_CHARS} characters long, each string of a list too")
         return texts
+
+    @model_validator(mode="after")
+    def _check_token_ids(self) -> CompletionFields:
+        if self.truncate_prompt_tokens == 0:
+            raise unsupported("truncate_prompt_tokens", "truncate_prompt_tokens must be at least 1, or -1 for as many as fit")
+        if self.logprob_token_ids and getattr(self, "logprobs", None) in (None, False):
+            raise unsupported("logprob_token_ids", "logprob_token_ids is only allowed with logprobs")
+        if self.logprob_token_ids and getattr(self, "top_logprobs", None):
+            raise unsupported("logprob_token_ids", "logprob_token_ids and top_logprobs name alternatives; send one of them")
+        if self.logprob_token_ids and len(set(self.logprob_token_ids)) < len(self.logprob_token_ids):
+            raise unsupported("logprob_token_ids", "logprob_token_ids must name each token once")
+        if self.allowed_token_ids and self.bound_by is not None:
+            message = f"allowed_token_ids and {self.bound_by} cannot both bind the answer; send one of them"
+            raise unsupported("allowed_token_ids", message)
+        return self
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> CompletionFields:
@@ -276,7 +299,7 @@ class CompletionRequest(CompletionFields):
     @property
     def num_logprobs(self) -> int | None:
         """Return the number of alternatives per token; None without log-probabilities."""
-        return self.logprobs
+        return len(self.logprob_token_ids) if self.logprob_token_ids else self.logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:
@@ -290,6 +313,8 @@ class ChatCompletionRequest(CompletionFields):
 
     NO_OPS = _CHAT_NO_OPS
     PROMPT: ClassVar[str] = "messages"
+    # Whether hints that the model does not support, and a longer output than the context allows, are no errors.
+    LENIENT: ClassVar[bool] = False
 
     messages: Messages
     max_completion_tokens: MostTokens | None = None  # newer name of max_tokens
@@ -303,6 +328,20 @@ class ChatCompletionRequest(CompletionFields):
     include_reasoning: bool | None = None  # vLLM's: false removes the reasoning from the response
     reasoning_effort: Effort | None = None  # variable of the chat template
     chat_template_kwargs: JsonObject | None = None  # vLLM's: variables of the chat template, such as enable_thinking
+    thinking_token_budget: Tokens | None = None  # vLLM's: reasoning is ended after so many tokens
+    documents: Annotated[list[JsonObject], Field(max_length=MAX_DOCUMENTS, fail_fast=True)] | None = None  # for the template
+    add_generation_prompt: bool | None = None  # default true, without continue_final_message
+    continue_final_message: bool | None = None  # the response continues the last message, which stays open
+
+    @property
+    def opens_message(self) -> bool:
+        """Return whether the prompt ends with the header of a new message of the assistant."""
+        return not self.continue_final_message and self.add_generation_prompt is not False
+
+    @property
+    def thinks(self) -> bool | None:
+        """Return whether the model should reason; None for the template's default."""
+        return False if self.reasoning_effort == "none" else None
 
     @property
     def most_tokens(self) -> tuple[str, int | None]:
@@ -342,7 +381,7 @@ class ChatCompletionRequest(CompletionFields):
     @property
     def num_logprobs(self) -> int | None:
         """Return the number of alternatives per token; None without log-probabilities."""
-        return self.top_logprobs or 0 if self.logprobs else None
+        return len(self.logprob_token_ids or ()) or self.top_logprobs or 0 if self.logprobs else None
 
     @property
     def num_prompt_logprobs(self) -> int | None:
@@ -356,8 +395,20 @@ class ChatCompletionRequest(CompletionFields):
         return self
 
     @model_validator(mode="after")
+    def _check_final_message(self) -> ChatCompletionRequest:
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "continue_final_message continues a message, and add_generation_prompt begins one; send one of them"
+            raise unsupported("continue_final_message", message)
+        if self.continue_final_message and (self.messages[-1].tool_calls or not text_of(self.messages[-1].content).strip()):
+            raise unsupported("continue_final_message", "continue_final_message needs a last message with text")
+        return self
+
+    @model_validator(mode="after")
     def _check_tool_choice(self) -> ChatCompletionRequest:
         names = [tool.function.name for tool in self.tools or ()]
+        if self.allowed_token_ids and self.binds_calls is not None:
+            message = f"allowed_token_ids and {self.binds_calls} cannot both bind the answer; send one of them"
+            raise unsupported("allowed_token_ids", message)
         if self.tool_choice == "required" and not names:
             raise unsupported("tool_choice", "tool_choice: required needs tools to choose from")
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
@@ -380,14 +431,13 @@ class ChatCompletionRequest(CompletionFields):
 class TokenizeRequest(Strict):
     """Body of ``POST /tokenize``: a prompt as in completions, or messages as in chats."""
 
-    NO_OPS: ClassVar[dict[str, tuple[Any, ...]]] = {"continue_final_message": (False,)}
-
     model: Name | None = None
     prompt: Text | None = None
     messages: Messages | None = None
     tools: Tools | None = None  # with messages only
     chat_template_kwargs: JsonObject | None = None  # with messages only
     add_generation_prompt: bool = True  # with messages only: append the header of the assistant's message
+    continue_final_message: bool | None = None  # with messages only: leave the last message open, without a header after it
     add_special_tokens: bool | None = None  # with prompt only; default true
     return_token_strs: bool | None = None  # return the vocabulary entries of the tokens too
 

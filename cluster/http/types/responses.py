@@ -6,11 +6,11 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, GetJsonSchemaHandler, Tag, ValidationError, field_validator, model_validator
+from pydantic import Discriminator, Field, GetJsonSchemaHandler, Tag, field_validator, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticKnownError
 
-from outrider.cluster.http.types.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Function, FunctionCall, check_parts
+from outrider.cluster.http.types.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Function, FunctionCall, check_parts, checked_chat
 from outrider.cluster.http.types.openai import ChatCompletionRequest, CompletionFields, Effort, MostTokens
 from outrider.cluster.http.types.strict import JsonObject, Name, Strict, Text, unsupported
 from outrider.cluster.http.types.structured import JsonSchemaFormat, ResponseFormat
@@ -23,6 +23,7 @@ _UNTOLD: dict[str, tuple[Any, ...]] = {
     "response_format": (),
     "prompt_logprobs": (),
     "return_token_ids": (False,),
+    "logprob_token_ids": ([],),
     # Unsupported fields of the Responses API.
     "background": (False,),
     "conversation": (),
@@ -275,15 +276,8 @@ class ResponsesRequest(CompletionFields):
             raise unsupported("previous_response_id", message)
         if self.store:
             raise unsupported("store", "store: true is not supported: this server keeps no responses; leave it out")
-        try:
-            # Built here, so that an error of the chat becomes one of this request, with this request's field names.
-            _ = self.chat
-        except ValidationError as error:
-            (first, *_) = error.errors()
-            place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"]).removeprefix(".")
-            field = first.get("ctx", {}).get("param") or place
-            own = own_name(f"{place}.{field}" if place and place != field else field) or "input"
-            raise unsupported(own, f"{own}: {first['msg']}" if own == "input" else first["msg"]) from None
+        # Built here, so that an error of the chat becomes one of this request, with this request's field names.
+        checked_chat(lambda: self.chat, own_name, "input")
         return self
 
     @functools.cached_property

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from contextvars import ContextVar
 from typing import Annotated, Any, ClassVar
 
 from pydantic import (
@@ -39,6 +40,9 @@ MAX_TOKEN_IDS = 2**20
 MAX_NUMBER = 2**31 - 1  # number of tokens, or a token id
 MAX_UNKNOWN = 4  # unknown fields that are reported one by one
 MAX_DEPTH, MAX_VALUES, MAX_INTEGER = 64, 20_000, 2**64  # bounds of free-form JSON objects
+
+# Collects the unknown fields that are left out of a body while it is validated; None if they are errors.
+UNKNOWN: ContextVar[list[str] | None] = ContextVar("unknown fields of the body that is being validated", default=None)
 
 ENCODABLE = AfterValidator(_encodable)
 Text = Annotated[str, Field(max_length=MAX_TEXT), ENCODABLE]
@@ -127,6 +131,9 @@ class Strict(BaseModel):
                 raise unsupported(name, f"{name} is not supported; {advice}")
         left = {name: value for name, value in data.items() if name not in cls.NO_OPS}
         unknown = [name for name in left if name not in _names(cls)]
+        if (ignored := UNKNOWN.get()) is not None:
+            ignored += unknown
+            return {name: value for name, value in left.items() if name in _names(cls)}
         if len(unknown) > MAX_UNKNOWN:
             message = f"{len(unknown)} unknown parameters; remove them"
             raise PydanticCustomError("unknown_parameters", "{message}", {"param": unknown[0], "message": message})
