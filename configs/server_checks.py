@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from outrider.configs.slices import ServerOptions
 from outrider.configs.tenancy_checks import is_loopback
 
 _LAST_PORT = 65535
 _ANY = "*"
+_ORIGIN = re.compile(r"https?://[A-Za-z0-9_.-]+(:[0-9]{1,5})?")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})")
 
 
@@ -37,6 +39,14 @@ def admin_names(server: ServerOptions) -> frozenset[str] | None:
     return allowed_names(server, server.admin_host) if is_loopback(server.admin_host) else None
 
 
+def http_options(server: ServerOptions) -> dict[str, Any]:
+    """Return the HTTP options of Ray Serve."""
+    options: dict[str, Any] = {"host": server.host, "port": server.port}
+    if server.ssl_certfile is not None:
+        options |= {"ssl_keyfile": server.ssl_keyfile, "ssl_certfile": server.ssl_certfile}
+    return options
+
+
 def server_faults(server: ServerOptions) -> Iterator[str]:
     """Yield one sentence for each fault."""
     if server.admin_port == server.port:
@@ -46,6 +56,11 @@ def server_faults(server: ServerOptions) -> Iterator[str]:
         )
     elif server.admin_port is None and server.port == _LAST_PORT and admin_address(server) is not None:
         yield f"server.port is {_LAST_PORT}, and /admin and /metrics listen on the port after it: set server.admin_port"
+    if (server.ssl_certfile is None) != (server.ssl_keyfile is None):
+        yield "server.ssl_certfile and server.ssl_keyfile belong together: set both, or leave both out"
+    for origin in server.allowed_origins:
+        if origin != _ANY and not _ORIGIN.fullmatch(origin):
+            yield f"server.allowed_origins holds {origin!r}; allowed: '*', or origins such as https://app.example:8443"
     if server.most_replicas < server.replicas:
         yield f"server.max_replicas is {server.max_replicas}; allowed: at least server.replicas, which is {server.replicas}"
     if not server.most_replicas:

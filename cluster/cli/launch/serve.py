@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import select
+import ssl
 import subprocess
 import threading
 import time
@@ -36,7 +37,7 @@ from outrider.cluster.cli.launch.preflight import (
 )
 from outrider.cluster.serving.secrets import cached_secret
 from outrider.configs.schema import Config, find_model
-from outrider.configs.server_checks import admin_address
+from outrider.configs.server_checks import admin_address, http_options
 from outrider.configs.tenancy_checks import key_is_required
 from outrider.decoding.jit import cache_folder, compiles_first
 from outrider.engine.child_process import PIP_VARIABLES, PROGRESS_VARIABLE, child_environment, last_progress, python_module
@@ -296,7 +297,7 @@ def _deploy(config: Config, say: Callable[[str], None], signals: StopSignals) ->
     quiet = {"log_level": "WARNING", "enable_access_log": False}
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
-        serve.start(http_options={"host": config.server.host, "port": config.server.port}, logging_config=quiet)
+        serve.start(http_options=http_options(config.server), logging_config=quiet)
         say("Serve started")
         signals.check()
         from outrider.cluster.app import application
@@ -312,7 +313,7 @@ def _wait_until_loaded(config: Config, progress: Path, say: Progress, signals: S
     began = time.monotonic()
     compiles = config.server.ray_address is None and compiles_first()
     say(f"loading {config.model.path}{' (the first start also compiles)' if compiles else ''}")
-    with httpx.Client(base_url=base_url(config), timeout=5.0) as client:
+    with httpx.Client(base_url=base_url(config), timeout=5.0, verify=_verification(config)) as client:
         while True:
             signals.check()
             now = time.monotonic()
@@ -357,7 +358,8 @@ def _pending() -> str:
 
 def _announce(config: Config, say: Progress, as_json: bool) -> None:
     url = base_url(config)
-    model = httpx.get(f"{url}/health", timeout=30.0).raise_for_status().json()["model"]  # /health needs no key
+    health = httpx.get(f"{url}/health", timeout=30.0, verify=_verification(config))  # needs no key
+    model = health.raise_for_status().json()["model"]
     body = {"model": model, "messages": [{"role": "user", "content": EXAMPLE}], "temperature": 0, "max_tokens": 64}
     admin = admin_address(config.server)
     if admin is not None:
@@ -372,12 +374,21 @@ def _announce(config: Config, say: Progress, as_json: bool) -> None:
 
 def base_url(config: Config) -> str:
     """Return the service's URL for clients on this machine."""
-    return _url(config.server.host, config.server.port)
+    return _url(config.server.host, config.server.port, "https" if config.server.ssl_certfile else "http")
 
 
-def _url(host: str, port: int) -> str:
+def _verification(config: Config) -> ssl.SSLContext | bool:
+    """Return how this command verifies its own server: by the configured certificate, whatever name it is for."""
+    if config.server.ssl_certfile is None:
+        return True
+    context = ssl.create_default_context(cafile=config.server.ssl_certfile)
+    context.check_hostname = False
+    return context
+
+
+def _url(host: str, port: int, scheme: str = "http") -> str:
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
-    return f"http://{shown}:{port}"
+    return f"{scheme}://{shown}:{port}"
 
 
 def _reason(message: str) -> str:

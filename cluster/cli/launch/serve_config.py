@@ -39,13 +39,14 @@ def serve_config_text(config: Path | None, overrides: Sequence[str]) -> str:
     import yaml
 
     from outrider.configs.schema import ConfigError, load_config, read_settings
+    from outrider.configs.server_checks import http_options
 
     loaded = load_config(config, overrides)
     check_address(loaded)
     if loaded.server.ray_address is not None:
         raise ConfigError("server.ray_address is only for outrider serve: leave it out")
     arguments = read_settings(config, overrides)
-    http = {"host": loaded.server.host, "port": loaded.server.port}
+    http = http_options(loaded.server)
     # The application also reads them, to decide if keys are required and where the operator's routes are.
     arguments["server"] = http | arguments.get("server", {})
     document: dict[str, Any] = {

@@ -213,7 +213,8 @@ class CompletionFields(StructuredFields, RequestFields):
     def _check_token_ids(self) -> CompletionFields:
         if self.truncate_prompt_tokens == 0:
             raise unsupported("truncate_prompt_tokens", "truncate_prompt_tokens must be at least 1, or -1 for as many as fit")
-        if self.logprob_token_ids and getattr(self, "logprobs", None) in (None, False):
+        wanted = getattr(self, "logprobs", None)
+        if self.logprob_token_ids and (wanted is None or wanted is False):
             raise unsupported("logprob_token_ids", "logprob_token_ids is only allowed with logprobs")
         if self.logprob_token_ids and getattr(self, "top_logprobs", None):
             raise unsupported("logprob_token_ids", "logprob_token_ids and top_logprobs name alternatives; send one of them")
