@@ -262,6 +262,28 @@ def test_copies_are_counted_as_in_figure_4() -> None:
     assert short["triggers"].mean == 2.0 and short["accepted"].mean == 1.0 and short["steps"].mean == 5.0
 
 
+def test_the_screen_shows_each_headline_the_failing_ones_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["papers", "--records", str(tmp_path)]) == 2 and "no record of llma" in capsys.readouterr().err
+    verdicts = iter([FAILS, *[HELD] * 300])
+    for key, paper in PAPERS.items():
+        claims = []
+        for claim in paper.claims:
+            row = {"where": claim.where, "metric": claim.metric, "verdict": next(verdicts), "direction": True, "ratio": 2.0}
+            row |= {"ratios": {"tokens_per_step": 2.5, "priced": 2.0, "measured": 0.5}}
+            if claim.size:
+                row["size"] = {"paper": list(claim.size), "of_paper": 1.2, "within": False}
+            claims.append(row | ({"headline": claim.headline} if claim.headline else {}))
+        for name, results in (("2026-01-01", {}), ("2026-01-02", {"paper": {"name": key}, "claims": claims})):
+            (tmp_path / f"{name}-bench-paper-{key}.json").write_text(json.dumps({"results": results}))
+    assert main(["papers", "--records", str(tmp_path)]) == 0
+    _, _, first, *rows, _, counts, _ = capsys.readouterr().out.splitlines()
+    assert [cell.strip() for cell in first.strip("|").split("|")][:7] == [
+        "llma", "speed-up with retrieved documents", "2.22 to 2.49", "2.50", "2.00", "0.50", FAILS
+    ]  # fmt: skip
+    assert len(rows) == 13 and "2.03 / 2.03" not in first
+    assert counts == "direction: 14 of 14 rows; size priced within 20% of the paper's: 11 of 11 rows that have one."
+
+
 @pytest.fixture
 def files(tmp_path: Path) -> list[Path]:
     """Two files of known outputs."""
