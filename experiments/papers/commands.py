@@ -57,7 +57,7 @@ def bench_of(key: str) -> Bench:
     paper = PAPERS[key]
     names = "\n".join(f"  {name}: {words}" for name, words in paper.datasets.items())
     text = f"{DESCRIPTION}{paper.source}: {paper.title}\n{paper.ran}\n{names}\n\n{_FOLLOWS[paper.follows]}"
-    least = dict.fromkeys(("records", "max_tokens", "repeats", "timed", "threads"), 1) | {"hours": 0.0}
+    least = dict.fromkeys(("records", "max_tokens", "repeats", "threads"), 1) | {"timed": 0, "hours": 0.0}
     return Bench(
         f"bench-paper-{key}", text, partial(measure, paper), partial(options, paper), least, partial(check, paper), unfaithful
     )
@@ -78,7 +78,7 @@ def options(paper: Paper, parser: argparse.ArgumentParser) -> None:
         for name, preset in PRESETS.items()
     )
     parser.add_argument("--preset", choices=PRESETS, default="full", help=f"defaults of these options; {presets}")
-    text = "prompts of each race whose speed is measured where outputs are followed; steps are counted on all records"
+    text = "prompts of each race whose speed is measured where outputs are followed; steps are counted on all records; 0: none"
     parser.add_argument("--timed", type=int, help=text)
     parser.add_argument("--hours", type=float, help="after which no run begins; default: no limit")
     kept = Path(f"paper-{paper.key}.kept.jsonl")

@@ -17,7 +17,7 @@ from outrider.experiments.bench.figure import panel
 from outrider.experiments.papers.beside import Found
 from outrider.experiments.papers.numbers.published import Figure, figure_of
 from outrider.experiments.papers.priced import PRICED, add_prices, priced_on, speedups
-from outrider.experiments.papers.stage import BEST, PLAIN, SESSIONS, Stage, best, means, race
+from outrider.experiments.papers.stage import BEST, PLAIN, SESSIONS, Stage, best, means, race, shown
 
 _LINES = {f"n={n}": {str(k): f"n={n} k={k}" for k in (2, 5, 10, 15, 20)} for n in (1, 2, 4)}  # labels of the grid
 _GRID = {label: (int(line[2:]), int(k)) for line, labels in _LINES.items() for k, label in labels.items()}
@@ -81,13 +81,9 @@ def measure(stage: Stage, found: Found) -> None:
             "output tokens": statistics.fmean(len(prompt.known or ()) for prompt in prompts),
         }
         found.tables[_TABLES[name]] = {
-            f"{model}, {winner}": {
-                "plain tokens/s": own[PLAIN]["tokens/s"],
-                "LLMA tokens/s": own[winner]["tokens/s"],
-                "speed-up": own[winner]["speedup"],
-                "priced speed-up": own[winner][PRICED].mean / own[PLAIN][PRICED].mean,
-                "decode speed-up": own[winner]["decode speedup"],
-            }
+            f"{model}, {winner}": shown(own[PLAIN], {"plain tokens/s": "tokens/s"})
+            | shown(own[winner], {"LLMA tokens/s": "tokens/s", "speed-up": "speedup", "decode speed-up": "decode speedup"})
+            | {"priced speed-up": own[winner][PRICED].mean / own[PLAIN][PRICED].mean}
         }
         speeds = speedups(own, PLAIN, _LINES)
         found.figures[f"figure 3, {name}"] = panel(

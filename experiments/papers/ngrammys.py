@@ -16,7 +16,7 @@ from outrider.experiments.papers.beside import Found
 from outrider.experiments.papers.devices import step_ms
 from outrider.experiments.papers.numbers.published import DEVICE, Figure, Value, figure_of
 from outrider.experiments.papers.priced import PRICED, add_prices, priced_on, speedups
-from outrider.experiments.papers.stage import BEST, PLAIN, Stage, along_files, best, maker, means, others, race, written
+from outrider.experiments.papers.stage import BEST, PLAIN, Stage, along_files, best, maker, means, others, race, shown, written
 
 ROWS, WIDTHS = (1, 5, 10, 20, 25), (2, 6, 10, 14)
 _LINES = {str(k): {str(w): f"k={k} w={w}" for w in WIDTHS} for k in ROWS}  # labels of the grid
@@ -110,7 +110,7 @@ def measure(stage: Stage, found: Found) -> None:
         measured[BEST] = measured[winner]
         for label, row in (("(10,10)", _BLOCK), ("(k*,w*)", winner), (_LOOKAHEAD, _LOOKAHEAD)):
             line = lines.setdefault(f"{model} {label}", {})
-            line |= {f"{name} tok/call": measured[row]["tokens_per_step"], f"{name} speed-up": measured[row]["speedup"]}
+            line |= shown(measured[row], {f"{name} tok/call": "tokens_per_step", f"{name} speed-up": "speedup"})
         found.notes.append(f"(k*, w*) on {name}: {winner}")
         found.figures[f"figure 3, {name}"] = panel("heat", "speed-up, priced", "w", "k", speedups(measured, PLAIN, _LINES))
         steps = means(measured, "tokens_per_step", _LINES)

@@ -28,7 +28,7 @@ from outrider.experiments.bench.record import portable
 from outrider.experiments.bench.workloads import interleaved
 from outrider.experiments.papers.kept import KeptContestant, KeptRuns
 from outrider.experiments.papers.numbers.mjsd import ENERGY
-from outrider.experiments.papers.numbers.published import KNOWN, Figure, figure_of
+from outrider.experiments.papers.numbers.published import KNOWN, Figure, Value, figure_of
 
 PLAIN = "plain"  # label of plain decoding, the baseline of speed-ups
 BEST = "best"  # label under which the measurements of the fastest setting are repeated
@@ -58,7 +58,7 @@ class Stage:
     guided: bool  # whether known outputs are followed
     max_tokens: int
     repeats: int
-    timed: int  # first prompts of each race whose speed is measured, where steps are counted without the model
+    timed: int  # first prompts of each race whose speed is measured, where steps are counted without the model; may be 0
     seed: int  # of sampled outputs
     progress: Progress
     strategies: Mapping[str, str]  # further ones
@@ -250,7 +250,7 @@ def race(
     rows = _steps(turns(f"{name}, steps", [label for label in everything if label not in reading], prompts, 1, True))
     if reading:
         rows |= _steps(turns(f"{name}, with the model", reading, prompts, 1, False))
-    if not sweep:
+    if stage.timed and not sweep:
         timed = prompts[: stage.timed]
         measured = _rows(turns(f"{name}, timed", everything, timed, repeats, False), timed)
         rows = {label: measured[label] | rows[label] for label in everything}
@@ -361,6 +361,11 @@ def others(measured: Mapping[str, Row]) -> dict[str, Row]:
 def best(measured: Mapping[str, Row], metric: str = "speedup") -> str:
     """Return the label with the highest value of a metric, plain decoding excluded."""
     return max(others(measured), key=lambda label: measured[label][metric].mean)
+
+
+def shown(row: Row, columns: Mapping[str, str]) -> dict[str, Value]:
+    """Return the figures of a row by the column names of a table, without those that are not measured."""
+    return {column: row[metric] for column, metric in columns.items() if metric in row}
 
 
 def means(measured: Mapping[str, Row], metric: str, lines: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, float]]:

@@ -141,7 +141,7 @@ def _warming(
 
 
 def _column(measured: dict[str, Row], metric: str) -> dict[str, Value]:
-    return {label: measured[label][metric] for label in (PLAIN, *METHODS)}
+    return {label: measured[label][metric] for label in (PLAIN, *METHODS) if metric in measured[label]}
 
 
 def _sweep(stage: Stage, shared: SharedModel, prompts: Sequence[Prompt], before: Sequence[Sequence[int]], found: Found) -> None:
