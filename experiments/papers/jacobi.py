@@ -16,7 +16,7 @@ from outrider.experiments.bench.figure import panel
 from outrider.experiments.papers.beside import Found
 from outrider.experiments.papers.numbers.published import ALL, Value, load
 from outrider.experiments.papers.priced import PRICED, add_prices, priced_on, speedups
-from outrider.experiments.papers.stage import PLAIN, Row, Stage, best, means, others, race
+from outrider.experiments.papers.stage import PLAIN, MakeContestant, Row, Stage, best, means, others, race
 
 WINDOWS, NGRAMS = (1, 5, 10, 15), (3, 5, 7)
 SAMPLED, TEMPERATURES = ("cnn", "xsum"), (1.0, 0.0)  # datasets of table 2
@@ -78,9 +78,7 @@ def measure(stage: Stage, found: Found) -> None:
         if name in SAMPLED:
             _sampling(stage, shared, name, prompts, found)
             continue
-        rows = found.measures[name] = _priced(
-            stage, name, prompts, race(stage, name, shared, prompts, {"lookahead": strategy(*SETTINGS[_GOOD])})
-        )
+        rows = found.measures[name] = _race(stage, name, shared, prompts, {"lookahead": strategy(*SETTINGS[_GOOD])})
         found.tables["figure 5"][model][name] = rows["lookahead"]["speedup"]
     followed = {name: found.measures[name]["lookahead"] for name in found.tables["figure 5"][model]}
     found.measures[ALL] = followed
@@ -91,7 +89,7 @@ def measure(stage: Stage, found: Found) -> None:
         prompts = stage.datasets[_SWEPT]
         choices = {"prompt lookup": StrategyChoice("", "prompt_lookup", {})}
         choices |= {label: strategy(*numbers) for label, numbers in SETTINGS.items()}
-        measured = _priced(stage, _SWEPT, prompts, race(stage, "table 3", shared, prompts, choices))
+        measured = _race(stage, "table 3", shared, prompts, choices)
         found.measures[_SWEPT] |= others(measured)
         found.tables["table 3"] = {label: _pair(row) for label, row in measured.items()}
         _scaling(stage, shared, prompts, found)
@@ -107,7 +105,7 @@ def _sampling(stage: Stage, shared: SharedModel, name: str, prompts: Sequence[Pr
             return SampledContestant(make, SamplingParams(stage.max_tokens, each, seed=stage.seed))
 
         good = {label: strategy(*SETTINGS[_GOOD])}
-        rows = _priced(stage, name, prompts, race(stage, f"{label} on {name}", shared, prompts, good, contestant=contestant))
+        rows = _race(stage, f"{label} on {name}", shared, prompts, good, contestant=contestant)
         measured[label] = rows[label]
         measured.setdefault(PLAIN, rows[PLAIN])  # of either temperature: one token a step
         found.tables["table 2"][f"{name}, {label}"] = _pair(rows[label])
@@ -115,8 +113,19 @@ def _sampling(stage: Stage, shared: SharedModel, name: str, prompts: Sequence[Pr
     found.figures[f"table 2, {name}"] = panel("bars", "compression when sampling", "temperature", "S", line)
 
 
-def _priced(stage: Stage, name: str, prompts: Sequence[Prompt], rows: dict[str, Row]) -> dict[str, Row]:
-    add_prices(rows, priced_on("jacobi", name), [len(prompt.ids) for prompt in prompts], repeats=stage.repeats)
+def _race(
+    stage: Stage,
+    name: str,
+    shared: SharedModel,
+    prompts: Sequence[Prompt],
+    choices: Mapping[str, StrategyChoice],
+    repeats: int | None = None,
+    contestant: MakeContestant | None = None,
+) -> dict[str, Row]:
+    """Run a race and price it."""
+    rows = race(stage, name, shared, prompts, choices, repeats, contestant=contestant)
+    lengths = [len(prompt.ids) for prompt in prompts]
+    add_prices(rows, priced_on("jacobi", name), lengths, repeats=repeats or stage.repeats, choices=choices)
     return rows
 
 
@@ -128,8 +137,7 @@ def _scaling(stage: Stage, shared: SharedModel, prompts: Sequence[Prompt], found
     """Measure figures 4 and 8 and table 4, with G = W and without the prompt as reference."""
     grid = {_LINES[f"N={n}"][str(w)]: (w, n) for n in NGRAMS for w in WINDOWS}
     choices = {label: strategy(n, w, w) for label, (w, n) in grid.items()}
-    measured = race(stage, "figure 4", shared, prompts, choices, repeats=1)
-    add_prices(measured, priced_on("jacobi", _SWEPT), [len(prompt.ids) for prompt in prompts])
+    measured = _race(stage, "figure 4", shared, prompts, choices, repeats=1)
     found.measures[_SWEPT] |= others(measured)
     name, (window, ngram) = stage.loaded.served_name, grid[best(measured, PRICED)]
     found.tables["table 4"] = {name: {"W": window, "N": ngram}}

@@ -102,7 +102,7 @@ def measure(stage: Stage, found: Found) -> None:
         chosen = {label: choices[label] for label in (_BLOCK, winner)} | {_LOOKAHEAD: _LOOKAHEAD_CHOICE}
         chosen |= {f"{_BLOCK} q={q}": block(10, 10, q=q) for q in QUERIES}
         measured |= race(stage, f"table 1 on {name}", shared, prompts, chosen, reads_target=(_LOOKAHEAD,))
-        add_prices(measured, on, lengths)
+        add_prices(measured, on, lengths, choices=chosen)
         known = along_files(stage, prompts)
         if known:
             files = race(stage, f"the files' outputs on {name}", shared, known, {_BLOCK: choices[_BLOCK]}, sweep=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from outrider.decoding.drafters.registry import StrategyChoice
 from outrider.experiments.papers.numbers.mjsd import ENERGY
 from outrider.experiments.papers.numbers.published import Figure, load
 from outrider.experiments.simulation.hardware import GPUS, Gpu, ModelShape
@@ -85,6 +86,7 @@ def add_prices(
     batch_size: int = 1,
     repeats: int = 1,
     sequences: Mapping[str, int] | None = None,
+    choices: Mapping[str, StrategyChoice] | None = None,
 ) -> None:
     """Add the priced speed of whole requests, the prompt included, and the priced energy if ``on`` has joules.
 
@@ -97,9 +99,12 @@ def add_prices(
         batch_size: prompts of a record, which share each step.
         repeats: runs of a record that its samples are sums of.
         sequences: label -> drafted sequences side by side, of strategies with a draft model; 1 unless named.
+        choices: label -> strategy, of which a Jacobi window has rows that are no drafts.
     """
     groups = [prompts[start : start + batch_size] for start in range(0, len(prompts), batch_size)]
     for label, row in rows.items():
+        options = choices[label].options if choices and label in choices else {}
+        window = options["window"] * (options["ngram"] - 1) if "window" in options else 0
         seconds: list[tuple[float, float]] = []
         joules: list[tuple[float, float]] = []
         for group, (tokens, steps), (drafted, _) in zip(
@@ -109,7 +114,7 @@ def add_prices(
             own = steps - requests  # after the first token
             drafts = drafted / own if own else 0.0
             forwards = drafts / (sequences or {}).get(label, 1) if on.draft_layers else 0.0
-            wide, context = len(group) * (1 + drafts), sum(group) + tokens / repeats / 2
+            wide, context = len(group) * (1 + drafts + window), sum(group) + tokens / repeats / 2
             shared = own / len(group)
             step_s = on.step_s(wide, context) + forwards * on.draft_s
             seconds.append((tokens, repeats * on.prompt_s(sum(group)) + shared * step_s))

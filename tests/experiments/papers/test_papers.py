@@ -193,6 +193,9 @@ def test_a_price_is_of_the_whole_request() -> None:
     assert rows["drafts"][PRICED_ENERGY].mean == pytest.approx((prompt_j + 3 * (24.0 + 2 * draft_j)) / 10)
     add_prices(rows, on, [100, 100], batch_size=2)
     assert rows["plain"][PRICED].mean == pytest.approx(10 / (32e-3 + 4 * 32e-3))  # two requests of five tokens share each step
+    drafts = rows["drafts"][PRICED].mean
+    add_prices(rows, on, [100], choices={"drafts": StrategyChoice("", "jacobi", {"window": 500, "ngram": 5})})
+    assert rows["drafts"][PRICED].mean < drafts  # 2,000 rows of a window are no drafts, and take time
     series = speedups(rows, "plain", {"line": {"x": "drafts"}})
     assert series == {"line": {"x": pytest.approx(rows["drafts"][PRICED].mean / rows["plain"][PRICED].mean)}}
 
