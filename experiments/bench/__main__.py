@@ -14,6 +14,7 @@ COMMANDS: dict[str, str | Mapping[str, str]] = {
     "load": "bench.load",
     "scaling": "bench.scaling.command",
     "paper": "papers.commands",
+    "papers": "papers.screen",
     "replay": {"strategies": "bench.memory.replay_strategies", "sharing": "bench.memory.sharing"},
     "rag": "rag.bench",
     "peers": "peers.__main__",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.experiments.papers.numbers.published import ALL, Claim, Figure, Paper, Value
+from outrider.experiments.papers.priced import PRICED, PRICES
 
 Rows = dict[str, dict[str, Value]]  # row -> column -> number
 Sections = dict[str, Rows]  # name of a table or figure of the paper -> measurements
@@ -18,7 +19,9 @@ NOT_TESTABLE, NOT_MEASURED = "not testable here", "not measured"
 VERDICTS = (HELD, DIRECTION_ONLY, FAILS, UNDECIDED, NOT_TESTABLE, NOT_MEASURED)
 _UNDECIDED = "the interval of this run holds both directions"
 _NO_SAMPLES = "one measurement, by which chance cannot be told"
-_NO_SIZE, _OTHER_SIZE = "the paper gives no size", "the paper's size is outside the interval of this run"
+_NO_SIZE, _OTHER_SIZE = "the paper gives no size", "not within 15 % of the paper's size"
+WIDE = "within 15 % of the paper's size, but the interval is wider than 30 %"
+MARGIN, WIDEST = 0.15, 0.3  # of the ratio: distance of ours from the paper's, and width of our interval
 _ROUNDING = 1e-12
 _MOST_LOG = 20.0  # bound of the logarithm of a ratio
 
@@ -57,18 +60,18 @@ def judged(
     Args:
         claims: statements of a paper.
         measures: dataset -> label -> metric -> figure.
-        device: type of the device. On a CPU nothing is concluded of a statement that is ``beyond`` one, unless the CPU works
-            ``against`` it and its direction holds even so.
+        device: type of the device. On a CPU nothing is concluded of a statement that is ``beyond`` one and has no price.
 
     Returns:
-        For each ``here``, both values, None if not measured; ``ratio``, how many times better the preferred one is; its 95 %
-        ``interval`` over the records, paired unless datasets are compared; and the ``verdict``, one of ``VERDICTS``, with
-        ``why`` unless it is ``held``. It follows from three answers:
+        For each ``here``, both values, of the priced metric if there is one (``experiments.papers.priced``), None if unmeasured;
+        ``ratio``, how many times better the preferred one is; its 95 % ``interval`` over the records, paired unless datasets are
+        compared; ``ratios`` of tokens per step, of the priced and of the measured speed; and the ``verdict``, one of
+        ``VERDICTS``, with ``why`` unless it is ``held``. It follows from three answers:
 
         - ``direction``: whether the whole interval is on the paper's side of 1, None if 1 is in it; for two that are the same in
           the paper, whether it is within the tolerance.
         - ``size``: the paper's lowest and highest ratio (``paper``), ours over the nearest of them (``of_paper``), and whether
-          one of them is in our interval (``within``).
+          ours is within ``MARGIN`` of it with an interval no wider than ``WIDEST`` (``within``).
         - ``power``: the number of ``records``, and the number ``needed`` to tell the direction in four of five runs.
 
         If a value is not above 0, a difference replaces the ratio, and there is no size.
@@ -81,43 +84,57 @@ def _judged(claim: Claim, labels: Mapping[str, Mapping[str, Figure]], device: st
         "where": claim.where, "dataset": claim.dataset, "paper": claim.words, "metric": claim.metric,
         "of": [claim.better, claim.worse], "here": None, "verdict": NOT_MEASURED,
     }  # fmt: skip
-    better, worse = (labels.get(label, {}).get(claim.metric) for label in (claim.better, claim.worse))
+    if claim.headline:
+        row["headline"] = claim.headline
+    sides = [labels.get(label, {}) for label in (claim.better, claim.worse)]
+    priced = PRICES.get(claim.metric, "")
+    metric = priced if all(priced in side for side in sides) else claim.metric
+    better, worse = (side.get(metric) for side in sides)
+    needs_hardware = bool(claim.beyond) and device == "cpu" and metric == claim.metric
     if better is None or worse is None:
-        if claim.beyond and device == "cpu":
+        if needs_hardware:
             row["verdict"], row["why"] = NOT_TESTABLE, claim.beyond
         return row
-    row["here"] = [round(better.mean, 4), round(worse.mean, 4)]
-    lead = _lead(*((worse, better) if claim.lower else (better, worse)), paired=claim.dataset != ALL)
+    row |= {"metric": metric, "here": [round(better.mean, 4), round(worse.mean, 4)], "ratios": _ratios(*sides)}
+    lead = _lead(*((worse, better) if claim.lower else (better, worse)), claim)
     row["direction"] = direction = _direction(lead, claim)
-    within = None
+    near, narrow = False, False
     if math.isfinite(lead.error):
         bounds = [math.exp(min(bound, _MOST_LOG)) if lead.is_ratio else bound for bound in lead.interval]
-        row["interval"] = interval = [round(bound, 4) for bound in bounds]
+        row["interval"] = [round(bound, 4) for bound in bounds]
         row["power"] = {"records": lead.freedom + 1, "needed": _needed(lead, claim)}
-        if lead.is_ratio and claim.size is not None:
-            lowest, highest = claim.size
-            within = interval[0] <= highest and lowest <= interval[1]
+        narrow = lead.is_ratio and bounds[1] - bounds[0] <= WIDEST * math.exp(lead.ahead)
     if lead.is_ratio:
         ratio = math.exp(lead.ahead)
         row["ratio"] = round(ratio, 4)
         if claim.size is not None:
-            nearest = min(max(ratio, claim.size[0]), claim.size[1])
-            row["size"] = {"paper": list(claim.size), "of_paper": round(ratio / nearest, 4), "within": within}
-    lacking = claim.beyond if device == "cpu" else ""
-    if lacking and not (claim.against and direction):
-        row["verdict"], row["why"] = NOT_TESTABLE, lacking
+            of_paper = ratio / min(max(ratio, claim.size[0]), claim.size[1])
+            near = abs(of_paper - 1) <= MARGIN
+            row["size"] = {"paper": list(claim.size), "of_paper": round(of_paper, 4), "within": near and narrow}
+    if needs_hardware:
+        row["verdict"], row["why"] = NOT_TESTABLE, claim.beyond
     elif direction is None:
         row["verdict"], row["why"] = UNDECIDED, _UNDECIDED if math.isfinite(lead.error) else _NO_SAMPLES
     elif not direction:
         row["verdict"] = FAILS
         if claim.otherwise:
             row["why"] = claim.otherwise
-    elif within or claim.equal:
+    elif claim.equal or (near and narrow):
         row["verdict"] = HELD
     else:
         row["verdict"] = DIRECTION_ONLY
-        row["why"] = claim.otherwise or (_NO_SIZE if claim.size is None else lacking or _OTHER_SIZE)
+        row["why"] = _NO_SIZE if claim.size is None else WIDE if near else claim.otherwise or _OTHER_SIZE
     return row
+
+
+def _ratios(better: Mapping[str, Figure], worse: Mapping[str, Figure]) -> dict[str, float]:
+    """Return how many times more tokens a step, priced and measured speed the first one has, where both have them."""
+    metrics = {"tokens_per_step": "tokens_per_step", "priced": PRICED, "measured": "speedup"}
+    return {
+        name: round(better[metric].mean / worse[metric].mean, 4)
+        for name, metric in metrics.items()
+        if metric in better and metric in worse and worse[metric].mean > 0
+    }
 
 
 def _direction(lead: _Lead, claim: Claim) -> bool | None:
@@ -130,13 +147,14 @@ def _direction(lead: _Lead, claim: Claim) -> bool | None:
     return True if -near <= low and high <= near else False if low > near or high < -near else None
 
 
-def _lead(better: Figure, worse: Figure, paired: bool) -> _Lead:
+def _lead(better: Figure, worse: Figure, claim: Claim) -> _Lead:
     """Return the lead with its standard error by the delta method for ratios of sums."""
+    paired = claim.dataset != ALL
     is_ratio = better.mean > 0 and worse.mean > 0
     ahead = math.log(better.mean / worse.mean) if is_ratio else better.mean - worse.mean
     fewest = min(len(better.samples), len(worse.samples))
     if fewest < 2:
-        return _Lead(ahead, math.inf, 0, is_ratio)
+        return _Lead(ahead, 0.0 if claim.certain else math.inf, 0, is_ratio)
     moves = [_moves(each, is_ratio) for each in (better, worse)]
     if paired and len(moves[0]) == len(moves[1]):
         error = _standard_error([up - down for up, down in zip(*moves, strict=True)])

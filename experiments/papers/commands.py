@@ -16,10 +16,13 @@ from outrider.experiments.bench.options import add_engine, add_model
 from outrider.experiments.bench.record import ROOT, git_state, portable
 from outrider.experiments.bench.run import Bench, Results, Run, run
 from outrider.experiments.papers.numbers.mjsd import load_mjsd
-from outrider.experiments.papers.numbers.published import ALL, Paper, load
+from outrider.experiments.papers.numbers.published import ALL, KNOWN, Paper, load
 
 PAPERS: dict[str, Paper] = {key: load(key) for key in ("llma", "trie", "ngrammys", "jacobi")} | {"mjsd": load_mjsd()}
-PRESETS: dict[str, dict[str, Any]] = {"full": {"repeats": 3, "max_tokens": None}, "short": {"repeats": 1, "max_tokens": 48}}
+PRESETS: dict[str, dict[str, Any]] = {
+    "full": {"repeats": 3, "max_tokens": None, "timed": 12},
+    "short": {"repeats": 1, "max_tokens": 96, "timed": 4},
+}
 _CONTEXT = 256  # tokens before the step whose rows are timed
 _OF_RUN = ("out", "json", "hours", "kept")  # options that do not change what is measured
 DESCRIPTION = """Run the tables and figures of a paper on a local model, and compare them with the paper's numbers and statements.
@@ -54,7 +57,7 @@ def bench_of(key: str) -> Bench:
     paper = PAPERS[key]
     names = "\n".join(f"  {name}: {words}" for name, words in paper.datasets.items())
     text = f"{DESCRIPTION}{paper.source}: {paper.title}\n{paper.ran}\n{names}\n\n{_FOLLOWS[paper.follows]}"
-    least = dict.fromkeys(("records", "max_tokens", "repeats", "threads"), 1) | {"hours": 0.0}
+    least = dict.fromkeys(("records", "max_tokens", "repeats", "threads"), 1) | {"timed": 0, "hours": 0.0}
     return Bench(
         f"bench-paper-{key}", text, partial(measure, paper), partial(options, paper), least, partial(check, paper), unfaithful
     )
@@ -64,17 +67,19 @@ def options(paper: Paper, parser: argparse.ArgumentParser) -> None:
     """Add the options of a paper."""
     names = ", ".join(paper.datasets)
     parser.add_argument("--prompts", nargs="+", default=[], metavar="NAME=FILE", help=f"NAME: {names}")
-    files = ", ".join(f"{name}={stem}.jsonl" for name, stem in paper.workloads.items())
-    parser.add_argument("--workloads", type=Path, help=f"folder of JSON-lines files, instead of --prompts: {files}")
+    files = ", ".join(f"{name}={'+'.join(stems)}" for name, stems in paper.workloads.items())
+    parser.add_argument("--workloads", type=Path, help=f"folder of JSON-lines files, NAME.jsonl, instead of --prompts: {files}")
     add_model(parser, "bfloat16", get_args(Dtype))
     add_engine(parser)
     parser.set_defaults(repeats=None)
     presets = "; ".join(
-        f"{name}: --records {paper.records[name]} --repeats {preset['repeats']}"
+        f"{name}: --records {paper.records[name]} --repeats {preset['repeats']} --timed {preset['timed']}"
         + (f" --max-tokens {preset['max_tokens']}" if preset["max_tokens"] else "")
         for name, preset in PRESETS.items()
     )
     parser.add_argument("--preset", choices=PRESETS, default="full", help=f"defaults of these options; {presets}")
+    text = "prompts of each race whose speed is measured where outputs are followed; steps are counted on all records; 0: none"
+    parser.add_argument("--timed", type=int, help=text)
     parser.add_argument("--hours", type=float, help="after which no run begins; default: no limit")
     kept = Path(f"paper-{paper.key}.kept.jsonl")
     parser.add_argument("--kept", type=Path, default=kept, help=f"file of the runs so far; default: {kept}")
@@ -92,7 +97,7 @@ def check(paper: Paper, args: argparse.Namespace, parser: argparse.ArgumentParse
     if bool(args.prompts) == (args.workloads is not None):
         parser.error("give either --prompts NAME=FILE or --workloads FOLDER")
     if args.workloads is not None:
-        args.prompts = [f"{name}={args.workloads / stem}.jsonl" for name, stem in paper.workloads.items()]
+        args.prompts = [f"{name}={args.workloads / stem}.jsonl" for name, stems in paper.workloads.items() for stem in stems]
     files: dict[str, list[Path]] = {}
     for text in args.prompts:
         name, separator, path = text.partition("=")
@@ -100,7 +105,7 @@ def check(paper: Paper, args: argparse.Namespace, parser: argparse.ArgumentParse
             parser.error(f"--prompts {text!r} must be NAME=FILE with a NAME of {', '.join(paper.datasets)}")
         files.setdefault(name, []).append(Path(path))
     args.prompts = files
-    stems = {path: path.stem for paths in files.values() for path in paths}
+    stems = {path: path.stem for name, paths in files.items() if name != KNOWN for path in paths}
     if len(set(stems.values())) < len(stems):
         parser.error("two files of --prompts have one name: a workload is called after its file")
 

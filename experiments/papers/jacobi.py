@@ -15,7 +15,8 @@ from outrider.experiments.bench.engines.contestants import EngineContestant, Pro
 from outrider.experiments.bench.figure import panel
 from outrider.experiments.papers.beside import Found
 from outrider.experiments.papers.numbers.published import ALL, Value, load
-from outrider.experiments.papers.stage import PLAIN, Row, Stage, best, means, others, race
+from outrider.experiments.papers.priced import PRICED, add_prices, priced_on, speedups
+from outrider.experiments.papers.stage import PLAIN, MakeContestant, Row, Stage, best, means, others, race
 
 WINDOWS, NGRAMS = (1, 5, 10, 15), (3, 5, 7)
 SAMPLED, TEMPERATURES = ("cnn", "xsum"), (1.0, 0.0)  # datasets of table 2
@@ -77,18 +78,18 @@ def measure(stage: Stage, found: Found) -> None:
         if name in SAMPLED:
             _sampling(stage, shared, name, prompts, found)
             continue
-        rows = found.measures[name] = race(stage, name, shared, prompts, {"lookahead": strategy(*SETTINGS[_GOOD])})
+        rows = found.measures[name] = _race(stage, name, shared, prompts, {"lookahead": strategy(*SETTINGS[_GOOD])})
         found.tables["figure 5"][model][name] = rows["lookahead"]["speedup"]
     followed = {name: found.measures[name]["lookahead"] for name in found.tables["figure 5"][model]}
     found.measures[ALL] = followed
     if followed:
-        line = means(followed, "speedup", {"speed-up": {name: name for name in followed}})
-        found.figures["figure 5"] = panel("bars", "(5, 15, 15) against plain decoding", "dataset", "speed-up", line)
+        line = {"speed-up": {name: row[PRICED].mean / found.measures[name][PLAIN][PRICED].mean for name, row in followed.items()}}
+        found.figures["figure 5"] = panel("bars", "(5, 15, 15) against plain decoding, priced", "dataset", "speed-up", line)
     if _SWEPT in stage.datasets:
         prompts = stage.datasets[_SWEPT]
         choices = {"prompt lookup": StrategyChoice("", "prompt_lookup", {})}
         choices |= {label: strategy(*numbers) for label, numbers in SETTINGS.items()}
-        measured = race(stage, "table 3", shared, prompts, choices)
+        measured = _race(stage, "table 3", shared, prompts, choices)
         found.measures[_SWEPT] |= others(measured)
         found.tables["table 3"] = {label: _pair(row) for label, row in measured.items()}
         _scaling(stage, shared, prompts, found)
@@ -104,12 +105,28 @@ def _sampling(stage: Stage, shared: SharedModel, name: str, prompts: Sequence[Pr
             return SampledContestant(make, SamplingParams(stage.max_tokens, each, seed=stage.seed))
 
         good = {label: strategy(*SETTINGS[_GOOD])}
-        rows = race(stage, f"{label} on {name}", shared, prompts, good, contestant=contestant)
+        rows = _race(stage, f"{label} on {name}", shared, prompts, good, contestant=contestant)
         measured[label] = rows[label]
         measured.setdefault(PLAIN, rows[PLAIN])  # of either temperature: one token a step
         found.tables["table 2"][f"{name}, {label}"] = _pair(rows[label])
     line = means(measured, "tokens_per_step", {name: labels})
     found.figures[f"table 2, {name}"] = panel("bars", "compression when sampling", "temperature", "S", line)
+
+
+def _race(
+    stage: Stage,
+    name: str,
+    shared: SharedModel,
+    prompts: Sequence[Prompt],
+    choices: Mapping[str, StrategyChoice],
+    repeats: int | None = None,
+    contestant: MakeContestant | None = None,
+) -> dict[str, Row]:
+    """Run a race and price it."""
+    rows = race(stage, name, shared, prompts, choices, repeats, contestant=contestant)
+    lengths = [len(prompt.ids) for prompt in prompts]
+    add_prices(rows, priced_on("jacobi", name), lengths, repeats=repeats or stage.repeats, choices=choices)
+    return rows
 
 
 def _pair(row: Row) -> dict[str, Value]:
@@ -120,9 +137,9 @@ def _scaling(stage: Stage, shared: SharedModel, prompts: Sequence[Prompt], found
     """Measure figures 4 and 8 and table 4, with G = W and without the prompt as reference."""
     grid = {_LINES[f"N={n}"][str(w)]: (w, n) for n in NGRAMS for w in WINDOWS}
     choices = {label: strategy(n, w, w) for label, (w, n) in grid.items()}
-    measured = race(stage, "figure 4", shared, prompts, choices, repeats=1)
+    measured = _race(stage, "figure 4", shared, prompts, choices, repeats=1)
     found.measures[_SWEPT] |= others(measured)
-    name, (window, ngram) = stage.loaded.served_name, grid[best(measured)]
+    name, (window, ngram) = stage.loaded.served_name, grid[best(measured, PRICED)]
     found.tables["table 4"] = {name: {"W": window, "N": ngram}}
     own = means(measured, "tokens_per_step", _LINES)
     found.figures["figure 4 (a)"] = panel("lines", "compression S", "W = G", "S", own)
@@ -134,9 +151,9 @@ def _scaling(stage: Stage, shared: SharedModel, prompts: Sequence[Prompt], found
         found.figures["figure 4 (b)"] = panel("lines", f"the law, alpha {alpha:.3f}, f {steps:.3f}", "W = G", "S", law)
     else:
         found.notes.append("figure 4: the law has no fit, since no setting emitted more than one token a step")
-    speeds = means(measured, "speedup", {"speed-up": _LINES["N=5"]})
+    speeds = speedups(measured, PLAIN, {"speed-up": _LINES["N=5"]})
     found.tables["figure 8"] = {name: {"speed-up": max(speeds["speed-up"].values())}}
-    found.figures["figure 8"] = panel("lines", "S and speed-up with N = 5", "W = G", "", {"S": own["N=5"], **speeds})
+    found.figures["figure 8"] = panel("lines", "S and priced speed-up with N = 5", "W = G", "", {"S": own["N=5"], **speeds})
 
 
 def expected_tokens(alpha: float, guesses: int, length: int) -> float:

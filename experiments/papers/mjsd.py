@@ -25,6 +25,7 @@ from outrider.experiments.papers.numbers.mjsd import (
     load_mjsd,
     threshold,
 )
+from outrider.experiments.papers.priced import PRICED, PRICED_ENERGY, add_prices, priced_on
 from outrider.experiments.papers.quality import joint_greedy, output_nats, over_target, until_end
 from outrider.experiments.papers.stage import PLAIN, Row, Score, Stage, means, others, race
 
@@ -85,7 +86,7 @@ def measure(stage: Stage, found: Found) -> None:
     scores = {name: _scores(stage, name, prompts, found) for name, prompts in stage.datasets.items()}
     for name, prompts in stage.datasets.items():
         measured = found.measures[name] = _race(stage, shared, name, prompts, methods, scores[name])
-        for metric in (*_SHOWN, ENERGY, *scores[name]):
+        for metric in (*_SHOWN, ENERGY, PRICED, PRICED_ENERGY, *scores[name]):
             if metric in measured[PLAIN]:
                 table[f"{name}, {metric}"] = {label: row[metric] for label, row in measured.items()}
         line = means(measured, "perplexity", {name: {label: label for label in measured}})
@@ -155,6 +156,10 @@ def _race(
         return float(sum(each.sum() for each in nats)), sum(map(len, nats))
 
     measured = race(stage, name, shared, prompts, choices, repeats, contestant=contestant, quality=quality, scores=scores)
+    sequences = {label: int(choice.options.get("sequences", 1)) for label, choice in choices.items()}
+    drafted = {label: row for label, row in measured.items() if label not in _BLOCKS}
+    lengths = [len(prompt.ids) for prompt in prompts]
+    add_prices(drafted, priced_on("mjsd", name), lengths, repeats=repeats or stage.repeats, sequences=sequences)
     return {
         label: {metric: figure for metric, figure in row.items() if metric != "differing" or label in exact}
         for label, row in measured.items()

@@ -15,7 +15,8 @@ from outrider.experiments.bench.figure import panel
 from outrider.experiments.papers.beside import Found
 from outrider.experiments.papers.devices import step_ms
 from outrider.experiments.papers.numbers.published import DEVICE, Figure, Value, figure_of
-from outrider.experiments.papers.stage import BEST, Stage, best, maker, means, others, race
+from outrider.experiments.papers.priced import PRICED, add_prices, priced_on, speedups
+from outrider.experiments.papers.stage import BEST, PLAIN, Stage, along_files, best, maker, means, others, race, shown, written
 
 ROWS, WIDTHS = (1, 5, 10, 20, 25), (2, 6, 10, 14)
 _LINES = {str(k): {str(w): f"k={k} w={w}" for w in WIDTHS} for k in ROWS}  # labels of the grid
@@ -24,13 +25,15 @@ _KINDS = (("unigram", 1), ("bigram", 1), ("bigram", 2), ("bigram", 3))  # alloca
 _TOP_LINES = {f"{kind} w={w}": {str(k): f"{kind} k={k} w={w}" for k in TOP_K} for kind, w in _KINDS}
 _TOP_DATASETS = ("mt_bench", "human_eval")  # of figure 2
 BLOCK_ROWS, BLOCK_WIDTHS, CONTEXTS = (1, 2, 4, 8, 16, 32), (0, 1, 3, 7, 15), (25, 100, 500)
-_LOOKAHEAD = StrategyChoice("", "jacobi", {"window": 15, "ngram": 5, "guesses": 15, "prompt_as_reference": False})
+_BLOCK, QUERIES = "k=10 w=10", (2, 3)  # label of the paper's main block, and the longer queries of its footnote 2
+_LOOKAHEAD = "lookahead decoding"
+_LOOKAHEAD_CHOICE = StrategyChoice("", "jacobi", {"window": 15, "ngram": 5, "guesses": 15, "prompt_as_reference": False})
 _SOURCES = {SOURCES.index("context_ngram"): "context", SOURCES.index("bigram"): "bigram", SOURCES.index("unigram"): "unigram"}
 
 
-def block(k: int, w: int, allocation: str = "mixed") -> StrategyChoice:
-    """Return the published block: k rows of w tokens side by side."""
-    options = {"k": k, "w": w, "allocation": allocation, "layout": "batched", "table_width": k}
+def block(k: int, w: int, allocation: str = "mixed", q: int = 1) -> StrategyChoice:
+    """Return the published block: k rows of w tokens side by side, found by the last q tokens."""
+    options = {"k": k, "w": w, "q": q, "allocation": allocation, "layout": "batched", "table_width": k}
     return StrategyChoice("", "ngrammys", options)
 
 
@@ -80,29 +83,38 @@ class WatchedChoice(StrategyChoice):
 
 
 def measure(stage: Stage, found: Found) -> None:
-    """Run all races on the model's own outputs."""
+    """Run all races along the model's own outputs."""
+    stage = written(stage)
     shared, model = stage.shared(max(ROWS) * max(WIDTHS)), stage.loaded.served_name
     found.notes += [
         "the block is k branches of one sequence under a tree mask, not a batch of k copies: the root is computed once",
         f"w is one of {', '.join(map(str, WIDTHS))}; the paper has 2, 4, ... 14",
-        "speeds are of whole requests, the prefill included, as the paper's; the grid ran once, table 1 in all repeats",
+        "speeds are of whole requests, the prefill included, as the paper's; (k*, w*) has the highest priced speed of the grid",
     ]
     choices = {_LINES[str(k)][str(w)]: block(k, w) for k in ROWS for w in WIDTHS}
     lines: dict[str, dict[str, Value]] = {}
     found.tables["table 1"] = lines
     for name, prompts in stage.datasets.items():
-        measured = found.measures[name] = race(stage, f"grid on {name}", shared, prompts, choices, repeats=1)
-        winner = best(measured)
-        chosen = {label: choices[label] for label in ("k=10 w=10", winner)} | {"lookahead decoding": _LOOKAHEAD}
-        measured |= race(stage, f"table 1 on {name}", shared, prompts, chosen)
+        measured = found.measures[name] = race(stage, f"grid on {name}", shared, prompts, choices, sweep=True)
+        on, lengths = priced_on("ngrammys", name), [len(prompt.ids) for prompt in prompts]
+        add_prices(measured, on, lengths)
+        winner = best(measured, PRICED)
+        chosen = {label: choices[label] for label in (_BLOCK, winner)} | {_LOOKAHEAD: _LOOKAHEAD_CHOICE}
+        chosen |= {f"{_BLOCK} q={q}": block(10, 10, q=q) for q in QUERIES}
+        measured |= race(stage, f"table 1 on {name}", shared, prompts, chosen, reads_target=(_LOOKAHEAD,))
+        add_prices(measured, on, lengths, choices=chosen)
+        known = along_files(stage, prompts)
+        if known:
+            files = race(stage, f"the files' outputs on {name}", shared, known, {_BLOCK: choices[_BLOCK]}, sweep=True)
+            found.tables.setdefault("the files' outputs", {})[name] = {_BLOCK: files[_BLOCK]["tokens_per_step"]}
         measured[BEST] = measured[winner]
-        for label, row in (("(10,10)", "k=10 w=10"), ("(k*,w*)", winner), ("lookahead decoding", "lookahead decoding")):
+        for label, row in (("(10,10)", _BLOCK), ("(k*,w*)", winner), (_LOOKAHEAD, _LOOKAHEAD)):
             line = lines.setdefault(f"{model} {label}", {})
-            line |= {f"{name} tok/call": measured[row]["tokens_per_step"], f"{name} speed-up": measured[row]["speedup"]}
+            line |= shown(measured[row], {f"{name} tok/call": "tokens_per_step", f"{name} speed-up": "speedup"})
         found.notes.append(f"(k*, w*) on {name}: {winner}")
-        for figure, metric in (("figure 3", "speedup"), ("figure 5", "tokens_per_step")):
-            heat = means(measured, metric, _LINES)
-            found.figures[f"{figure}, {name}"] = panel("heat", metric.replace("_", " "), "w", "k", heat)
+        found.figures[f"figure 3, {name}"] = panel("heat", "speed-up, priced", "w", "k", speedups(measured, PLAIN, _LINES))
+        steps = means(measured, "tokens_per_step", _LINES)
+        found.figures[f"figure 5, {name}"] = panel("heat", "tokens per step", "w", "k", steps)
         _watch(stage, shared, prompts, name, found)
         if name in _TOP_DATASETS:
             _top_k(stage, shared, prompts, name, found)
@@ -112,8 +124,8 @@ def measure(stage: Stage, found: Found) -> None:
 def _watch(stage: Stage, shared: SharedModel, prompts: Sequence[Prompt], name: str, found: Found) -> None:
     """Measure figure 4 on one dataset."""
     seen = Seen()
-    make = maker(shared, WatchedChoice("watched", "ngrammys", {"k": 10, "w": 10}, seen), ())
-    contestant = EngineContestant(make, stage.max_tokens)
+    make = maker(shared, WatchedChoice("watched", "ngrammys", {"k": 10, "w": 10}, seen), (), counted=True)
+    contestant = EngineContestant(make, stage.max_tokens, shared.guide)
     for prompt in prompts:
         stage.runs.check_time()
         contestant.run([prompt])
@@ -137,7 +149,7 @@ def shares(values: Mapping[str, Sequence[int]]) -> dict[str, dict[str, float]]:
 def _top_k(stage: Stage, shared: SharedModel, prompts: Sequence[Prompt], name: str, found: Found) -> None:
     """Measure figure 2 on one dataset."""
     choices = {_TOP_LINES[f"{kind} w={w}"][str(k)]: block(k, w, kind) for kind, w in _KINDS for k in TOP_K}
-    measured = race(stage, f"figure 2 on {name}", shared, prompts, choices, repeats=1)
+    measured = race(stage, f"figure 2 on {name}", shared, prompts, choices, sweep=True)
     steps = [measured[f"bigram k={TOP_K[-1]} w={w}"]["tokens_per_step"].mean for w in (1, 2, 3)]
     gains = {f"w={w} to w={w + 1}": {"gain": Figure(steps[w] - steps[w - 1])} for w in (1, 2)}
     found.measures[name] |= others(measured) | gains

@@ -6,7 +6,7 @@ import argparse
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,15 @@ from outrider.experiments.bench.record import portable
 from outrider.experiments.bench.workloads import interleaved
 from outrider.experiments.papers.kept import KeptContestant, KeptRuns
 from outrider.experiments.papers.numbers.mjsd import ENERGY
-from outrider.experiments.papers.numbers.published import Figure, figure_of
+from outrider.experiments.papers.numbers.published import KNOWN, Figure, Value, figure_of
 
 PLAIN = "plain"  # label of plain decoding, the baseline of speed-ups
 BEST = "best"  # label under which the measurements of the fastest setting are repeated
 TENANT = "local"
+_PLAIN_CHOICE = StrategyChoice(PLAIN, "autoregressive", {})
 SESSIONS = 4  # earlier requests whose answers are the references of the dataset of cached sessions
 _CACHED = "cache"  # name of that dataset
+_KNOWN_TEXTS = 300  # of the dataset ``KNOWN``
 _FOLLOWS = "target-guided: forwards of this model, committed tokens of the files' known outputs (arXiv 2304.04487, 3.2)"
 _OWN = "the model's own outputs, greedy unless a temperature is named"
 
@@ -56,6 +58,7 @@ class Stage:
     guided: bool  # whether known outputs are followed
     max_tokens: int
     repeats: int
+    timed: int  # first prompts of each race whose speed is measured, where steps are counted without the model; may be 0
     seed: int  # of sampled outputs
     progress: Progress
     strategies: Mapping[str, str]  # further ones
@@ -84,22 +87,37 @@ def load_stage(args: argparse.Namespace, guided: bool, progress: Progress) -> St
     Raises:
         PromptFileError, ModelLoadError: an unusable file or model.
     """
-    files = list(dict.fromkeys(path for paths in args.prompts.values() for path in paths))
     options = ModelOptions(find_model(args.model), dtype=args.dtype, device=args.device, threads=args.threads)
     loaded = load_model(options)
-    workloads = [chat_workload(path, loaded.tokenizer, args.records) for path in files]
-    if guided:
-        workloads = [_followed(workload, path, loaded, args) for workload, path in zip(workloads, files, strict=True)]
-    workloads = [fitting(workload, args.max_tokens or MAX_TOKENS, loaded.max_model_len) for workload in workloads]
-    by_file = {
-        path: [replace(prompt, id=f"{path.stem}/{prompt.id}") for prompt in workload.prompts]
-        for path, workload in zip(files, workloads, strict=True)
-    }
-    datasets = {name: list(interleaved([by_file[path] for path in paths])) for name, paths in args.prompts.items()}
-    too_long = sum(workload.too_long for workload in workloads)
+    datasets: dict[str, list[Prompt]] = {}
+    too_long = 0
+    for name, paths in args.prompts.items():
+        parts = []
+        for path in paths:
+            workload = chat_workload(path, loaded.tokenizer, None if name == KNOWN else args.records)
+            if guided or name == KNOWN:
+                workload = _followed(workload, path, loaded, args)
+            workload = fitting(workload, args.max_tokens or MAX_TOKENS, loaded.max_model_len)
+            parts.append([replace(prompt, id=f"{path.stem}/{prompt.id}") for prompt in workload.prompts])
+            too_long += workload.too_long
+        datasets[name] = list(interleaved(parts))[: _KNOWN_TEXTS if name == KNOWN else None]
     draft = find_model(args.draft_model) if "draft_model" in args else None
     most, further = args.max_tokens or MAX_TOKENS, {text: text for text in getattr(args, "strategy", ())}
-    return Stage(loaded, options, draft, datasets, too_long, guided, most, args.repeats, args.seed, progress, further, KeptRuns())
+    return Stage(
+        loaded,
+        options,
+        draft,
+        datasets,
+        too_long,
+        guided,
+        most,
+        args.repeats,
+        args.timed,
+        args.seed,
+        progress,
+        further,
+        KeptRuns(),
+    )
 
 
 def _followed(workload: Workload, path: Path, loaded: LoadedModel, args: argparse.Namespace) -> Workload:
@@ -141,7 +159,7 @@ def similar(texts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
 def written(stage: Stage) -> Stage:
     """Generate the model's greedy outputs and return the stage that follows them, which equals greedy decoding."""
     shared = stage.shared(0)
-    plain = EngineContestant(maker(shared, StrategyChoice(PLAIN, "autoregressive", {}), ()), stage.max_tokens)
+    plain = EngineContestant(maker(shared, _PLAIN_CHOICE, ()), stage.max_tokens)
     kept = KeptContestant("written", plain, stage.runs)
     stage.progress.say("the model's own outputs, which are followed below")
 
@@ -149,8 +167,20 @@ def written(stage: Stage) -> Stage:
         stage.progress.note(f"its own output of {prompt.id}")
         return replace(prompt, known=kept.run([prompt]).outputs[0])
 
-    datasets = {name: [own(prompt) for prompt in prompts] for name, prompts in stage.datasets.items()}
+    datasets = {
+        name: prompts if name == KNOWN else [own(prompt) for prompt in prompts] for name, prompts in stage.datasets.items()
+    }
     return replace(stage, datasets=datasets, guided=True)
+
+
+def along_files(stage: Stage, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Return the prompts that have an output in their file, which is followed instead of the model's own."""
+    ends, tokenizer = list(stage.loaded.eos_token_ids[:1]), stage.loaded.tokenizer
+    return [
+        replace(prompt, known=[*tokenizer.encode(prompt.answer, add_special_tokens=False), *ends][: stage.max_tokens])
+        for prompt in prompts
+        if prompt.answer
+    ]
 
 
 def race(
@@ -166,8 +196,13 @@ def race(
     warm: Mapping[str, int] | None = None,
     quality: Quality | None = None,
     scores: Mapping[str, Score] | None = None,
+    reads_target: Collection[str] = (),
+    sweep: bool = False,
 ) -> dict[str, Row]:
-    """Run plain decoding and strategies in turns on the same prompts.
+    """Run plain decoding and strategies on the same prompts.
+
+    Where known outputs are followed, steps are counted along all of them without the model, and speeds are measured with it on
+    the first ``stage.timed`` prompts; elsewhere all runs are in turns with the model.
 
     Args:
         stage: model and datasets.
@@ -182,6 +217,8 @@ def race(
         warm: label -> number of outputs of ``before`` that it remembers; all by default.
         quality: likelihood of outputs, for ``perplexity``.
         scores: metric -> score of an output.
+        reads_target: labels of strategies that draft from the target's rows, which need the model for all prompts.
+        sweep: count steps alone where that is possible.
 
     Returns:
         Label -> metric -> figure: ``tokens/s`` and ``speedup`` of whole requests, as in the papers; ``decode speedup`` after the
@@ -192,25 +229,61 @@ def race(
         OutOfTimeError: the hours of the command are over.
     """
     repeats = repeats or stage.repeats
-    runners: list[KeptContestant] = []
-    for label, choice in {PLAIN: StrategyChoice(PLAIN, "autoregressive", {}), **choices}.items():
-        make = maker(shared, replace(choice, label=label), before[: (warm or {}).get(label, len(before))])
-        own = EngineContestant(make, stage.max_tokens, shared.guide) if contestant is None else contestant(make)
-        runners.append(KeptContestant(name, own, stage.runs))
-    outputs = {prompt.id: prompt.known for prompt in prompts if prompt.known is not None}
-    stage.progress.say(f"{name}: {len(runners)} strategies on {len(prompts)} prompts")
-    _, tallies = compete(runners, prompts, repeats, batch_size, stage.progress, outputs or None)
-    texts = {
-        runner.name: [[runner.outputs[repeat + 1, prompt.id] for repeat in range(repeats)] for prompt in prompts]
-        for runner in runners
-    }
-    rows: dict[str, Row] = {}
-    for runner in runners:
-        tally, own_texts = tallies[runner.name], texts[runner.name]
+    stage.progress.say(f"{name}: {len(choices) + 1} strategies on {len(prompts)} prompts")
+
+    def turns(part: str, labels: Collection[str], chosen: Sequence[Prompt], times: int, counted: bool) -> _Raced:
+        runners: list[KeptContestant] = []
+        for label, choice in {PLAIN: _PLAIN_CHOICE, **choices}.items():
+            if label in labels:
+                own = before[: (warm or {}).get(label, len(before))]
+                make = maker(shared, replace(choice, label=label), own, counted)
+                runner = EngineContestant(make, stage.max_tokens, shared.guide) if contestant is None else contestant(make)
+                runners.append(KeptContestant(part, runner, stage.runs))
+        outputs = {prompt.id: prompt.known for prompt in chosen if prompt.known is not None}
+        _, tallies = compete(runners, chosen, times, batch_size, stage.progress, outputs or None)
+        return _Raced(tallies, {runner.name: runner for runner in runners}, times)
+
+    everything = (PLAIN, *choices)
+    if not stage.guided:
+        return _rows(turns(name, everything, prompts, repeats, False), prompts, quality, scores or {})
+    reading = [label for label in choices if label in reads_target]
+    rows = _steps(turns(f"{name}, steps", [label for label in everything if label not in reading], prompts, 1, True))
+    if reading:
+        rows |= _steps(turns(f"{name}, with the model", reading, prompts, 1, False))
+    if stage.timed and not sweep:
+        timed = prompts[: stage.timed]
+        measured = _rows(turns(f"{name}, timed", everything, timed, repeats, False), timed)
+        rows = {label: measured[label] | rows[label] for label in everything}
+    return {label: rows[label] for label in everything}
+
+
+@dataclass(frozen=True, slots=True)
+class _Raced:
+    """Tallies and contestants by label, and the number of repeats."""
+
+    tallies: Mapping[str, Tally]
+    runners: Mapping[str, KeptContestant]
+    repeats: int
+
+
+def _rows(
+    raced: _Raced, prompts: Sequence[Prompt], quality: Quality | None = None, scores: Mapping[str, Score] | None = None
+) -> dict[str, Row]:
+    """Return all metrics of runs in turns with plain decoding."""
+    repeats, texts = raced.repeats, {
+        label: [[runner.outputs[repeat + 1, prompt.id] for repeat in range(raced.repeats)] for prompt in prompts]
+        for label, runner in raced.runners.items()
+    }  # fmt: skip
+    rows: dict[str, Row] = _steps(raced)
+    plain = raced.tallies[PLAIN]
+    for label, runner in raced.runners.items():
+        tally, own_texts, row = raced.tallies[label], texts[label], rows[label]
+        row |= _speeds(tally, plain, repeats)
         differing = [prompt.id in tally.differing for prompt in prompts]
         if quality is not None:  # sampled, with another seed in each repeat
             differing = [one != other for one, other in zip(own_texts, texts[PLAIN], strict=True)]
-        row = rows[runner.name] = _row(tally, tallies[PLAIN], differing, repeats)
+        moved = [(float(len(differing) * one), 1.0) for one in differing]
+        row["differing"] = figure_of([float(sum(differing))], moved)
         if runner.energy:
             joules, tokens = map(sum, zip(*runner.energy.values(), strict=True))
             row[ENERGY] = Figure(joules / tokens, samples=tuple(runner.energy.values()))
@@ -233,11 +306,13 @@ def perplexity(nats: Sequence[tuple[float, int]]) -> Figure:
     return Figure(value, samples=tuple((value * (tokens + each - mean * count), tokens) for each, count in nats))
 
 
-def maker(shared: SharedModel, choice: StrategyChoice, before: Sequence[Sequence[int]]) -> Callable[[], Engine]:
+def maker(
+    shared: SharedModel, choice: StrategyChoice, before: Sequence[Sequence[int]], counted: bool = False
+) -> Callable[[], Engine]:
     """Return a function that makes engines of a strategy, whose memory, if any, has outputs of earlier requests."""
 
     def make() -> Engine:
-        engine = shared.engine(choice)
+        engine = shared.engine(choice, counted=counted)
         history = None if engine.histories is None else engine.histories.of(TENANT)
         if history is not None:
             for number, output in enumerate(before):
@@ -247,7 +322,20 @@ def maker(shared: SharedModel, choice: StrategyChoice, before: Sequence[Sequence
     return make
 
 
-def _row(tally: Tally, plain: Tally, differing: Sequence[bool], repeats: int) -> Row:
+def _steps(raced: _Raced) -> dict[str, Row]:
+    """Return the counts of steps and drafts, which no clock changes."""
+    rows: dict[str, Row] = {}
+    for label, tally in raced.tallies.items():
+        own = _by_record(tally, raced.repeats)
+        drafted = [(float(each.drafted), float(each.steps)) for each in own]
+        rows[label] = {
+            "tokens_per_step": figure_of([tally.tokens / tally.steps], [(each.tokens, each.steps) for each in own]),
+            "drafted_per_step": figure_of([(tally.drafted or 0) / tally.steps], drafted),
+        }
+    return rows
+
+
+def _speeds(tally: Tally, plain: Tally, repeats: int) -> Row:
     own, base = (_by_record(each, repeats) for each in (tally, plain))
     whole = [there / here for there, here in zip(plain.wall_s, tally.wall_s, strict=True)]
     walls = [(there.wall_s, here.wall_s) for there, here in zip(base, own, strict=True)]
@@ -256,9 +344,6 @@ def _row(tally: Tally, plain: Tally, differing: Sequence[bool], repeats: int) ->
         "tokens/s": figure_of([tally.tokens / repeats / each for each in tally.wall_s]),
         "speedup": figure_of(whole, walls),
         "decode speedup": figure_of(decode_ratios(tally, plain), after),
-        "tokens_per_step": figure_of([tally.tokens / tally.steps], [(each.tokens, each.steps) for each in own]),
-        "drafted_per_step": Figure((tally.drafted or 0) / tally.steps),
-        "differing": figure_of([float(sum(differing))], [(float(len(differing) * one), 1.0) for one in differing]),
     }
 
 
@@ -278,6 +363,11 @@ def best(measured: Mapping[str, Row], metric: str = "speedup") -> str:
     return max(others(measured), key=lambda label: measured[label][metric].mean)
 
 
+def shown(row: Row, columns: Mapping[str, str]) -> dict[str, Value]:
+    """Return the figures of a row by the column names of a table, without those that are not measured."""
+    return {column: row[metric] for column, metric in columns.items() if metric in row}
+
+
 def means(measured: Mapping[str, Row], metric: str, lines: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, float]]:
     """Return the series of a panel from labels by line and x."""
     return {name: {x: measured[label][metric].mean for x, label in line.items()} for name, line in lines.items()}
@@ -291,7 +381,7 @@ def ran(stage: Stage, files: Mapping[str, Sequence[Path]]) -> dict[str, Any]:
         tokens = statistics.fmean(len(prompt.ids) for prompt in prompts)
         stands_in = [path.stem for path in files[name]]
         datasets[name] = {"stands_in": stands_in, "records": len(prompts), "prompt_tokens": round(tokens, 1)}
-        if stage.guided:
+        if all(prompt.known is not None for prompt in prompts):
             datasets[name]["output_tokens"] = round(statistics.fmean(len(prompt.known or ()) for prompt in prompts), 1)
     return {
         "model": stage.loaded.served_name,

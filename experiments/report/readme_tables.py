@@ -28,6 +28,7 @@ from outrider.decoding.drafters.options import OPTIONS
 from outrider.decoding.drafters.registry import STRATEGIES, WITH_DRAFT_MODEL
 from outrider.engine.loading.hybrids import SERVED
 from outrider.experiments.bench.record import RESULTS, ROOT
+from outrider.experiments.papers.screen import screen
 from outrider.experiments.report.speeds import (
     by_workload,
     decoding,
@@ -42,7 +43,6 @@ from outrider.experiments.report.speeds import (
 )
 from outrider.experiments.report.tables import (
     deployments,
-    directions,
     exact_cost,
     exact_outputs,
     form_map,
@@ -176,10 +176,8 @@ DOCUMENTS: dict[str, dict[str, tuple[Callable[..., Table], *tuple[str, ...]]]] =
         "peers": _PEERS,
         "exact-outputs": (exact_outputs, *(f"2026-11-23-exact-outputs-{run}.json" for run in (2, 5, 6))),
     },
-    "docs/papers.md": {
-        "papers": (directions, *_PAPERS.values()),
-        **{name: (statements, record) for name, record in _PAPERS.items()},
-    },
+    "docs/papers.md": {"papers": (screen, *_PAPERS.values())},
+    "experiments/results/papers.md": {name: (statements, record) for name, record in _PAPERS.items()},
     "docs/rag.md": {"rag-pairs": (rag_pairs, "2026-11-25-bench-rag.json")},
     "docs/lookahead-parallel.md": {
         "ranks": (scaling, "2026-11-25-bench-scaling.json"),

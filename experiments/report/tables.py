@@ -105,15 +105,6 @@ def beside_paper(results: Results) -> list[Table]:
     return [*tables, statements(results)] if results["claims"] else tables
 
 
-def directions(*records: Results) -> Table:
-    """Count the statements of each paper by verdict, one record per paper."""
-    rows = []
-    for results in records:
-        counts = ", ".join(f"{count} {verdict}" for verdict, count in results["verdicts"].items() if count)
-        rows.append((title_of(results), counts))
-    return table_of("", ("paper", "statements that hold here"), rows)
-
-
 def _both(name: str, table: Mapping[str, Any]) -> Table:
     """Return a table of the paper, with the rows of this run below."""
     sides = [(who, table.get(who) or {}) for who in ("paper", "here")]

@@ -34,6 +34,7 @@ def _of_card(name: str, link: float, usd_per_hour: float | None, *sources: str) 
 _SPHERON = "price: spheron.network/blog/nvidia-a100-vs-h100, on demand, 1 May 2026"
 _JARVIS = "price: jarvislabs.ai/blog/h100-vs-a100, April 2026"
 _V100 = "NVIDIA V100 datasheet, SXM2: 125 TFLOP/s, 900 GB/s, NVLink 300 GB/s both ways"
+_L40 = "NVIDIA L40 datasheet: 181 TFLOP/s without sparsity, 864 GB/s, PCIe 64 GB/s both ways"
 _NVLINK = "NVLink 600 GB/s both ways"
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
@@ -41,6 +42,7 @@ GPUS: dict[str, Gpu] = {
         _of_card("A100-80", 300e9, 1.64, _NVLINK, _SPHERON),
         _of_card("A100-40", 300e9, 1.29, _NVLINK, _JARVIS),
         _of_card("H100", 450e9, 2.90, "NVLink 900 GB/s both ways", _SPHERON),
+        Gpu("L40", 181e12, 48e9, 0.864e12, 32e9, None, (_L40,)),
         Gpu("V100-32", 125e12, 32e9, 0.9e12, 150e9, None, (_V100,)),
     )
 }

@@ -21,6 +21,7 @@ class Lap(NamedTuple):
     prefill_s: float
     tokens: int
     steps: int
+    drafted: int  # 0 if unknown
 
 
 @dataclass(slots=True)
@@ -56,7 +57,7 @@ class Tally:
             self.propose_s[repeat] += run.propose_s
         self.drafted = None if run.drafted is None or self.drafted is None else self.drafted + run.drafted
         tokens = sum(map(len, run.outputs))
-        self.laps.append(Lap(wall_s, run.prefill_s, tokens, run.steps))
+        self.laps.append(Lap(wall_s, run.prefill_s, tokens, run.steps, run.drafted or 0))
         self.steps += run.steps
         self.tokens += tokens
         self.accepted_by_source.update(run.accepted_by_source)

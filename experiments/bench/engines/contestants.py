@@ -20,7 +20,7 @@ from outrider.engine.executor import LocalExecutor
 from outrider.engine.forward.runner import ModelRunner
 from outrider.engine.loading.model import LoadedModel
 from outrider.engine.target import LocalTarget
-from outrider.experiments.bench.engines.guided import GuidedExecutor
+from outrider.experiments.bench.engines.guided import GuidedExecutor, KnownExecutor
 from outrider.experiments.bench.workloads import run_engine
 
 
@@ -49,10 +49,11 @@ class SharedModel:
             self.runner, loaded.info(PLAIN, True), loaded.tokenizer, kept
         )  # shared, so that it is measured once
 
-    def engine(self, choice: StrategyChoice, paying: bool = False) -> Engine:
+    def engine(self, choice: StrategyChoice, paying: bool = False, counted: bool = False) -> Engine:
         """Return an engine without history, which emits token ids and no text.
 
-        ``paying``: draft as a server does by default, at most 64 rows and only those that pay off on this device.
+        ``paying``: draft as a server does by default, at most 64 rows and only those that pay off on this device. ``counted``:
+        of a guided model, count the steps along the known outputs and compute nothing.
 
         Raises:
             ValueError: an unknown strategy or option, or a value outside its range.
@@ -61,7 +62,10 @@ class SharedModel:
         drafter = build_drafters(choice.name, choice.options, (), budget) if paying else choice.build()
         drafter.draft_model = self._draft_model
         drafter.prepare(self.target)
-        executor = LocalExecutor(self.runner) if self.guide is None else GuidedExecutor(self.runner, self.guide.known)
+        if self.guide is None:
+            executor = LocalExecutor(self.runner)
+        else:
+            executor = (KnownExecutor if counted else GuidedExecutor)(self.runner, self.guide.known)
         info = self.loaded.info(f"{choice.label} (rows that pay)" if paying else choice.label, choice.name in LOSSLESS)
         return Engine(executor, drafter, self._options, budget, info, target=self.target)
 

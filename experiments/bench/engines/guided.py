@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from outrider.decoding.drafters.base import TargetRows
+from outrider.decoding.request import Request
 from outrider.engine.executor import LocalExecutor, Verifier, VerifyResult
 from outrider.engine.forward.attention import TREE_ATTENTION
 from outrider.engine.forward.batch import ScheduledRequest
@@ -87,6 +89,32 @@ class GuidedExecutor(LocalExecutor):
         """See ``Executor``."""
         self._guided.ranked = top_k > 0
         return super().execute(works, top_k)
+
+
+class KnownExecutor(LocalExecutor):
+    """Executor that commits the known tokens of greedy requests and computes nothing: steps are counted, not timed.
+
+    For drafters that do not read the target's rows; those of ``top_k`` need a ``GuidedExecutor``.
+    """
+
+    def __init__(self, runner: ModelRunner, known: dict[str, Sequence[int]]) -> None:
+        """Follow ``known`` (request id -> output); of the runner, its slots are used."""
+        super().__init__(runner)
+        self._guided = GuidedVerifier(known)
+        self._guided.ranked = False
+
+    def place(self, request: Request, free: Sequence[int]) -> tuple[int, int]:
+        """See ``Executor``. No KV is ever reused."""
+        return free[0], 0
+
+    def execute(self, works: Sequence[ScheduledRequest], top_k: int = 0) -> list[VerifyResult | None]:
+        """See ``Executor``."""
+        assert top_k == 0, "the strategy reads the target's rows"
+        unknown = (None if work.tree is None else np.full(len(work.tree), -1, np.int32) for work in works)
+        return [
+            None if ids is None else self._guided.verify(work, TargetRows(ids, None))
+            for work, ids in zip(works, unknown, strict=True)
+        ]
 
 
 @contextmanager

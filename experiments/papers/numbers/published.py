@@ -12,6 +12,7 @@ import yaml
 
 ALL = "all"  # dataset whose labels are the other datasets
 DEVICE = "device"  # dataset of measurements that need no prompts
+KNOWN = "known"  # dataset of texts whose outputs are those of their files, in any paper
 _FOLLOWS = ("files", "written", "own")
 
 
@@ -64,8 +65,9 @@ class Claim:
     tolerance: float = 0.02  # relative difference up to which two measurements are the same
     size: tuple[float, float] | None = None  # lowest and highest ratio in the paper; None if it gives none
     otherwise: str = ""  # known reason for another result
-    beyond: str = ""  # reason why a CPU cannot show it; nothing is concluded on a CPU
-    against: bool = False  # the CPU works against the statement: if it holds even so, that counts
+    beyond: str = ""  # reason why other hardware is needed, unless the paper's GPU can be priced; nothing is concluded on a CPU
+    certain: bool = False  # measured once, and not by chance
+    headline: str = ""  # row of ``outrider bench papers`` that it is part of
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +83,15 @@ class Paper:
     claims: tuple[Claim, ...]
     rows: int = 1  # rows of a step with the paper's setting
     follows: str = "own"  # source of outputs: ``files`` follow known ones, ``written`` the model's own, ``own`` are generated
-    workloads: Mapping[str, str] = field(default_factory=dict)  # dataset -> file stem in the folder of ``--workloads``
+    workloads: Mapping[str, Sequence[str]] = field(default_factory=dict)  # dataset -> file stems in the folder of ``--workloads``
     records: Mapping[str, int] = field(default_factory=dict)  # preset -> records of each file
     strategies: Mapping[str, str] = field(default_factory=dict)  # label -> strategy with the paper's options
+    explained: Mapping[str, str] = field(default_factory=dict)  # headline -> why it is otherwise here, as was tried
+
+    @property
+    def headlines(self) -> list[str]:
+        """Return the headlines in their order."""
+        return list(dict.fromkeys(claim.headline for claim in self.claims if claim.headline))
 
     def rows_of(self, table: str) -> Mapping[str, Mapping[str, Value]]:
         """Return the rows of a table."""
@@ -104,7 +112,8 @@ def load(key: str, folder: Path = Path(__file__).parent) -> Paper:
     """
     path = folder / f"{key}.yaml"
     data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    data.pop("reasons", None)  # texts that several claims refer to
+    for texts in ("reasons", "headlines"):  # that several claims refer to
+        data.pop(texts, None)
     try:
         tables = tuple(_table(name, table) for name, table in data.pop("tables").items())
         claims = tuple(_claim(row) for row in data.pop("claims"))
@@ -153,6 +162,8 @@ def _check(paper: Paper) -> None:
         raise ValueError(f"follows must be one of {', '.join(_FOLLOWS)}, got {paper.follows!r}")
     if paper.workloads and paper.workloads.keys() != paper.datasets.keys():
         raise ValueError("workloads must name the datasets")
+    if unknown := paper.explained.keys() - {claim.headline for claim in paper.claims}:
+        raise ValueError(f"explained: no claim has the headline {min(unknown)!r}")
     for claim in paper.claims:
         if claim.dataset not in {*paper.datasets, ALL, DEVICE}:
             raise ValueError(f"{claim.where}: no dataset is called {claim.dataset!r}")

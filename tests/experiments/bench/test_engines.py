@@ -23,7 +23,7 @@ from outrider.engine.loading.hybrids import is_hybrid
 from outrider.engine.loading.model import LoadedModel, load_model
 from outrider.engine.text.tokenizer import load_tokenizer
 from outrider.experiments.bench.engines.competition import Tally, decode_ratios, where_time_goes
-from outrider.experiments.bench.engines.contestants import Prompt, Run, SharedModel, make_request
+from outrider.experiments.bench.engines.contestants import EngineContestant, Prompt, Run, SharedModel, make_request
 from outrider.experiments.bench.engines.guided import random_model, stock_twin
 from outrider.experiments.bench.engines.stock_batching import StockBatching
 from outrider.experiments.bench.engines.stock_generate import StockGenerate, StockPromptLookup
@@ -90,6 +90,8 @@ def test_the_engine_emits_the_known_output_in_the_steps_of_a_replay(
     assert (run.steps, run.drafted, run.accepted_by_source) == (replay.steps, replay.drafted, replay.accepted_by_source)
     assert [Prompt.of(prompt.text()) for prompt in known] == known
     assert strategy == "autoregressive" or run.steps < sum(map(len, run.outputs))
+    counted = EngineContestant(partial(guided.engine, choice, counted=True), 99, guided.guide).run(known)
+    assert (counted.outputs, counted.steps, counted.drafted) == (run.outputs, run.steps, run.drafted)
 
 
 def test_drafters_see_the_known_token_on_the_known_path_and_the_model_beside_it(

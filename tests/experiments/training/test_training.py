@@ -285,3 +285,17 @@ def test_draft_model_of_all_layers_equals_the_model(files: tuple[Path, Path], tm
     assert distill.loss_of(distill.draft_model(model, [1]), texts).item() > entropy
     with pytest.raises(ValueError, match="--layers"):
         distill.draft_model(model, [3])
+
+
+def test_draft_model_with_fewer_tokens_drafts_no_other(files: tuple[Path, Path], tmp_path: Path) -> None:
+    model = distill.load_weights(str(files[0]), torch.bfloat16, "sdpa").eval()
+    pairs = [([5, 9, 11, 7, 30], [12, 40, 41]), ([8, 3, 2], [1, 2, 3, 4])]
+    texts = distill.read(tmp_path / "texts", model, pairs, 0.5, Progress())
+    tokens = 35
+    small, whole = distill.draft_model(model, [0, 1, 2], tokens), distill.draft_model(model, [0, 1, 2])
+    (_, ours), (_, all_tokens) = next(distill.log_probs(small, texts[1:])), next(distill.log_probs(whole, texts[1:]))
+    assert ours.shape[1] == tokens  # the text has none of the others, so that the law is the whole one without them
+    torch.testing.assert_close(ours.exp(), all_tokens[:, :tokens].softmax(-1), atol=1e-3, rtol=0.05)
+    assert torch.isfinite(distill.loss_of(small, texts))  # of texts with tokens that the draft model lacks, too
+    with pytest.raises(ValueError, match="--vocabulary 400000 must be from 1 to the model's"):
+        distill.draft_model(model, [0], 400_000)
