@@ -29,10 +29,11 @@ from outrider.cluster.cli.generate.known_texts import TextTokenizer, read_known_
 from outrider.cluster.cli.generate.strategy_option import StrategyChoice, chosen_strategies
 from outrider.configs.slices import EngineOptions, SpeculationOptions
 from outrider.decoding.replay import KnownText
+from outrider.engine.emulation.hardware import find_shape
 from outrider.experiments.bench.figure import panel
 from outrider.experiments.bench.run import Bench, Results, Run
 from outrider.experiments.simulation.cluster import SimulatedCluster, keyed
-from outrider.experiments.simulation.hardware import find_gpu, find_shape
+from outrider.experiments.simulation.hardware import find_gpu
 from outrider.experiments.simulation.replica import KnownTarget, SimulatedReplica
 from outrider.experiments.simulation.steps import Host, Mode, Software, StepTimes, fits, read_curve, step_times
 

@@ -11,8 +11,9 @@ from typing import Literal
 import numpy as np
 
 from outrider.decoding.budget.latency import LatencyCurve, StepLoad
+from outrider.engine.emulation.hardware import ModelShape
 from outrider.engine.loading.plan import BANDWIDTH_SHARE, FLOPS_SHARE, seconds_of
-from outrider.experiments.simulation.hardware import Gpu, ModelShape
+from outrider.experiments.simulation.hardware import Gpu
 
 Mode = Literal["lookahead", "tensor", "pipeline"]
 EXCHANGE_S = 0.14e-3  # of a shared step for each rank: 0.28 ms measured with two
@@ -56,7 +57,7 @@ def roofline_s(
         tensor: GPUs that share each layer.
     """
     read = model.weight_bytes + context * model.entry_bytes
-    operations = 2 * model.parameters * rows + 4 * model.layers * model.heads * model.head_size * looked_at
+    operations = model.operations(rows, looked_at)
     rates = gpu.bandwidth * software.bandwidth_share, gpu.flops * software.flops_share
     step = max(seconds_of(read, operations, *rates) / tensor, model.layers * software.launch_s)
     if tensor > 1:

@@ -10,6 +10,7 @@ from outrider.cluster.cli.generate.prompt_file import read_prompts
 from outrider.cluster.cli.generate.strategy_option import StrategyChoice, chosen_strategies
 from outrider.configs.schema import find_model
 from outrider.decoding.request import PLAIN
+from outrider.engine.emulation.hardware import ModelShape, shape_of
 from outrider.engine.loading.model import load_config
 from outrider.engine.text.tokenizer import load_tokenizer
 from outrider.experiments.bench.options import add_model, add_prompts, check_distinct, check_prompts, numbers
@@ -30,7 +31,6 @@ from outrider.experiments.bench.scaling.results import (
 from outrider.experiments.bench.workloads import fitting_records, interleaved
 from outrider.experiments.papers.numbers.scaling import beside_figures
 from outrider.experiments.service.served import memory_mib, served
-from outrider.experiments.simulation.hardware import ModelShape, shape_of
 
 TEXT = """Measure strong scaling: one worker and several together answer the same prompts, one request at a time and many.
 

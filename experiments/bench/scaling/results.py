@@ -25,11 +25,11 @@ from outrider.cluster.cli.generate.strategy_option import StrategyChoice
 from outrider.configs.slices import EngineOptions
 from outrider.decoding.budget.latency import LatencyCurve
 from outrider.decoding.request import PLAIN
+from outrider.engine.emulation.hardware import ModelShape
 from outrider.experiments.bench.figure import panel
 from outrider.experiments.bench.record import ROOT
 from outrider.experiments.service.served import fresh_sums
 from outrider.experiments.simulation.cluster import SimulatedCluster
-from outrider.experiments.simulation.hardware import ModelShape
 from outrider.experiments.simulation.replica import KnownTarget, SimulatedReplica
 from outrider.experiments.simulation.steps import Host, Mode, Software, StepTimes
 

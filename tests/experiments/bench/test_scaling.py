@@ -11,13 +11,13 @@ import pytest
 from outrider.cluster.cli.generate.strategy_option import chosen_strategies
 from outrider.decoding.budget.latency import LatencyCurve
 from outrider.decoding.request import PLAIN
+from outrider.engine.emulation.hardware import ModelShape
 from outrider.experiments.bench.run import run
 from outrider.experiments.bench.scaling import command
 from outrider.experiments.bench.scaling.command import BENCH, parted, results_of
 from outrider.experiments.bench.scaling.results import COUNTERS, Entry, Form, Prediction, Round, beside, communication, forms_of
 from outrider.experiments.papers.beside import NOT_TESTABLE
 from outrider.experiments.report.tables import headlines
-from outrider.experiments.simulation.hardware import ModelShape
 
 SHAPE = ModelShape("tiny", 4, 64, 4, 4, 16, 1e5, 100)
 

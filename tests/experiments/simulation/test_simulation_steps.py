@@ -8,7 +8,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from outrider.decoding.budget.latency import LatencyCurve
-from outrider.experiments.simulation.hardware import GPUS, MODELS, shape_of
+from outrider.engine.emulation.hardware import MODELS, shape_of
+from outrider.experiments.simulation.hardware import GPUS
 from outrider.experiments.simulation.steps import (
     Host,
     RankLoad,
