@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 
 _LONGEST_LEAD_S = 1e-3
-_LEARNING = 0.2  # weight of the last sleep in ``_lead_s``
+_LEAD_STEP_S = 2e-5
 
 
 class EmulatedClock:
@@ -26,7 +26,7 @@ class EmulatedClock:
         self.dilation = dilation
         self.hidden_s = 0.0  # wall seconds that are no emulated seconds
         self._wall, self._sleep = wall, sleep
-        self._lead_s = 0.0  # mean seconds by which a sleep ends too late
+        self._lead_s = 0.0  # median seconds by which a sleep ends too late
 
     def now(self) -> float:
         """Return the emulated seconds since some moment."""
@@ -50,7 +50,8 @@ class EmulatedClock:
         if left > self._lead_s:
             self._sleep(left - self._lead_s)
         ended = self._wall()
-        self._lead_s = min(max(self._lead_s + _LEARNING * (ended - ends), 0.0), _LONGEST_LEAD_S)
+        # By equal steps, so that one long disturbance changes no more than a short one.
+        self._lead_s = min(max(self._lead_s + (_LEAD_STEP_S if ended > ends else -_LEAD_STEP_S), 0.0), _LONGEST_LEAD_S)
         took = ended - began
         self.hidden_s += took - took / self.dilation
         booked += [took / self.dilation, 0.0]

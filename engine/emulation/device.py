@@ -37,7 +37,6 @@ class EmulatedCounts:
     dilation: float
     forwards: int
     device_s: float  # emulated seconds of all forwards by the roofline
-    taken_s: float  # emulated seconds that they took
     late: int  # forwards whose computation on the processor took longer than the device time
     late_s: float  # emulated seconds beyond it, which count as the host's
     ratio: float  # median of taken over roofline seconds, of the latest forwards; 0.0 before the first
@@ -65,7 +64,7 @@ class EmulatedDevice:
         self.roofline, self.known, self.drafter_s = roofline, known, drafter_s
         self.clock = clock or EmulatedClock(dilation)
         self._forwards = self._late = 0
-        self._device_s = self._taken_s = self._late_s = self._bytes = 0.0
+        self._device_s = self._late_s = self._bytes = 0.0
         self._ratios: deque[float] = deque(maxlen=_KEPT)
 
     @classmethod
@@ -91,7 +90,6 @@ class EmulatedDevice:
         taken, late = booked
         self._forwards += 1
         self._device_s += seconds
-        self._taken_s += taken
         self._bytes += self.roofline.exchanged_bytes(len(batch.token_ids))
         if late > 0.0:
             self._late += 1
@@ -102,7 +100,7 @@ class EmulatedDevice:
         """Return the counters."""
         ratios, roofline = list(self._ratios), self.roofline
         return EmulatedCounts(
-            roofline.card.name, roofline.model.name, self.clock.dilation, self._forwards, self._device_s, self._taken_s,
+            roofline.card.name, roofline.model.name, self.clock.dilation, self._forwards, self._device_s,
             self._late, self._late_s, statistics.median(ratios) if ratios else 0.0, self.clock.hidden_s, self._bytes,
         )  # fmt: skip
 

@@ -37,7 +37,7 @@ def _sum_us(ranks: int, tokens_per_s: float) -> float:
 
 _SUM_OF = "all-reduce of one row over NVLink, {} GPUs: the step beyond its share of one GPU's step, over 64 all-reduces"
 FIGURES: dict[str, Figure] = {
-    "bandwidth_share": Figure(0.685, "of the peak", "memory bandwidth reached by reads of weights: 1,397 of 2,039 GB/s", _GPT_FAST),
+    "bandwidth_share": Figure(0.685, "of the peak", "memory bandwidth that reads reach: 1,397 of 2,039 GB/s", _GPT_FAST),
     "flops_share": Figure(0.6, "of the peak", "arithmetic reached by a matrix product of 1 to 16 GFLOP", _CALCULON),
     "step_16": Figure(1.0, "of its reads", "sixteen-bit weights", _GPT_FAST),
     "step_8": Figure(round(104.9 / 155.58, 3), "of its reads", "eight-bit step over sixteen-bit step", _GPT_FAST),
