@@ -64,7 +64,7 @@ class EmulatedShards(Ranks):
         assert shard.rank == 0 and shard.world_size > 1, shard
         self._shard, self.housing, self._terms = shard, housing, terms
         self._links: list[Link] = []
-        self.steps = [0] * shard.world_size  # of each rank
+        self.done = [0] * (shard.world_size - 1)  # steps that each follower has computed
 
     def runner(self, model: PreTrainedModel, capacity: int, options: EngineOptions, tree_rows: int) -> ModelRunner:
         """See ``Ranks``."""
@@ -108,7 +108,6 @@ class EmulatedShards(Ranks):
             except (GroupError, *LINK_ERRORS) as error:  # as a rank that is lost in an all-reduce: the process has to end
                 raise DeviceError(f"a rank is gone: {one_line(error)}") from error
             clock.join(hidden_s, began, [(one.ended_s, one.hidden_s) for one in done if isinstance(one, DoneMessage)])
-            self.steps = [count + 1 for count in self.steps]
 
         return together
 
@@ -123,6 +122,7 @@ class EmulatedShards(Ranks):
                 message = link.take()
                 if not isinstance(message, kind):
                     raise GroupError(f"rank {self._links.index(link) + 1} sent {message}")
+                self.done[self._links.index(link)] += isinstance(message, DoneMessage)
                 found.append(message)
                 missing.remove(link)
         return found
