@@ -1,4 +1,4 @@
-"""Ranks with parts of one model on emulated devices: real processes and messages, and device times in place of all-reduces."""
+"""Ranks with parts of one model on emulated devices: real processes and messages, and device times instead of all-reduces."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outrider.actors.wire import Message, WireError, encode
 from outrider.configs.slices import EmulationOptions, EngineOptions
 from outrider.engine.emulation.clock import EmulatedClock
 from outrider.engine.emulation.device import local_executor
-from outrider.engine.emulation.roofline import Roofline
+from outrider.engine.emulation.roofline import DeviceRoofline
 from outrider.engine.errors import DeviceError, one_line
 from outrider.engine.executor import Executor
 from outrider.engine.forward.batch import Batch
@@ -28,7 +28,7 @@ from outrider.engine.forward.runner import ModelRunner
 from outrider.engine.forward.runners import make_runner
 
 
-def _of_group(roofline: Roofline, shard: ShardSpec) -> Roofline:
+def _of_group(roofline: DeviceRoofline, shard: ShardSpec) -> DeviceRoofline:
     return dataclasses.replace(roofline, split=shard.mode, ranks=shard.world_size)
 
 
@@ -37,7 +37,7 @@ class EmulatedShardServer(ShardServer):
 
     def __init__(self, shard: ShardSpec, terms: GroupSettings, emulation: EmulationOptions) -> None:
         """Listen on a free loopback port. Raises ``ModelLoadError`` for an unknown model or link."""
-        self._roofline, self._clock = _of_group(Roofline.of(emulation), shard), EmulatedClock(emulation.time_dilation)
+        self._roofline, self._clock = _of_group(DeviceRoofline.of(emulation), shard), EmulatedClock(emulation.time_dilation)
         super().__init__(None, shard, terms)
 
     def _follow(self, link: Link) -> None:

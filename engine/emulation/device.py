@@ -18,7 +18,7 @@ from outrider.decoding.tree import DraftTree
 from outrider.decoding.verify.exact import verify_exact
 from outrider.engine.emulation.clock import EmulatedClock
 from outrider.engine.emulation.known_outputs import CHANGED, UNKNOWN_PROMPT, KnownOutputs
-from outrider.engine.emulation.roofline import Roofline
+from outrider.engine.emulation.roofline import DeviceRoofline
 from outrider.engine.errors import ModelLoadError
 from outrider.engine.executor import LocalExecutor, VerifyResult
 from outrider.engine.forward.batch import Batch, ScheduledRequest, pack
@@ -51,7 +51,7 @@ class EmulatedDevice:
     together: Callable[[Batch], AbstractContextManager[None]] = staticmethod(lambda batch: contextlib.nullcontext())
 
     def __init__(
-        self, roofline: Roofline, dilation: float, known: KnownOutputs | None = None, drafter_s: float = 0.0,
+        self, roofline: DeviceRoofline, dilation: float, known: KnownOutputs | None = None, drafter_s: float = 0.0,
         clock: EmulatedClock | None = None,
     ) -> None:  # fmt: skip
         """
@@ -79,7 +79,7 @@ class EmulatedDevice:
             if runner.cache.states is not None:
                 raise ModelLoadError("emulation.outputs is for models without recurrent layers: set model.path to another one")
             known = KnownOutputs.read(options.outputs, loaded.tokenizer, loaded.eos_token_ids)
-        return cls(Roofline.of(options), options.time_dilation, known, options.drafter_ms / 1e3)
+        return cls(DeviceRoofline.of(options), options.time_dilation, known, options.drafter_ms / 1e3)
 
     @contextlib.contextmanager
     def working(self, batch: Batch) -> Iterator[None]:

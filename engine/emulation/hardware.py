@@ -13,12 +13,12 @@ from outrider.engine.loading.cards import CARDS, Card
 _GATED = frozenset(("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "codellama"))  # three matrices in an MLP
 _GPT_FAST = "pytorch-labs/gpt-fast, README at 0f925b5, 8 A100-80 limited to 330 W"
 _NCCL = "NVIDIA/nccl, src/graph/tuning.cc at 01afd20"
-_CALCULON = "calculon-ai/calculon, systems/a100_80g.json at 4f81f02"
+_CALCULON = "calculon (SC 2023), systems/a100_80g.json at 4f81f02"
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
-    """Figure of the emulation with its source."""
+class SourcedFigure:
+    """SourcedFigure of the emulation with its source."""
 
     value: float
     unit: str
@@ -36,34 +36,34 @@ def _sum_us(ranks: int, tokens_per_s: float) -> float:
 
 
 _SUM_OF = "all-reduce of one row over NVLink, {} GPUs: the step beyond its share of one GPU's step, over 64 all-reduces"
-FIGURES: dict[str, Figure] = {
-    "bandwidth_share": Figure(0.685, "of the peak", "memory bandwidth that reads reach: 1,397 of 2,039 GB/s", _GPT_FAST),
-    "flops_share": Figure(0.6, "of the peak", "arithmetic reached by a matrix product of 1 to 16 GFLOP", _CALCULON),
-    "step_16": Figure(1.0, "of its reads", "sixteen-bit weights", _GPT_FAST),
-    "step_8": Figure(round(104.9 / 155.58, 3), "of its reads", "eight-bit step over sixteen-bit step", _GPT_FAST),
-    "step_4": Figure(round(104.9 / 196.8, 3), "of its reads", "four-bit step over sixteen-bit step", _GPT_FAST),
-    "launch_s": Figure(round(1 / 25.5 / 32, 6), "s a layer", "eager launches from Python: 25.5 tokens/s of a Llama of 32 layers",
+FIGURES: dict[str, SourcedFigure] = {
+    "bandwidth_share": SourcedFigure(0.685, "of the peak", "memory bandwidth that reads reach: 1,397 of 2,039 GB/s", _GPT_FAST),
+    "flops_share": SourcedFigure(0.6, "of the peak", "arithmetic reached by a matrix product of 1 to 16 GFLOP", _CALCULON),
+    "step_16": SourcedFigure(1.0, "of its reads", "sixteen-bit weights", _GPT_FAST),
+    "step_8": SourcedFigure(round(104.9 / 155.58, 3), "of its reads", "eight-bit step over sixteen-bit step", _GPT_FAST),
+    "step_4": SourcedFigure(round(104.9 / 196.8, 3), "of its reads", "four-bit step over sixteen-bit step", _GPT_FAST),
+    "launch_s": SourcedFigure(round(1 / 25.5 / 32, 6), "s a layer", "eager launches from Python: 25.5 tokens/s of a Llama of 32 layers",
                        "pytorch.org/blog/accelerating-generative-ai-2, A100-80 limited to 330 W"),
-    "all_reduce_2": Figure(_sum_us(2, 168.84), "us", _SUM_OF.format(2), _GPT_FAST),
-    "all_reduce_4": Figure(_sum_us(4, 254.02), "us", _SUM_OF.format(4), _GPT_FAST),
-    "all_reduce_8": Figure(_sum_us(8, 328.43), "us", _SUM_OF.format(8), _GPT_FAST),
-    "send": Figure(3.6, "us", "start of an exchange between two GPUs (ring, LL)", _NCCL),
-    "nvlink_step": Figure(0.47, "us", "step of a ring over NVLink (LL)", _NCCL),
-    "pcie_step": Figure(1.0, "us", "step of a ring over PCIe (LL)", _NCCL),
-    "ethernet_step": Figure(2.7, "us", "step of a ring over a network (LL)", _NCCL),
-    "nvlink": Figure(300e9, "B/s", "NVLink of an A100, each direction", "NVIDIA A100 datasheet: 600 GB/s both ways"),
-    "nvlink_h100": Figure(450e9, "B/s", "NVLink of an H100, each direction", "NVIDIA H100 datasheet: 900 GB/s both ways"),
-    "pcie": Figure(32e9, "B/s", "PCIe 4.0 x16, each direction", "NVIDIA L40S and L4 datasheets: 64 GB/s both ways"),
-    "ethernet": Figure(12.5e9, "B/s", "100 Gb Ethernet, each direction", "IEEE 802.3, 100GBASE"),
-    "nvlink_share": Figure(0.6, "of the peak", "bandwidth of NVLink reached", _CALCULON),
-    "pcie_share": Figure(0.7, "of the peak", "bandwidth of PCIe reached with messages of 1 to 10 MB", _CALCULON),
-    "ethernet_share": Figure(0.9, "of the peak", "bandwidth of a network reached", _CALCULON),
+    "all_reduce_2": SourcedFigure(_sum_us(2, 168.84), "us", _SUM_OF.format(2), _GPT_FAST),
+    "all_reduce_4": SourcedFigure(_sum_us(4, 254.02), "us", _SUM_OF.format(4), _GPT_FAST),
+    "all_reduce_8": SourcedFigure(_sum_us(8, 328.43), "us", _SUM_OF.format(8), _GPT_FAST),
+    "send": SourcedFigure(3.6, "us", "start of an exchange between two GPUs (ring, LL)", _NCCL),
+    "nvlink_step": SourcedFigure(0.47, "us", "step of a ring over NVLink (LL)", _NCCL),
+    "pcie_step": SourcedFigure(1.0, "us", "step of a ring over PCIe (LL)", _NCCL),
+    "ethernet_step": SourcedFigure(2.7, "us", "step of a ring over a network (LL)", _NCCL),
+    "nvlink": SourcedFigure(300e9, "B/s", "NVLink of an A100, each direction", "NVIDIA A100 datasheet: 600 GB/s both ways"),
+    "nvlink_h100": SourcedFigure(450e9, "B/s", "NVLink of an H100, each direction", "NVIDIA H100 datasheet: 900 GB/s both ways"),
+    "pcie": SourcedFigure(32e9, "B/s", "PCIe 4.0 x16, each direction", "NVIDIA L40S and L4 datasheets: 64 GB/s both ways"),
+    "ethernet": SourcedFigure(12.5e9, "B/s", "100 Gb Ethernet, each direction", "IEEE 802.3, 100GBASE"),
+    "nvlink_share": SourcedFigure(0.6, "of the peak", "bandwidth of NVLink reached", _CALCULON),
+    "pcie_share": SourcedFigure(0.7, "of the peak", "bandwidth of PCIe reached with messages of 1 to 10 MB", _CALCULON),
+    "ethernet_share": SourcedFigure(0.9, "of the peak", "bandwidth of a network reached", _CALCULON),
 }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """Link between the GPUs of a group."""
+class DeviceLink:
+    """DeviceLink between the GPUs of a group."""
 
     name: str
     bandwidth: float  # bytes per second and direction that are reached
@@ -86,15 +86,15 @@ class Link:
         return FIGURES["send"].value * 1e-6 + self.step_s + size / self.bandwidth
 
 
-def _link(name: str, kind: str, bandwidth: str) -> Link:
-    return Link(name, FIGURES[bandwidth].value * FIGURES[f"{kind}_share"].value, FIGURES[f"{kind}_step"].value * 1e-6)
+def _link(name: str, kind: str, bandwidth: str) -> DeviceLink:
+    return DeviceLink(name, FIGURES[bandwidth].value * FIGURES[f"{kind}_share"].value, FIGURES[f"{kind}_step"].value * 1e-6)
 
 
 _NVLINK = {"A100-80": "nvlink", "H100": "nvlink_h100"}
 DEVICES = ("A100-80", "H100", "L40S", "L4")  # as in ``configs.slices.EmulationOptions``
 
 
-def find_device(name: str, link: str | None) -> tuple[Card, Link]:
+def find_device(name: str, link: str | None) -> tuple[Card, DeviceLink]:
     """Return a device and its link: ``link``, or NVLink where the device has it, else PCIe. Raises ``ModelLoadError``."""
     kind = link or ("nvlink" if name in _NVLINK else "pcie")
     if kind == "nvlink" and name not in _NVLINK:

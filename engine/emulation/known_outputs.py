@@ -1,4 +1,4 @@
-"""Known outputs of prompts, which requests follow in place of a model."""
+"""Known outputs of prompts, which requests follow instead of a model's."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Literal
 from outrider.configs.slices import EmulationOptions
 from outrider.decoding.budget.latency import LatencyCurve
 from outrider.engine.cuda.static_runner import ROWS
-from outrider.engine.emulation.hardware import FIGURES, Link, ModelShape, find_device, find_shape
+from outrider.engine.emulation.hardware import FIGURES, DeviceLink, ModelShape, find_device, find_shape
 from outrider.engine.errors import ModelLoadError
 from outrider.engine.forward.batch import SequenceRows
 from outrider.engine.loading.cards import Card
@@ -24,11 +24,11 @@ _STAIRS = tuple(sorted({1, *(at + more for at in range(STRICT_ROWS, 513, STRICT_
 
 
 @dataclass(frozen=True, slots=True)
-class Roofline:
+class DeviceRoofline:
     """Seconds of a forward of a model on one device, or on the devices of a group that hold parts of it."""
 
     card: Card
-    link: Link
+    link: DeviceLink
     model: ModelShape
     bits: int = 16  # of a weight
     form: Literal["strict", "graphs", "eager"] = "strict"
@@ -36,7 +36,7 @@ class Roofline:
     ranks: int = 1
 
     @classmethod
-    def of(cls, options: EmulationOptions) -> Roofline:
+    def of(cls, options: EmulationOptions) -> DeviceRoofline:
         """Return the roofline of a configuration. Raises ``ModelLoadError`` for an unknown model or a link that a GPU lacks."""
         assert options.device is not None
         card, link = find_device(options.device, options.link)

@@ -23,7 +23,7 @@ from outrider.decoding.drafters.registry import build_drafter
 from outrider.decoding.request import Request, SamplingParams
 from outrider.engine.emulation.device import EmulatedDevice, local_executor
 from outrider.engine.emulation.known_outputs import KnownOutputs
-from outrider.engine.emulation.roofline import Roofline
+from outrider.engine.emulation.roofline import DeviceRoofline
 from outrider.engine.errors import DeviceError
 from outrider.engine.executor import Executor
 from outrider.engine.forward.runner import ModelRunner
@@ -39,7 +39,7 @@ OUTPUT = [7, 8, 9, 5, 6, 7, 12, 5, 6, 7, 8, 9, 14, 3, 5, 6, 7, 13, 5, 6, 7, 10, 
 
 
 def emulated(runner: ModelRunner) -> ModelRunner:
-    runner.emulated = EmulatedDevice(Roofline.of(OPTIONS), OPTIONS.time_dilation, KnownOutputs([(PROMPT, OUTPUT)]))
+    runner.emulated = EmulatedDevice(DeviceRoofline.of(OPTIONS), OPTIONS.time_dilation, KnownOutputs([(PROMPT, OUTPUT)]))
     return runner
 
 

@@ -144,10 +144,10 @@ def check_emulation(options: EmulationOptions) -> None:
     """Raise LaunchError for a model or link that cannot be emulated, or a file of outputs that does not exist."""
     if options.device is None:
         return
-    from outrider.engine.emulation.roofline import Roofline
+    from outrider.engine.emulation.roofline import DeviceRoofline
 
     try:
-        Roofline.of(options)
+        DeviceRoofline.of(options)
     except ModelLoadError as error:
         raise LaunchError(str(error)) from None
     if options.outputs is not None and not Path(options.outputs).is_file():

@@ -26,7 +26,7 @@ from outrider.configs.schema import find_model
 from outrider.configs.slices import EmulationOptions
 from outrider.decoding.request import PLAIN
 from outrider.engine.emulation.hardware import DEVICES, FIGURES
-from outrider.engine.emulation.roofline import Roofline, Split
+from outrider.engine.emulation.roofline import DeviceRoofline, Split
 from outrider.engine.loading.model import load_config
 from outrider.engine.text.tokenizer import load_tokenizer
 from outrider.experiments.bench.figure import panel
@@ -86,9 +86,7 @@ def _records(args: argparse.Namespace, model: str) -> list[PromptRecord]:
             raise ValueError(f"{path.stem} has {len(fitting)} prompts that fit, {args.records} are needed: lower --records")
         without = next((record.id for record in fitting[: args.records] if not record.output), None)
         if without is not None:
-            raise ValueError(
-                f"{path.stem}: record {without} has no output, which an emulated GPU follows: give files with outputs"
-            )
+            raise ValueError(f"{path.stem}: record {without} has no output to follow: give files with outputs")
         found.append(fitting[: args.records])
     records = list(interleaved(found))
     if len({record.prompt for record in records}) < len(records):
@@ -107,7 +105,7 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
         ValueError, ModelLoadError: an unusable file, model or option.
     """
     model, choices = find_model(args.model), _choices(args)
-    roofline = Roofline.of(EmulationOptions(args.emulate, args.as_model, 1.0, None, args.link, args.bits, args.forward))
+    roofline = DeviceRoofline.of(EmulationOptions(args.emulate, args.as_model, 1.0, None, args.link, args.bits, args.forward))
     records = _records(args, model)
     clients = sorted({1, *args.clients})
     if len(records) < clients[-1]:
@@ -152,7 +150,7 @@ def _plain(setting: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _results(
-    args: argparse.Namespace, roofline: Roofline, forms: Sequence[Form], cells: Sequence[Cell], records: Sequence[PromptRecord],
+    args: argparse.Namespace, roofline: DeviceRoofline, forms: Sequence[Form], cells: Sequence[Cell], records: Sequence[PromptRecord],
     model: str,
 ) -> Results:  # fmt: skip
     about = {
@@ -310,7 +308,7 @@ class EmulatedPrediction(Prediction):
     """Predicted speed on the same GPUs, with times of the host fitted to one GPU and to two ranks."""
 
     def __init__(
-        self, roofline: Roofline, records: Sequence[PromptRecord], model: str, budget: int, hosts: Mapping[str, Host],
+        self, roofline: DeviceRoofline, records: Sequence[PromptRecord], model: str, budget: int, hosts: Mapping[str, Host],
         gap_s: float, exchange_s: float, group_s: Mapping[str, float], max_tokens: int,
     ) -> None:  # fmt: skip
         texts = {record.prompt: record.output or "" for record in records}
@@ -328,7 +326,7 @@ class EmulatedPrediction(Prediction):
 
 
 def validated(
-    forms: Sequence[Form], cells: Sequence[Cell], rows: Mapping[str, Mapping[str, Any]], roofline: Roofline,
+    forms: Sequence[Form], cells: Sequence[Cell], rows: Mapping[str, Mapping[str, Any]], roofline: DeviceRoofline,
     records: Sequence[PromptRecord], model: str, args: argparse.Namespace,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the tokens per second of each row as emulated and as simulated, and the share of errors up to ``HOLDS``."""
@@ -343,7 +341,7 @@ def validated(
     alone_s = plain.step_s - plain.forward_s
     group_s: dict[str, float] = {
         kind: max(0.0, pair.step_s - pair.forward_s - alone_s)
-        for kind in ("tensor", "pipeline") if kind in pairs for pair in [totals[pairs[kind], PLAIN, 1]]
+        for kind in ("tensor", "pipeline") if kind in pairs for pair in [totals.get((pairs[kind], PLAIN, 1))] if pair is not None
     }  # fmt: skip
     shared = [
         cell for cell in cells if cell["form"] == pairs.get("lookahead") and cell["strategy"] != PLAIN and cell["clients"] == 1

@@ -16,7 +16,7 @@ from outrider.engine.emulation.clock import EmulatedClock
 from outrider.engine.emulation.device import EmulatedDevice, local_executor
 from outrider.engine.emulation.hardware import DEVICES, FIGURES, MODELS, find_device
 from outrider.engine.emulation.known_outputs import KnownOutputs
-from outrider.engine.emulation.roofline import Roofline
+from outrider.engine.emulation.roofline import DeviceRoofline
 from outrider.engine.errors import ModelLoadError
 from outrider.engine.forward.batch import SequenceRows
 from outrider.engine.text.tokenizer import load_tokenizer
@@ -25,7 +25,7 @@ from tests.helpers.ranks import twin
 
 DEMO = str(Path(__file__).resolve().parents[3] / "demo_model")
 LLAMA = MODELS["llama-2-7b"]
-GRAPHS = Roofline(*find_device("A100-80", None), LLAMA, form="graphs")
+GRAPHS = DeviceRoofline(*find_device("A100-80", None), LLAMA, form="graphs")
 
 
 class Wall:
@@ -107,23 +107,23 @@ def test_sleeps_that_end_late_are_begun_earlier() -> None:
     ("roofline", "rows", "milliseconds"),
     [
         (GRAPHS, 1, 13.48e9 / (0.685 * 2.039e12) * 1e3),
-        (Roofline(*find_device("A100-80", None), LLAMA), 64, 9.651),
-        (Roofline(*find_device("A100-80", None), LLAMA), 65, 2 * 9.651),  # strict: two forwards of 64 rows
+        (DeviceRoofline(*find_device("A100-80", None), LLAMA), 64, 9.651),
+        (DeviceRoofline(*find_device("A100-80", None), LLAMA), 65, 2 * 9.651),  # strict: two forwards of 64 rows
         (GRAPHS, 65, 9.651),  # a graph of 96 rows, still less than reading the weights
         (GRAPHS, 256, 256 * 2 * 6.74e9 / (0.6 * 312e12) * 1e3),  # beyond the graphs, and computing takes longest
-        (Roofline(*find_device("A100-80", None), LLAMA, bits=4), 1, 9.651 * 104.9 / 196.8),
-        (Roofline(*find_device("A100-80", None), LLAMA, form="eager"), 1, 1e3 / 25.5),
-        (Roofline(*find_device("H100", None), LLAMA, form="graphs"), 1, 13.48e9 / (0.685 * 3.35e12) * 1e3),
+        (DeviceRoofline(*find_device("A100-80", None), LLAMA, bits=4), 1, 9.651 * 104.9 / 196.8),
+        (DeviceRoofline(*find_device("A100-80", None), LLAMA, form="eager"), 1, 1e3 / 25.5),
+        (DeviceRoofline(*find_device("H100", None), LLAMA, form="graphs"), 1, 13.48e9 / (0.685 * 3.35e12) * 1e3),
     ],
 )
-def test_a_forward_takes_what_the_roofline_says(roofline: Roofline, rows: int, milliseconds: float) -> None:
+def test_a_forward_takes_what_the_roofline_says(roofline: DeviceRoofline, rows: int, milliseconds: float) -> None:
     assert 1e3 * roofline.seconds([SequenceRows(0, 0, 0, rows, None)]) == pytest.approx(milliseconds, rel=2e-3)
 
 
 @pytest.mark.parametrize(("ranks", "tokens_per_s"), [(2, 168.84), (4, 254.02), (8, 328.43)])
 def test_tensor_parallelism_is_as_fast_as_published(ranks: int, tokens_per_s: float) -> None:
     """gpt-fast's README, of the same table as the all-reduces; its one GPU decodes 104.9 tokens a second."""
-    group = Roofline(*find_device("A100-80", None), LLAMA, form="graphs", split="tensor", ranks=ranks)
+    group = DeviceRoofline(*find_device("A100-80", None), LLAMA, form="graphs", split="tensor", ranks=ranks)
     assert 1 / group.seconds([SequenceRows(0, 0, 0, 1, None)]) == pytest.approx(tokens_per_s, rel=0.03)
 
 
@@ -131,20 +131,20 @@ def test_links_and_pipelines() -> None:
     links = [find_device("A100-80", name)[1] for name in ("nvlink", "pcie", "ethernet")]
     sums = [link.all_reduce_s(8, 8192) for link in links]
     assert sums == sorted(sums) and sums[1] - sums[0] == pytest.approx(14 * 0.53e-6 + 14 / 8 * 8192 * (1 / 22.4e9 - 1 / 180e9))
-    stages = Roofline(*find_device("L4", None), LLAMA, form="graphs", split="pipeline", ranks=4)
-    alone = Roofline(*find_device("L4", None), LLAMA, form="graphs")
+    stages = DeviceRoofline(*find_device("L4", None), LLAMA, form="graphs", split="pipeline", ranks=4)
+    alone = DeviceRoofline(*find_device("L4", None), LLAMA, form="graphs")
     one_row = [SequenceRows(0, 0, 0, 1, None)]
     assert stages.seconds(one_row) - alone.seconds(one_row) == pytest.approx(4 * stages.link.send_s(8192))
     assert stages.link.name == "pcie" and stages.exchanged_bytes(3) == 4 * 3 * 8192
     with pytest.raises(ModelLoadError, match=r"emulation\.link is nvlink, which L4 does not have: set pcie"):
         find_device("L4", "nvlink")
     with pytest.raises(ModelLoadError, match=r"emulation\.model 'x' is not known: give a folder .*llama-3\.1-8b"):
-        Roofline.of(EmulationOptions("L4", "x"))
+        DeviceRoofline.of(EmulationOptions("L4", "x"))
 
 
 @pytest.mark.parametrize("form", ["strict", "graphs", "eager"])
 def test_drafters_see_the_times_of_the_device(form: str) -> None:
-    roofline = Roofline.of(EmulationOptions("A100-80", "llama-3.1-8b", form=form))  # type: ignore[arg-type]
+    roofline = DeviceRoofline.of(EmulationOptions("A100-80", "llama-3.1-8b", form=form))  # type: ignore[arg-type]
     curve = roofline.curve()
     for rows, seconds in zip(curve.rows, curve.rows_s, strict=True):
         assert seconds == roofline.seconds([SequenceRows(0, 256, 0, rows, None)])
