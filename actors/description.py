@@ -11,9 +11,8 @@ from outrider.engine.measures.metrics import EngineCounts
 
 if TYPE_CHECKING:
     from outrider.cache_service.client.cache_client import CacheClientCounts
-    from outrider.engine.emulation.device import EmulatedCounts
     from outrider.engine.measures.energy_ledger import EnergyCounts
-    from outrider.engine.measures.metrics import MetricsCounts, StrategyCounts
+    from outrider.engine.measures.metrics import EmulatedCounts, MetricsCounts, StrategyCounts
 
 
 class ReplicaError(RuntimeError):

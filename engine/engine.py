@@ -19,7 +19,7 @@ from outrider.decoding.sources.history import Histories
 from outrider.decoding.tree import DraftTree
 from outrider.engine.accelerator import accelerator, device_error, is_out_of_memory
 from outrider.engine.child_process import report_progress
-from outrider.engine.emulation.device import EmulatedCounts, EmulatedDevice, local_executor
+from outrider.engine.emulation.device import EmulatedDevice, local_executor
 from outrider.engine.errors import ContextLengthError, QueueFullError, RequestError, fault_of, first_line
 from outrider.engine.executor import Executor, VerifyResult
 from outrider.engine.forward.batch import ScheduledRequest
@@ -32,7 +32,14 @@ from outrider.engine.loading.model_info import ModelInfo, strategies_apart
 from outrider.engine.loading.slot_memory import fitted
 from outrider.engine.measures.energy import EnergyMeter, NoMeter
 from outrider.engine.measures.energy_ledger import EnergyCounts, EnergyLedger
-from outrider.engine.measures.metrics import CountsByStrategy, EngineCounts, EngineMetrics, MetricsCounts, StrategyCounts
+from outrider.engine.measures.metrics import (
+    CountsByStrategy,
+    EmulatedCounts,
+    EngineCounts,
+    EngineMetrics,
+    MetricsCounts,
+    StrategyCounts,
+)
 from outrider.engine.scheduling.planner import SlotPlacement, StepPlanner
 from outrider.engine.scheduling.scheduler import Scheduler, check_options
 from outrider.engine.target import LocalTarget

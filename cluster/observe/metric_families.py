@@ -8,15 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from outrider.actors.description import Description, GroupState
 from outrider.cache_service.client.cache_client import CacheClientCounts
 from outrider.decoding.request import BudgetCounts
-from outrider.engine.measures.metrics import MetricsCounts, StrategyCounts
-
-if TYPE_CHECKING:
-    from outrider.engine.emulation.device import EmulatedCounts
+from outrider.engine.measures.metrics import EmulatedCounts, MetricsCounts, StrategyCounts
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 import torch
 
@@ -24,24 +23,9 @@ from outrider.engine.executor import LocalExecutor, VerifyResult
 from outrider.engine.forward.batch import Batch, ScheduledRequest, pack
 from outrider.engine.forward.runner import ModelRunner
 from outrider.engine.loading.model import LoadedModel
+from outrider.engine.measures.metrics import EmulatedCounts
 
 _KEPT = 4096  # latest forwards of which the median is told
-
-
-@dataclass(frozen=True, slots=True)
-class EmulatedCounts:
-    """Counters of an emulated device since its start."""
-
-    device: str
-    model: str
-    dilation: float
-    forwards: int
-    device_s: float  # emulated seconds of all forwards by the roofline
-    late: int  # forwards whose computation on the processor took longer than the device time
-    late_s: float  # emulated seconds beyond it, which count as the host's
-    ratio: float  # median of taken over roofline seconds, of the latest forwards; 0.0 before the first
-    hidden_s: float  # wall seconds that are no emulated seconds
-    exchange_bytes: float  # between the devices of a tensor-parallel or pipeline group
 
 
 class EmulatedDevice:

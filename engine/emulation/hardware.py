@@ -42,7 +42,7 @@ FIGURES: dict[str, SourcedFigure] = {
     "step_16": SourcedFigure(1.0, "of its reads", "sixteen-bit weights", _GPT_FAST),
     "step_8": SourcedFigure(round(104.9 / 155.58, 3), "of its reads", "eight-bit step over sixteen-bit step", _GPT_FAST),
     "step_4": SourcedFigure(round(104.9 / 196.8, 3), "of its reads", "four-bit step over sixteen-bit step", _GPT_FAST),
-    "launch_s": SourcedFigure(round(1 / 25.5 / 32, 6), "s a layer", "eager launches from Python: 25.5 tokens/s of a Llama of 32 layers",
+    "launch_s": SourcedFigure(round(1 / 25.5 / 32, 6), "s a layer", "eager launches: 25.5 tokens/s of a Llama of 32 layers",
                        "pytorch.org/blog/accelerating-generative-ai-2, A100-80 limited to 330 W"),
     "all_reduce_2": SourcedFigure(_sum_us(2, 168.84), "us", _SUM_OF.format(2), _GPT_FAST),
     "all_reduce_4": SourcedFigure(_sum_us(4, 254.02), "us", _SUM_OF.format(4), _GPT_FAST),

@@ -150,8 +150,8 @@ def _plain(setting: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _results(
-    args: argparse.Namespace, roofline: DeviceRoofline, forms: Sequence[Form], cells: Sequence[Cell], records: Sequence[PromptRecord],
-    model: str,
+    args: argparse.Namespace, roofline: DeviceRoofline, forms: Sequence[Form], cells: Sequence[Cell],
+    records: Sequence[PromptRecord], model: str,
 ) -> Results:  # fmt: skip
     about = {
         "device": roofline.card.name, "device_sources": roofline.card.sources, "model": roofline.model.name,

@@ -22,8 +22,8 @@ from outrider.cache_service.namespace import hash_key
 from outrider.cluster.http.api import Service
 from outrider.cluster.observe.metrics import HISTOGRAMS, exposition
 from outrider.configs.slices import SpeculationOptions, TenancyOptions
-from outrider.engine.emulation.device import EmulatedCounts
 from outrider.engine.measures.energy_ledger import EnergyCounts
+from outrider.engine.measures.metrics import EmulatedCounts
 from tests.cluster.circle import TEXT, TOKENIZER, LocalEngine, bearer, client_of, served, start_replica
 from tests.helpers.waiting import eventually
 
