@@ -17,6 +17,7 @@ from outrider.experiments.bench.run import arguments, run
 from outrider.experiments.bench.scaling.command import BENCH, parted
 from outrider.experiments.bench.scaling.emulated import dilation_rows, overall, settings_of, validated
 from outrider.experiments.bench.scaling.results import Form
+from outrider.experiments.report.tables import headlines
 
 FORMS = [Form("one", 1, 1), Form("tensor", 2, 1), Form("replicas", 2, 1)]
 
@@ -71,6 +72,8 @@ def test_dilations_agree_or_not() -> None:
     few, many = (rows[f"1 x 1, plain, 1 at once, drafter +{delay_ms} ms"]["tokens_per_s"] for delay_ms in (0, 1))
     assert few["agrees"] and few["difference"] == pytest.approx(1 / 1.04 - 1, abs=1e-3)
     assert not many["agrees"] and many["1"] == 100.0
+    (table,) = headlines({"name": "bench-scaling", "results": {"emulated": {}, "dilation": rows}})
+    assert len(table.rows) == 2 and table.rows[1][1].startswith("**100")
 
 
 def test_the_simulation_is_compared_with_every_row(tiny_model: Path) -> None:
@@ -89,6 +92,8 @@ def test_the_simulation_is_compared_with_every_row(tiny_model: Path) -> None:
     told = validated(FORMS, cells, rows, roofline, records, str(tiny_model), args)
     assert told["rows"].keys() == rows.keys() and told["told"] == 3
     one = told["rows"]["1 x 1, plain, 1 at once"]
+    (table,) = headlines({"name": "bench-scaling", "results": {"emulated": {}, "overall": rows, "prediction": told}})
+    assert [row[0] for row in table.rows] == list(rows)
     assert abs(one["error"]) < 0.1 and told["fitted"]["hosts"][PLAIN]["request_s"] == pytest.approx(0.0005, rel=0.01)
 
 
