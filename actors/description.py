@@ -12,7 +12,7 @@ from outrider.engine.measures.metrics import EngineCounts
 if TYPE_CHECKING:
     from outrider.cache_service.client.cache_client import CacheClientCounts
     from outrider.engine.measures.energy_ledger import EnergyCounts
-    from outrider.engine.measures.metrics import MetricsCounts, StrategyCounts
+    from outrider.engine.measures.metrics import EmulatedCounts, MetricsCounts, StrategyCounts
 
 
 class ReplicaError(RuntimeError):
@@ -64,6 +64,7 @@ class Description:
     strategies: tuple[StrategyCounts, ...] = ()  # counts of its finished requests by drafting strategy
     energy: EnergyCounts | None = None  # None if no device is metered
     metrics: MetricsCounts | None = None
+    emulated: EmulatedCounts | None = None  # None if its device is real
     version: str = ""  # version that it was deployed with, see ``cluster.app``
 
 

@@ -21,7 +21,7 @@ from outrider.actors.description import Description, DeviceLostError, ReplicaErr
 from outrider.actors.ranks import Ranks
 from outrider.cache_service.access import CacheAccess
 from outrider.cache_service.client.cache_client import CacheClient
-from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.configs.slices import EmulationOptions, EngineOptions, ModelOptions, SpeculationOptions
 from outrider.decoding.request import QUARANTINE_TOKENS, FinishReason, Request, RequestState, StepOutput, merge_outputs
 from outrider.engine.engine import Engine
 from outrider.engine.errors import DeviceError, QueueFullError, RequestError, StreamTakenError, one_line
@@ -113,6 +113,7 @@ class Replica:
         ranks: Ranks | None = None,
         meter: Callable[[Sequence[str]], EnergyMeter] | None = open_meter,
         end: Callable[[], object] | None = None,
+        emulation: EmulationOptions | None = None,
     ) -> None:
         """Load the model and the shared cache, wait for the ranks, and start the engine's thread.
 
@@ -121,6 +122,7 @@ class Replica:
             ranks: ranks that share the steps; closed with the replica. None computes alone.
             meter: opens the energy meter of the devices; None if their counters also include other work.
             end: ends this process after a device failure, once all requests are notified.
+            emulation: the device, if it is emulated.
 
         Raises ModelLoadError, GroupError, or ValueError for an option or Redis address.
         """
@@ -140,9 +142,11 @@ class Replica:
         with contextlib.ExitStack() as parts:
             parts.callback(self._close_parts)  # close them if the replica cannot start
             if ranks is None:
-                self._engine = Engine.load(model, engine, speculation, defer_warmup=True)
+                self._engine = Engine.load(model, engine, speculation, defer_warmup=True, emulation=emulation)
             else:
-                self._engine = Engine.load(model, engine, speculation, ranks.world_size, ranks.executor, ranks.runner)
+                self._engine = Engine.load(
+                    model, engine, speculation, ranks.world_size, ranks.executor, ranks.runner, emulation=emulation
+                )
             self._info, self._counts = self._engine.info, self._engine.counts()
             self._cache_client = self._open_cache_client(cache)
             if ranks is not None:
@@ -217,7 +221,10 @@ class Replica:
         cache = None if self._cache_client is None else self._cache_client.counts()
         group = None if self._ranks is None else self._ranks.state()
         engine = self._engine
-        return Description(self._info, self._counts, cache, group, engine.by_strategy(), engine.energy(), engine.metrics())
+        return Description(
+            self._info, self._counts, cache, group, engine.by_strategy(), engine.energy(), engine.metrics(),
+            emulated=engine.emulated(),
+        )  # fmt: skip
 
     def check_health(self) -> None:
         """Raise ``ReplicaError`` if the engine's thread has ended or one step has been running for ``STALL_S``."""

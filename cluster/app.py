@@ -224,6 +224,7 @@ def _engines(
     )(EngineReplica).bind(
         config.model, options_of_a_rank(config.engine, gpus), config.speculation, config.parallelism, place,
         server.start_timeout_s, membership, _has_devices_alone(config, gpus), version_of(config),
+        None if config.emulation.device is None else config.emulation,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from outrider.configs.slices import (
     AuditOptions,
     BaselineOptions,
     CacheOptions,
+    EmulationOptions,
     EngineOptions,
     LimitsOptions,
     ModelOptions,
@@ -52,6 +53,8 @@ _BOUNDS: dict[str, tuple[float, float]] = {  # lowest and highest allowed value
     # Below the two minutes after which a waiting leader itself counts as hanging.
     "parallelism.rank_timeout_s": (0.2, 100),
     "parallelism.step_timeout_s": (0.2, 100),
+    "emulation.time_dilation": (1, 16),
+    "emulation.drafter_ms": (0, 1000),
     "server.port": (1, 65535),
     "server.admin_port": (1, 65535),
     "server.max_queued": (1, 2**20),
@@ -99,6 +102,7 @@ class Config(BaseModel):
     engine: EngineOptions = Field(default_factory=EngineOptions)
     speculation: SpeculationOptions = Field(default_factory=SpeculationOptions)
     parallelism: ParallelismOptions = Field(default_factory=ParallelismOptions)
+    emulation: EmulationOptions = Field(default_factory=EmulationOptions)
     server: ServerOptions = Field(default_factory=ServerOptions)
     cache: CacheOptions = Field(default_factory=CacheOptions)
     tenancy: TenancyOptions = Field(default_factory=TenancyOptions)
@@ -129,6 +133,11 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Conf
         raise ConfigError("; ".join(dict.fromkeys(_describe(details) for details in error.errors()))) from None
     check_values(config)
     adapters = {name: str(Path(path).expanduser().absolute()) for name, path in config.model.adapters.items()}
+    emulation = config.emulation
+    if emulation.outputs is not None:  # actors have other working directories
+        emulation = dataclasses.replace(emulation, outputs=str(Path(emulation.outputs).expanduser().absolute()))
+    if emulation.model is not None:
+        emulation = dataclasses.replace(emulation, model=find_model(emulation.model))
     model = dataclasses.replace(config.model, path=find_model(config.model.path), adapters=adapters)
     speculation = config.speculation
     if speculation.draft_model is not None:
@@ -136,7 +145,8 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Conf
     tenancy = config.tenancy
     if tenancy.keys_file is not None:  # actors have other working directories
         tenancy = dataclasses.replace(tenancy, keys_file=str(Path(tenancy.keys_file).expanduser().absolute()))
-    return config.model_copy(update={"model": model, "speculation": speculation, "tenancy": tenancy})
+    changes = {"model": model, "emulation": emulation, "speculation": speculation, "tenancy": tenancy}
+    return config.model_copy(update=changes)
 
 
 def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
@@ -182,6 +192,7 @@ def check_values(config: Config) -> None:
         raise ConfigError(f"cache.prefix is {config.cache.prefix!r}; allowed: 1 to 64 characters out of A-Z a-z 0-9 _ . : -")
     _check_adapters(config)
     _check_parallelism(config)
+    _check_emulation(config)
     for key, mode in (("parallelism.mode", config.parallelism.mode), ("baseline.kind", config.baseline.kind)):
         if mode in ("tensor", "pipeline") and config.model.weights in ("int8", "int4"):
             raise ConfigError(
@@ -205,6 +216,30 @@ def _check_adapters(config: Config) -> None:
     for key, mode in (("parallelism.mode", config.parallelism.mode), ("baseline.kind", config.baseline.kind)):
         if config.model.adapters and mode in ("tensor", "pipeline") and (key != "baseline.kind" or config.baseline.enabled):
             raise ConfigError(f"model.adapters cannot be split: {key} is {mode}; leave one of them out")
+
+
+def _check_emulation(config: Config) -> None:
+    """Raise ConfigError for options of emulated GPUs without one, and for those that an emulated GPU does not support."""
+    options = config.emulation
+    if options.device is None:
+        defaults = EmulationOptions()
+        for field in dataclasses.fields(options):
+            if getattr(options, field.name) != getattr(defaults, field.name):
+                given = f"emulation.{field.name} is {getattr(options, field.name)}"
+                raise ConfigError(f"{given}, but no GPU is emulated: set emulation.device (--emulate), or leave it out")
+        return
+    where = f"emulation.device is {options.device}"
+    if options.model is None:
+        raise ConfigError(f"{where} without a model to time: set emulation.model (--as), such as llama-3.1-8b")
+    if config.model.device != "cpu":
+        raise ConfigError(
+            f"{where} and model.device is {config.model.device}: emulated GPUs wait on the CPU; set model.device=cpu, or leave "
+            "emulation.device out to use a GPU of this machine"
+        )
+    if config.speculation.draft_model is not None:
+        raise ConfigError(
+            f"{where}, where speculation.draft_model is not supported, since its time is not emulated; leave it out"
+        )
 
 
 def _check_parallelism(config: Config) -> None:

@@ -137,6 +137,26 @@ class ParallelismOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class EmulationOptions:
+    """GPUs that are emulated: a forward on the CPU takes a GPU's time by sleeping. Real GPUs need none of it."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
+
+    device: Literal["A100-80", "H100", "L40S", "L4"] | None = None  # GPU of each rank; when absent nothing is emulated
+    # model whose forwards are timed: a known name, such as llama-3.1-8b, or a folder with its config.json
+    model: str | None = None
+    time_dilation: float = 1.0  # factor of all times of devices and links, 1 to 16, for more ranks than processor cores
+    # JSON lines with prompt and output, which requests follow; when absent model.path computes within the emulated time
+    outputs: str | None = None
+    link: Literal["nvlink", "pcie", "ethernet"] | None = None  # between ranks; when absent NVLink where the GPU has it, else PCIe
+    bits: Literal[16, 8, 4] = 16  # of a weight
+    # strict: forwards of 64 rows, the engine's default on a GPU; graphs: of the rows of the next CUDA graph, as with
+    # engine.exact=rounding; eager: of any rows, launched from Python
+    form: Literal["strict", "graphs", "eager"] = "strict"
+    drafter_ms: float = 0.0  # milliseconds that each call of the drafter takes longer, to check that no host time is hidden
+
+
+@dataclass(frozen=True, slots=True)
 class ServerOptions:
     """Addresses of the service and resources of each engine replica."""
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.configs.slices import EmulationOptions, EngineOptions, ModelOptions, SpeculationOptions
 from outrider.decoding.budget.attribution import step_report
 from outrider.decoding.drafters.base import Drafter, TooManySettingsError, count_step
 from outrider.decoding.drafters.registry import LOSSLESS, build_drafters, check_drafters, parse_strategy, setting_of
@@ -19,8 +19,9 @@ from outrider.decoding.sources.history import Histories
 from outrider.decoding.tree import DraftTree
 from outrider.engine.accelerator import accelerator, device_error, is_out_of_memory
 from outrider.engine.child_process import report_progress
+from outrider.engine.emulation.device import EmulatedDevice, local_executor
 from outrider.engine.errors import ContextLengthError, QueueFullError, RequestError, fault_of, first_line
-from outrider.engine.executor import Executor, LocalExecutor, VerifyResult
+from outrider.engine.executor import Executor, VerifyResult
 from outrider.engine.forward.batch import ScheduledRequest
 from outrider.engine.forward.runner import ModelRunner
 from outrider.engine.forward.runners import RunnerMaker, make_runner
@@ -31,7 +32,14 @@ from outrider.engine.loading.model_info import ModelInfo, strategies_apart
 from outrider.engine.loading.slot_memory import fitted
 from outrider.engine.measures.energy import EnergyMeter, NoMeter
 from outrider.engine.measures.energy_ledger import EnergyCounts, EnergyLedger
-from outrider.engine.measures.metrics import CountsByStrategy, EngineCounts, EngineMetrics, MetricsCounts, StrategyCounts
+from outrider.engine.measures.metrics import (
+    CountsByStrategy,
+    EmulatedCounts,
+    EngineCounts,
+    EngineMetrics,
+    MetricsCounts,
+    StrategyCounts,
+)
 from outrider.engine.scheduling.planner import SlotPlacement, StepPlanner
 from outrider.engine.scheduling.scheduler import Scheduler, check_options
 from outrider.engine.target import LocalTarget
@@ -42,11 +50,15 @@ logger = logging.getLogger(__name__)
 
 
 def load_runner(
-    model: ModelOptions, options: EngineOptions, speculation: SpeculationOptions, world_size: int
+    model: ModelOptions,
+    options: EngineOptions,
+    speculation: SpeculationOptions,
+    world_size: int,
+    emulation: EmulationOptions | None = None,
 ) -> tuple[LoadedModel, ModelRunner]:
     """Load a model, and create its runner for steps that up to ``world_size`` ranks share. Raises ``ModelLoadError``."""
     loaded = load_model(model, options.gpu_memory_utilization)
-    loaded, runner = runner_over(loaded, options, speculation, world_size)
+    loaded, runner = runner_over(loaded, options, speculation, world_size, emulation=emulation)
     _grammars_of(runner).prepare()
     release_heap()
     return loaded, runner
@@ -63,6 +75,7 @@ def runner_over(
     speculation: SpeculationOptions,
     world_size: int,
     make: RunnerMaker = make_runner,
+    emulation: EmulationOptions | None = None,
 ) -> tuple[LoadedModel, ModelRunner]:
     """Create the runner of a loaded model, on a GPU perhaps with a shorter context; its grammars are not prepared yet."""
     if world_size > 1 and options.kv_slots is None:  # the same number on every rank, whatever memory each of them has
@@ -73,6 +86,8 @@ def runner_over(
     runner = make(loaded.model, loaded.max_model_len + drafts, options, 1 + drafts)
     runner.grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
     runner.adapt(loaded.adapters)
+    if emulation is not None and emulation.device is not None:
+        runner.emulated = EmulatedDevice.over(runner, loaded, emulation)
     return loaded, runner
 
 
@@ -92,6 +107,7 @@ class Engine:
         largest_tree: int | None = None,
         as_published: bool = False,
         limit_name: str | None = None,
+        device: EmulatedDevice | None = None,  # if it is emulated
     ) -> None:
         """Create an engine; ``target`` learns the time of each step. Raises ``ValueError`` if an option is outside its range.
 
@@ -100,6 +116,7 @@ class Engine:
         """
         # Without a tokenizer outputs have no text and stop strings are refused; without grammars structured output is refused.
         self._grammars, self._target = grammars, target
+        self._emulated, self._clock = device, time.perf_counter if device is None else device.clock.now
         self.info, self.tokenizer, self._device = info, tokenizer, torch.device(info.device)
         self._executor, self._drafter = executor, drafter
         self._admission = SlotPlacement(executor, drafter.histories, options.prefix_caching)
@@ -109,7 +126,7 @@ class Engine:
         )
         self._requests: dict[str, Request] = {}
         self._outputs = Outputs(tokenizer, info.eos_token_ids)
-        self._planner = StepPlanner(self._scheduler, drafter, info, self._outputs, executor.rope, limit_name)
+        self._planner = StepPlanner(self._scheduler, drafter, info, self._outputs, executor.rope, limit_name, device)
         self._by_strategy = CountsByStrategy(info.choices, info.lossless_choices)
         self._ledger = EnergyLedger(NoMeter())
         self._metrics = EngineMetrics(info.max_model_len)
@@ -125,9 +142,10 @@ class Engine:
         options: EngineOptions,
         speculation: SpeculationOptions,
         world_size: int = 1,
-        executor: Callable[[ModelRunner], Executor] = LocalExecutor,
+        executor: Callable[[ModelRunner], Executor] = local_executor,
         make: RunnerMaker = make_runner,
         defer_warmup: bool = False,
+        emulation: EmulationOptions | None = None,
     ) -> Engine:
         """Load a model into this process and create an engine over it.
 
@@ -156,7 +174,7 @@ class Engine:
         with accelerator().current(loaded.model.device):
             report_progress("checking that steps are exact")
             info = loaded.info(speculation.strategy, LOSSLESS.issuperset(names), settings)  # before ``make`` drops parts of it
-            loaded, runner = runner_over(loaded, options, speculation, world_size, make)
+            loaded, runner = runner_over(loaded, options, speculation, world_size, make, emulation)
             info = dataclasses.replace(
                 info, max_model_len=loaded.max_model_len, device=str(runner.model.device), exact=runner.exact,
                 uncaptured_rows=tuple(runner.capture_failures),
@@ -169,9 +187,10 @@ class Engine:
                 slots, rows = runner.cache.slots, options.max_step_tokens
                 small = load_draft_model(speculation.draft_model, model, loaded, slots, rows, drafter.draft_rows)
                 drafter.draft_model = small
-            if speculation.max_draft_tokens is None and runner.fixed_rows is not None:
+            fixed_rows = runner.fixed_rows if runner.emulated is None else runner.emulated.roofline.fixed_rows
+            if speculation.max_draft_tokens is None and fixed_rows is not None:
                 # Drafts and root fit into one forward, except in the larger trees of requests that are drafted for as published.
-                most = min(most, runner.fixed_rows - 1)
+                most = min(most, fixed_rows - 1)
             report_progress("preparing drafts")
             warmup: list[Iterator[None]] | None = [] if defer_warmup else None
             target = LocalTarget(runner, info, loaded.tokenizer, warmup=warmup)
@@ -179,6 +198,7 @@ class Engine:
             engine = cls(
                 computes, drafter, options, most, info, loaded.tokenizer, runner.grammars, target, largest,
                 speculation.as_published, None if speculation.max_draft_tokens is None else "speculation.max_draft_tokens",
+                runner.emulated,
             )  # fmt: skip
             engine._warmup = warmup or []
             if defer_warmup:
@@ -235,6 +255,10 @@ class Engine:
     def energy(self) -> EnergyCounts | None:
         """Return the energy that steps have used; None if it is not metered. Thread-safe."""
         return self._ledger.counts()
+
+    def emulated(self) -> EmulatedCounts | None:
+        """Return the counters of the emulated device; None for a real one. Thread-safe."""
+        return None if self._emulated is None else self._emulated.counts()
 
     def by_strategy(self) -> tuple[StrategyCounts, ...]:
         """Return counters of ended requests by strategy, the default strategy first. Thread-safe."""
@@ -296,7 +320,7 @@ class Engine:
         self._requests[request.request_id] = request
         if request.as_published is None:
             request.as_published = self._as_published
-        request.arrived_s = time.perf_counter()
+        request.arrived_s = self._clock()
 
     def _admit(self, request: Request) -> None:
         """Have the drafter prepare for a request. Raises ``RequestError`` or ``QueueFullError`` for its options."""
@@ -392,9 +416,9 @@ class Engine:
         self.in_step = tuple(work.request.request_id for work in works)
         if self.on_step is not None:
             self.on_step(works[0].request if works[0].request.quarantined else None)
-        started_s = time.perf_counter()
+        started_s = self._clock()
         outcomes = self._executor.execute(works, self._drafter.top_k)
-        ended_s = time.perf_counter()
+        ended_s = self._clock()
         self._ledger.record_step(works)
         for work, outcome in zip(works, outcomes, strict=True):
             work.request.stats.forward_s += ended_s - started_s

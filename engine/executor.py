@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -170,6 +171,8 @@ class Verifier:
 class LocalExecutor:
     """Executor of one replica, with one model in this process."""
 
+    clock: Callable[[], float] = staticmethod(time.perf_counter)  # of the times of steps
+
     def __init__(self, runner: ModelRunner) -> None:
         self.runner, self._cache, self._device = runner, runner.cache, runner.model.device
         self._verifier = Verifier(runner.grammars)
@@ -234,11 +237,11 @@ class LocalExecutor:
                 states.request_snapshot(segment.slot, request.scope, request.tokens, work.start, anchor, request.num_prompt)
         if any(work.request.prompt_logprobs is not None for work in works):
             wanted = len(batch.logit_rows)
-            both = self.runner.forward(_with_prompt_rows(works, batch))
+            both = self._forward(_with_prompt_rows(works, batch))
             _score_prompts(works, both[wanted:])
             logits = both[:wanted]
         else:
-            logits = self.runner.forward(batch)
+            logits = self._forward(batch)
         highest = blocks_of(logits)
         greedy, roots = argmax_rows(logits, highest), _roots(works, batch.logit_starts, logits)
         outcomes: list[VerifyResult | None] = []
@@ -255,6 +258,9 @@ class LocalExecutor:
                 self._cache.compact(segment.slot, work.end - 1, (0, *outcome.acceptance.rows))
             outcomes.append(outcome)
         return outcomes
+
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        return self.runner.forward(batch)
 
     def _verify(self, work: ScheduledRequest, target: TargetRows, root: torch.Tensor | None) -> VerifyResult:
         """Verify a tree; on an error, set the request's fault, which ends it."""

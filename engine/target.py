@@ -83,6 +83,8 @@ class LocalTarget:
 
     def latency(self) -> LatencyCurve:
         """Return the latency curve, from disk or measured now; a rough one first if measuring is deferred. See ``Target``."""
+        if self._live is None and self._runner.emulated is not None:
+            self._live = LiveCurve(self._runner.emulated.roofline.curve())
         if self._live is None:
             file = CalibrationFile(self._folder, self._runner, self._info)
             curve = file.curve() if self._warmup is None else file.cached()

@@ -19,8 +19,9 @@ from outrider.actors.lookahead.rank import RankServer
 from outrider.actors.placement.pinning import allowed_cores, own_cores, pin_thread
 from outrider.actors.ranks import GroupError, Ranks
 from outrider.configs.slices import ParallelismOptions
+from outrider.engine.emulation.device import local_executor
 from outrider.engine.errors import DeviceError
-from outrider.engine.executor import Executor, LocalExecutor
+from outrider.engine.executor import Executor
 from outrider.engine.forward.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -150,8 +151,8 @@ class ElasticGroup(Ranks):
 
     def executor(self, runner: ModelRunner) -> Executor:
         """See ``Ranks``. The same model and slots also serve as a rank of other replicas, one at a time."""
-        self._executor = LookaheadParallelExecutor(LocalExecutor(runner), self._options, REFILL_ROWS)
-        self._server = RankServer(LocalExecutor(runner), self._secret, self._options, _HOST, self._pin, self._fail)
+        self._executor = LookaheadParallelExecutor(local_executor(runner), self._options, REFILL_ROWS)
+        self._server = RankServer(local_executor(runner), self._secret, self._options, _HOST, self._pin, self._fail)
         return self._executor
 
     def start(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import numpy as np
 from outrider.actors.description import GroupState
 from outrider.actors.lookahead.link import LINK_ERRORS, Link
 from outrider.actors.lookahead.membership import LostRank, RankMembership
-from outrider.actors.lookahead.messages import OutcomeMessage, Reply
+from outrider.actors.lookahead.messages import EmulatedReply, OutcomeMessage, Reply
 from outrider.actors.lookahead.rank import outcome_message
 from outrider.actors.lookahead.rank_state import RankKVState, RankKVStates, RankState, SentStep
 from outrider.actors.lookahead.width import WidthChoice, WidthChoices
@@ -94,7 +93,7 @@ class LookaheadParallelExecutor:
         # A copy: `tend` may remove a rank concurrently.
         ranks = 1 + sum(not rank_state.refilling for rank_state in self._membership.rank_states.copy().values())
         self._choice = self._choices.of(ranks, self._decoding) if self._adaptive and ranks > 1 else None
-        self._began = time.perf_counter()
+        self._began = self._local.clock()
         return 1 if self._choice is not None and not self._choice.shared else ranks
 
     @property
@@ -180,7 +179,7 @@ class LookaheadParallelExecutor:
     def execute(self, works: Sequence[ScheduledRequest], top_k: int = 0) -> list[VerifyResult | None]:
         """See ``Executor``."""
         with self._lock:
-            began = time.perf_counter()
+            began, hidden_s = self._local.clock(), self._hidden_s()
             self._membership.change()
             rank_states = self._membership.ready(works)
             moved = _moved(rank_states)
@@ -189,8 +188,8 @@ class LookaheadParallelExecutor:
             self._steps += 1
             partitioned = self._partition(works, parts, rank_states, top_k)
             own = self._compute(works, [part[0].tree if part else None for part in parts], top_k if rank_states else 0)
-            replies = self._membership.gather(
-                [rank_state for rank_state, partition in partitioned.items() if any(partition.awaited)]
+            replies = self._gather(
+                [rank_state for rank_state, partition in partitioned.items() if any(partition.awaited)], hidden_s
             )
             outcomes = self._merge(works, parts, own, partitioned, replies)
             emitted = sum(outcome.acceptance.count for outcome in outcomes if outcome is not None)
@@ -220,7 +219,7 @@ class LookaheadParallelExecutor:
         return partitioned
 
     def _compute(self, works: Sequence[ScheduledRequest], trees: Sequence[DraftTree | None], top_k: int) -> LeaderStep:
-        began = time.perf_counter()
+        began = self._local.clock()
         held = [self._leader_states.align(work) for work in works]
         mine = [
             ScheduledRequest(work.request, has.computed, work.end, tree, work.end_tokens)
@@ -232,7 +231,22 @@ class LookaheadParallelExecutor:
         said = [None if outcome is None else outcome_message(outcome, top_k) for outcome in outcomes]
         for has, work, outcome in zip(held, mine, outcomes, strict=True):
             has.computed = work.end + (0 if outcome is None else len(outcome.acceptance.rows))
-        return LeaderStep(held, outcomes, said, time.perf_counter() - began, rows, recomputed)
+        return LeaderStep(held, outcomes, said, self._local.clock() - began, rows, recomputed)
+
+    def _hidden_s(self) -> float:
+        device = self._local.runner.emulated
+        return 0.0 if device is None else device.clock.hidden_s
+
+    def _gather(self, rank_states: Sequence[RankState], hidden_s: float) -> dict[RankState, Reply]:
+        """Return the replies, and book the wait for emulated devices; ``hidden_s`` is the leader's when it sent the step."""
+        device = self._local.runner.emulated
+        if device is None:
+            return self._membership.gather(rank_states)
+        began = device.clock.wall()
+        replies = self._membership.gather(rank_states)
+        told = [(reply.ended_s, reply.hidden_s) for reply in replies.values() if isinstance(reply, EmulatedReply)]
+        device.clock.join(hidden_s, began, told)
+        return replies
 
     def _merge(
         self,
@@ -265,13 +279,13 @@ class LookaheadParallelExecutor:
         """Record the step's speed for the width choice. Steps that also prefill are not recorded."""
         self._decoding = len(works)
         if self._choice is not None and all(work.tree is not None and work.end - work.start == 1 for work in works):
-            self._choice.record_step(emitted, time.perf_counter() - self._began)
+            self._choice.record_step(emitted, self._local.clock() - self._began)
 
     def _time(self, began: float, emitted: int, own: LeaderStep, others: Sequence[tuple[float, SentStep]]) -> None:
         rank_s = (own.seconds, *(seconds for seconds, _ in others))
         rows = (own.rows, *(partition.rows for _, partition in others))
         recomputed = (own.recomputed, *(partition.recomputed for _, partition in others))
-        exchange_s = time.perf_counter() - began - max(rank_s)
+        exchange_s = self._local.clock() - began - max(rank_s)
         self._exchange_s += exchange_s
         self.times.append(StepTimes(rank_s, exchange_s, rows, recomputed, emitted))
 

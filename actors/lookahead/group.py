@@ -26,9 +26,17 @@ from outrider.actors.lookahead.rank import RankServer
 from outrider.actors.placement.bundles import BundleActor, bundles_for, reason
 from outrider.actors.placement.pinning import allowed_cores, own_cores, pin_thread
 from outrider.actors.ranks import GroupError, Ranks
-from outrider.configs.slices import EngineOptions, ModelOptions, ParallelismOptions, ServerOptions, SpeculationOptions
+from outrider.configs.slices import (
+    EmulationOptions,
+    EngineOptions,
+    ModelOptions,
+    ParallelismOptions,
+    ServerOptions,
+    SpeculationOptions,
+)
+from outrider.engine.emulation.device import local_executor
 from outrider.engine.engine import load_runner
-from outrider.engine.executor import Executor, LocalExecutor
+from outrider.engine.executor import Executor
 from outrider.engine.forward.runner import ModelRunner
 from outrider.engine.measures.energy import meter_name
 
@@ -62,18 +70,19 @@ class RankActor:
         speculation: SpeculationOptions,
         parallelism: ParallelismOptions,
         world_size: int,
+        emulation: EmulationOptions | None = None,
     ) -> None:
-        self._model, self._engine, self._speculation = model, engine, speculation
+        self._model, self._engine, self._speculation, self._emulation = model, engine, speculation, emulation
         self._parallelism, self._world_size = parallelism, world_size
         self._server: RankServer | None = None
 
     def load(self, pinned: tuple[int, int] | None, secret: bytes) -> RankAddress:
         """Load the model and listen. ``pinned``: lower ranks on the node, cores per rank. Raises ModelLoadError, GroupError."""
         prepare = None if pinned is None else functools.partial(pin_thread, own_cores(*pinned, allowed_cores()))
-        loaded, runner = load_runner(self._model, self._engine, self._speculation, self._world_size)
+        loaded, runner = load_runner(self._model, self._engine, self._speculation, self._world_size, self._emulation)
         spare_collector()
         host = "127.0.0.1" if self._parallelism.placement == "STRICT_PACK" else ray.util.get_node_ip_address()
-        self._server = RankServer(LocalExecutor(runner), secret, self._parallelism, host, prepare)
+        self._server = RankServer(local_executor(runner), secret, self._parallelism, host, prepare)
         node, device = ray.get_runtime_context().get_node_id(), meter_name(runner.model.device)
         return RankAddress(self._server.address, os.getpid(), node, device, loaded.max_model_len)
 
@@ -108,12 +117,13 @@ class Group(Ranks):
         parallelism: ParallelismOptions,
         placement_group: PlacementGroup | None = None,
         start_timeout_s: float = ServerOptions().start_timeout_s,
+        emulation: EmulationOptions | None = None,
     ) -> None:
         """Start the actors. Raises ValueError for ``world_size`` auto, GroupError without a bundle for each rank."""
         if parallelism.world_size == "auto":
             raise ValueError("parallelism.world_size must be a number for a static group, got 'auto'")
         self.world_size = parallelism.world_size
-        self._parallelism, self._chunk = parallelism, engine.max_step_tokens
+        self._parallelism, self._chunk, self._emulation = parallelism, engine.max_step_tokens, emulation
         self._model, self._engine, self._speculation = _for_a_rank(model), engine, speculation
         self._bundles = bundles_for(self.world_size, placement_group)
         self._threads = model.threads or torch.get_num_threads()
@@ -133,7 +143,7 @@ class Group(Ranks):
         """See ``Ranks``. Pins the calling thread until ``start``, if pinning is enabled, so that it measures real step times."""
         if self._cores:
             pin_thread(self._cores)
-        self._executor = LookaheadParallelExecutor(LocalExecutor(runner), self._parallelism, self._chunk)
+        self._executor = LookaheadParallelExecutor(local_executor(runner), self._parallelism, self._chunk)
         self._max_model_len = runner.cache.capacity - self._speculation.most_draft_tokens * self.world_size
         return self._executor
 
@@ -186,7 +196,7 @@ class Group(Ranks):
 
     def _spawn(self, member: _Member) -> None:
         pinned = self._pin_of(member.rank) if self._cores else None
-        arguments = (self._model, self._engine, self._speculation, self._parallelism, self.world_size)
+        arguments = (self._model, self._engine, self._speculation, self._parallelism, self.world_size, self._emulation)
         member.actor = BundleActor(RankActor, self._bundles, member.rank, *arguments)
         # The secret is not an argument of the actor: Ray stores those where a new head node finds them.
         member.loading = member.actor.handle.load.remote(pinned, self._secret)

@@ -70,6 +70,14 @@ class Reply(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class EmulatedReply(Reply):
+    """``Reply`` of a rank with an emulated device, see ``EmulatedClock.join``."""
+
+    ended_s: float  # by the wall clock of this machine
+    hidden_s: float  # wall seconds of the step that dilation hid
+
+
+@dataclass(frozen=True, slots=True)
 class Failure(Message):
     """Report of a step that the rank could not compute. The rank must be restarted."""
 

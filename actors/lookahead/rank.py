@@ -12,7 +12,16 @@ from collections.abc import Callable
 import numpy as np
 
 from outrider.actors.lookahead.link import LINK_ERRORS, Address, Link, accept, shutdown
-from outrider.actors.lookahead.messages import Detached, Failure, Heartbeat, OutcomeMessage, Reply, StepMessage, WorkMessage
+from outrider.actors.lookahead.messages import (
+    Detached,
+    EmulatedReply,
+    Failure,
+    Heartbeat,
+    OutcomeMessage,
+    Reply,
+    StepMessage,
+    WorkMessage,
+)
 from outrider.configs.slices import ParallelismOptions
 from outrider.decoding.arrays import Int32Array
 from outrider.decoding.request import Request, RequestState
@@ -56,10 +65,14 @@ class Rank:
             self._executor.expect(request)
         made = [self._work(work) for work in message.works]
         works = [work for work in made if work is not None]
-        began = time.perf_counter()
+        clock, device = self._executor.clock, self._executor.runner.emulated
+        began, hidden_s = clock(), 0.0 if device is None else device.clock.hidden_s
         outcomes = self._executor.execute(works) if works else []
         messages = tuple(outcome_message(outcome, message.top_k) for outcome in outcomes if outcome is not None)
-        return Reply(message.sequence, time.perf_counter() - began, messages)
+        compute_s = clock() - began
+        if device is None:
+            return Reply(message.sequence, compute_s, messages)
+        return EmulatedReply(message.sequence, compute_s, messages, device.clock.wall(), device.clock.hidden_s - hidden_s)
 
     def forget(self, failed: bool = False) -> None:
         """Drop all requests and free their slots. After a failure, also clear the prefix cache."""
@@ -96,7 +109,7 @@ class Rank:
 
 def outcome_message(outcome: VerifyResult, top_k: int) -> OutcomeMessage:
     """Return the message for an outcome, with the ``top_k`` likeliest next tokens of each row."""
-    ranked = outcome.target.ranked(range(len(outcome.tree)), top_k) if top_k else None
+    ranked = outcome.target.ranked(range(len(outcome.tree)), top_k) if top_k and outcome.target.has_logits else None
     return OutcomeMessage(outcome.acceptance, outcome.target.ids, ranked, outcome.logprobs)
 
 

@@ -16,18 +16,26 @@ from outrider.actors.heap import spare_collector
 from outrider.actors.lookahead.link import Address
 from outrider.actors.placement.bundles import BundleActor, bundles_for, reason
 from outrider.actors.ranks import GroupError
+from outrider.actors.sharded.emulated import EmulatedShards, EmulatedShardServer
 from outrider.actors.sharded.group import ShardedGroup, device_of, whole_model
 from outrider.actors.sharded.rank import ShardServer, load_whole
 from outrider.actors.sharded.shard import GroupSettings, ShardMode, ShardSpec
-from outrider.configs.slices import ModelOptions, ParallelismOptions
+from outrider.configs.slices import EmulationOptions, ModelOptions, ParallelismOptions
 
 
 class ShardActor:
     """Follower as an actor. Ends by itself when its leader ends."""
 
-    def load(self, model: ModelOptions, shard: ShardSpec, terms: GroupSettings) -> tuple[Address, int]:
-        """Load the model and listen. Return the address and the process id. Raises ``ModelLoadError``."""
-        server = ShardServer(load_whole(model), shard, terms)
+    def load(
+        self, model: ModelOptions, shard: ShardSpec, terms: GroupSettings, emulation: EmulationOptions | None
+    ) -> tuple[Address, int]:
+        """Load the model, unless the device is emulated, and listen. Return the address and the process id.
+
+        Raises ``ModelLoadError``.
+        """
+        server = (
+            ShardServer(load_whole(model), shard, terms) if emulation is None else EmulatedShardServer(shard, terms, emulation)
+        )
         spare_collector()
         server.start()
         return server.address, os.getpid()
@@ -36,10 +44,14 @@ class ShardActor:
 class RankActors:
     """``RankHost`` of actors: rank i in bundle i of the placement group whose bundle 0 is the leader's."""
 
-    def __init__(self, shards: Sequence[ShardSpec], terms: GroupSettings, bundles: PlacementGroup, model: ModelOptions) -> None:
-        """Start the actors, which load ``model``. See ``ShardServer``."""
+    def __init__(
+        self, shards: Sequence[ShardSpec], terms: GroupSettings, bundles: PlacementGroup, model: ModelOptions,
+        emulation: EmulationOptions | None,
+    ) -> None:  # fmt: skip
+        """Start the actors, which load ``model``, unless their devices are emulated. See ``ShardServer``."""
         self._actors = [BundleActor(ShardActor, bundles, shard.rank) for shard in shards]
-        self._loading = [actor.handle.load.remote(model, shard, terms) for actor, shard in zip(self._actors, shards, strict=True)]
+        pairs = zip(self._actors, shards, strict=True)
+        self._loading = [actor.handle.load.remote(model, shard, terms, emulation) for actor, shard in pairs]
 
     def addresses(self, timeout_s: float) -> list[Address]:
         """See ``RankHost``."""
@@ -61,9 +73,13 @@ class RankActors:
         self._actors = []
 
 
-def actor_group(mode: ShardMode, model: ModelOptions, parallelism: ParallelismOptions, start_timeout_s: float) -> ShardedGroup:
+def actor_group(
+    mode: ShardMode, model: ModelOptions, parallelism: ParallelismOptions, start_timeout_s: float,
+    emulation: EmulationOptions | None = None,
+) -> ShardedGroup | EmulatedShards:  # fmt: skip
     """Return a group of this actor and new ones in its placement group. Raises GroupError without a bundle for each rank."""
     leader = ShardSpec(mode, 0, int(parallelism.world_size), device_of(model))
     terms = GroupSettings(secrets.token_bytes(32), start_timeout_s, parallelism.step_timeout_s)
-    housing = RankActors(leader.others, terms, bundles_for(leader.world_size), whole_model(model))
-    return ShardedGroup(leader, housing, terms)
+    model = whole_model(model) if emulation is None else model
+    housing = RankActors(leader.others, terms, bundles_for(leader.world_size), model, emulation)
+    return ShardedGroup(leader, housing, terms) if emulation is None else EmulatedShards(leader, housing, terms)

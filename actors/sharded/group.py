@@ -30,8 +30,9 @@ from outrider.actors.sharded.shard import GroupSettings, ShardSpec, rendezvous
 from outrider.actors.sharded.shared_sums import sweep
 from outrider.actors.wire import encode
 from outrider.configs.slices import EngineOptions, ModelOptions
+from outrider.engine.emulation.device import local_executor
 from outrider.engine.errors import DeviceError, ModelLoadError, one_line
-from outrider.engine.executor import Executor, LocalExecutor
+from outrider.engine.executor import Executor
 from outrider.engine.forward.batch import Batch
 from outrider.engine.forward.runner import ModelRunner
 from outrider.engine.forward.sharded import LeadingRunner, Move
@@ -111,7 +112,7 @@ class ShardedGroup(Ranks):
 
     def executor(self, runner: ModelRunner) -> Executor:
         """See ``Ranks``. Returns a local executor over the leader's part."""
-        return LocalExecutor(runner)
+        return local_executor(runner)
 
     def state(self) -> GroupState | None:
         """See ``Ranks``. All ranks are ready for as long as this process runs."""

@@ -27,6 +27,14 @@ class ReadyMessage(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class DoneMessage(Message):
+    """Report that an emulated device has computed a step, see ``EmulatedClock.join``."""
+
+    ended_s: float  # by the wall clock of this machine
+    hidden_s: float  # wall seconds of the step that dilation hid
+
+
+@dataclass(frozen=True, slots=True)
 class ShardedStep(Message):
     """KV slot moves, and the batch to compute afterwards. Raises ``ValueError`` for invalid rows, slots or masks."""
 

@@ -76,7 +76,7 @@ def take_checked(model: PreTrainedModel, shard: ShardSpec) -> ModelPart:
 class ShardServer:
     """Server that accepts one leader, once, and follows it."""
 
-    def __init__(self, model: PreTrainedModel, shard: ShardSpec, terms: GroupSettings) -> None:
+    def __init__(self, model: PreTrainedModel | None, shard: ShardSpec, terms: GroupSettings) -> None:
         """Listen on a free loopback port. ``model`` is whole and on the CPU; this rank keeps its part."""
         self._model, self._shard, self._terms = model, shard, terms
         self._began_s: float | None = None  # start time of the running forward
@@ -111,6 +111,7 @@ class ShardServer:
         if not isinstance(join, JoinMessage):
             raise WireError(f"expected Join as the leader's first message, got {type(join).__name__}")
         self._met = join
+        assert self._model is not None
         rendezvous(self._shard, join.host, join.port, self._terms.start_timeout_s)
         part = take_checked(self._model, self._shard)
         runner = following_runner(self._model, join.slots, join.capacity, part.shape)

@@ -47,6 +47,11 @@ def serve(
     ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file. Default: configs/local.yaml.")] = None,
     model: Annotated[str | None, typer.Option(help="Model, same as the MODEL argument.")] = None,
+    emulate: Annotated[str | None, typer.Option(help="GPU to emulate by waiting: A100-80, H100, L40S or L4. Needs --as.")] = None,
+    as_model: Annotated[str | None, typer.Option("--as", help="Model whose steps are timed, such as llama-3.1-8b.")] = None,
+    time_dilation: Annotated[
+        float | None, typer.Option(help="Factor of the emulated times, 1 to 16, for more GPUs than processor cores.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print progress as JSON lines on stderr.")] = False,
 ) -> None:
     """Serve a model behind OpenAI's HTTP API until Ctrl-C.
@@ -65,6 +70,10 @@ def serve(
         if close := get_close_matches(word, keys(), n=1, cutoff=0.8):
             fail_input(f"{word} is not a model; did you mean the setting {close[0]}=VALUE?")
     settings = [*(each for each in given if "=" in each), *(f"model.path={each}" for each in named)]
+    emulated = {"device": emulate, "model": as_model, "time_dilation": time_dilation}
+    settings += [f"emulation.{key}={value}" for key, value in emulated.items() if value is not None]
+    if emulate is not None and not any(setting.startswith("model.device=") for setting in settings):
+        settings.append("model.device=cpu")
     try:
         loaded = load_config(config or REPOSITORY / "configs" / "local.yaml", settings)
     except ConfigError as error:

@@ -13,7 +13,7 @@ from typing import Literal
 from outrider.actors.description import Description, GroupState
 from outrider.cache_service.client.cache_client import CacheClientCounts
 from outrider.decoding.request import BudgetCounts
-from outrider.engine.measures.metrics import MetricsCounts, StrategyCounts
+from outrider.engine.measures.metrics import EmulatedCounts, MetricsCounts, StrategyCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,10 @@ def _budget(value: Callable[[BudgetCounts], float]) -> Callable[[ReplicaMetrics]
 def _group(value: Callable[[GroupState], float], alone: Value = None) -> Callable[[ReplicaMetrics], Value]:
     """Return a function that reads the group of ranks, or ``alone`` for a replica without one."""
     return lambda source: alone if source.replica.group is None else value(source.replica.group)
+
+
+def _emulated(value: Callable[[EmulatedCounts], Value]) -> Callable[[ReplicaMetrics], Value]:
+    return lambda source: None if source.replica.emulated is None else value(source.replica.emulated)
 
 
 def _kv_usage(source: ReplicaMetrics) -> float:
@@ -302,4 +306,35 @@ RANKS: tuple[Family, ...] = (
     ),
 )
 
-FAMILIES = VLLM + STEPS + MEMORY + RANKS
+# Of replicas with ``emulation.device``; their other times are emulated seconds, too.
+EMULATED = (
+    counter("outrider:emulated_forwards", "Forwards of the emulated GPU.", _emulated(lambda one: one.forwards)),
+    counter("outrider:emulated_device_seconds", "Emulated seconds of all forwards.", _emulated(lambda one: one.device_s)),
+    counter(
+        "outrider:emulated_late_forwards",
+        "Forwards whose computation on the CPU took longer than the time of the emulated GPU.",
+        _emulated(lambda one: one.late),
+    ),
+    counter(
+        "outrider:emulated_late_seconds",
+        "Seconds of late forwards beyond the time of the emulated GPU; they count as the host's.",
+        _emulated(lambda one: one.late_s),
+    ),
+    counter(
+        "outrider:emulated_hidden_seconds",
+        "Wall seconds that are no emulated seconds, since emulation.time_dilation made the GPU slower.",
+        _emulated(lambda one: one.hidden_s),
+    ),
+    gauge(
+        "outrider:emulated_step_ratio",
+        "Median time of the latest forwards, relative to that of the emulated GPU.",
+        _emulated(lambda one: one.ratio if one.forwards else None),
+    ),
+    counter(
+        "outrider:emulated_exchange_bytes",
+        "Bytes that the emulated GPUs of a tensor-parallel or pipeline group would exchange.",
+        _emulated(lambda one: one.exchange_bytes),
+    ),
+)
+
+FAMILIES = VLLM + STEPS + MEMORY + RANKS + EMULATED

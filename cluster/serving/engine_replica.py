@@ -20,7 +20,7 @@ from outrider.cluster.serving.generation import GenerationJob, OtherVersionError
 from outrider.cluster.serving.handle_engine import BEAT_S, Item, is_last
 from outrider.cluster.serving.membership import MembershipClient, MembershipOptions
 from outrider.cluster.serving.secrets import node_secret
-from outrider.configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
+from outrider.configs.slices import EmulationOptions, EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 from outrider.decoding.arrays import Int32Array
 from outrider.engine.child_process import report_progress
 
@@ -47,6 +47,7 @@ class EngineReplica:
         membership: MembershipOptions | None = None,
         metered: bool = True,
         version: str = "",
+        emulation: EmulationOptions | None = None,
     ) -> None:
         self._version = version
         report_progress("importing torch and transformers")
@@ -59,12 +60,12 @@ class EngineReplica:
         from outrider.engine.measures.energy import open_meter
 
         elastic = None if membership is None else ElasticGroup(parallelism, node_secret(), membership.world_size)
-        ranks = elastic or _ranks(model, engine, speculation, parallelism, start_timeout_s)
+        ranks = elastic or _ranks(model, engine, speculation, parallelism, start_timeout_s, emulation)
         if isinstance(ranks, ShardedGroup):
             model = whole_model(model)
         self._streams = 0  # calls of ``generate`` that have not ended
         access, meter = None if cache is None else cache.access(), open_meter if metered else None
-        self._replica = Replica(model, engine, speculation, access, ranks, meter, self._leave)
+        self._replica = Replica(model, engine, speculation, access, ranks, meter, self._leave, emulation)
         self._pace = Pace()
         self._references: WeakValueDictionary[tuple[str, int], Int32Array] = WeakValueDictionary()  # by answer and index
         missing = missing_optional_deps(self._replica.describe().info.device, parallelism.mode)
@@ -172,12 +173,13 @@ def _ranks(
     speculation: SpeculationOptions,
     parallelism: ParallelismOptions,
     start_timeout_s: float,
+    emulation: EmulationOptions | None,
 ) -> Ranks | None:
     from outrider.actors.lookahead.group import Group
     from outrider.actors.sharded.actors import actor_group
 
     if parallelism.mode == "tensor" or parallelism.mode == "pipeline":
-        return actor_group(parallelism.mode, model, parallelism, start_timeout_s)
+        return actor_group(parallelism.mode, model, parallelism, start_timeout_s, emulation)
     if group_size(parallelism) > 1:
-        return Group(model, engine, speculation, parallelism, start_timeout_s=start_timeout_s)
+        return Group(model, engine, speculation, parallelism, start_timeout_s=start_timeout_s, emulation=emulation)
     return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,9 @@ from outrider.engine.loading.outline import outline
 from outrider.engine.loading.weights.adapters import Adapter
 from outrider.engine.text.grammar import Grammars
 
+if TYPE_CHECKING:
+    from outrider.engine.emulation.device import EmulatedDevice
+
 _PROBE_ROWS = 5  # rows of the first forward pass with an adapter
 
 
@@ -53,6 +56,7 @@ class ModelRunner:
     ranks = 1  # processes that take part in a forward pass
     capture_failures: Mapping[int, str] = MappingProxyType({})  # rows of a step: why no CUDA graph was captured for them
     exact = False  # whether the self-check found each row bit-identical in every batch, see ``engine.forward.exactness``
+    emulated: EmulatedDevice | None = None  # whose time forwards take, see ``engine.emulation``
     _adapters: Adapters | None = None
     # [>= rows, hidden size] bits of the last forward pass's final hidden states, row by row, valid until the next one; None if
     # the model was not computed by ``FusedForward``.

@@ -98,6 +98,22 @@ class EngineCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class EmulatedCounts:
+    """Counters of an emulated device since its start."""
+
+    device: str
+    model: str
+    dilation: float
+    forwards: int
+    device_s: float  # emulated seconds of all forwards by the roofline
+    late: int  # forwards whose computation on the processor took longer than the device time
+    late_s: float  # emulated seconds beyond it, which count as the host's
+    ratio: float  # median of taken over roofline seconds, of the latest forwards; 0.0 before the first
+    hidden_s: float  # wall seconds that are no emulated seconds
+    exchange_bytes: float  # between the devices of a tensor-parallel or pipeline group
+
+
+@dataclass(frozen=True, slots=True)
 class MetricsCounts:
     """Serialisable counters of an engine since its start."""
 

@@ -12,6 +12,7 @@ from outrider.decoding.request import Request, cache_namespace_of
 from outrider.decoding.sources.history import Histories
 from outrider.decoding.sources.text_keys import request_of
 from outrider.decoding.tree import DraftTree, permitted
+from outrider.engine.emulation.device import EmulatedDevice
 from outrider.engine.executor import Executor
 from outrider.engine.forward.batch import ScheduledRequest
 from outrider.engine.forward.rope import LengthRope
@@ -86,10 +87,12 @@ class StepPlanner:
         outputs: Outputs,
         rope: LengthRope | None = None,
         limit_name: str | None = None,
+        device: EmulatedDevice | None = None,  # if it is emulated
     ) -> None:
         """Create a planner. ``limit_name``: option that limits the rows of all drafts, ``as_published`` or not, if it is set."""
         self._scheduler, self._drafter, self._info, self._outputs, self._rope = scheduler, drafter, info, outputs, rope
         self._limit_name = limit_name
+        self._clock, self._delay_s = (time.perf_counter, 0.0) if device is None else (device.clock.now, device.drafter_s)
         self._propose_s: float | None = None  # seconds of drafting in the last step
         self._constrained: list[Request] = []  # requests with a grammar in the last step
         self._probation_until_s: dict[str, float] = {}  # by account: end of its probation
@@ -99,7 +102,7 @@ class StepPlanner:
     def plan(self, width: int) -> list[ScheduledRequest]:
         """Return the work of the next step, which ``width`` ranks will share; empty if there is nothing to do."""
         self._drafter.ranks = width
-        shares, now = self._scheduler.schedule(width), time.perf_counter()
+        shares, now = self._scheduler.schedule(width), self._clock()
         left_out = self._left_out([share.request for share in shares], now)
         drafted = [share for share in shares if share.draft_rows > 0 and not self._is_slow(share.request)]
         drafts = self._draft(drafted, step_load(shares, self._propose_s), now)
@@ -149,7 +152,9 @@ class StepPlanner:
 
     def _draft(self, shares: Sequence[RowAllotment], load: StepLoad, began_s: float) -> dict[str, DraftTree]:
         trees = self._drafter.propose([share.request for share in shares], [share.draft_rows for share in shares], load)
-        propose_s = self._propose_s = time.perf_counter() - began_s
+        if shares and self._delay_s:
+            time.sleep(self._delay_s)
+        propose_s = self._propose_s = self._clock() - began_s
         drafts: dict[str, DraftTree] = {}
         for share, tree in zip(shares, trees, strict=True):
             request = share.request

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from outrider.decoding.drafters.registry import StrategyChoice
+from outrider.engine.emulation.hardware import ModelShape
 from outrider.experiments.papers.numbers.mjsd import ENERGY
 from outrider.experiments.papers.numbers.published import Figure, load
-from outrider.experiments.simulation.hardware import GPUS, Gpu, ModelShape
+from outrider.experiments.simulation.hardware import GPUS, Gpu
 from outrider.experiments.simulation.papers import (
     LLAMA_7B,
     LLAMA_13B,

@@ -26,6 +26,7 @@ import yaml
 from outrider.configs.schema import Config
 from outrider.decoding.drafters.options import OPTIONS
 from outrider.decoding.drafters.registry import STRATEGIES, WITH_DRAFT_MODEL
+from outrider.engine.emulation.hardware import FIGURES
 from outrider.engine.loading.hybrids import SERVED
 from outrider.experiments.bench.record import RESULTS, ROOT
 from outrider.experiments.papers.screen import screen
@@ -119,6 +120,12 @@ def hybrids() -> Table:
     return table_of("", ("layers with", "classes"), [(rule, _codes(names)) for rule, names in rules.items()])
 
 
+def emulated_figures() -> Table:
+    """List the figures of emulated GPUs with their sources."""
+    rows = [(one.of, f"{one.value:g} {one.unit}", one.source) for one in FIGURES.values()]
+    return table_of("", ("figure", "value", "source"), rows)
+
+
 def rooms() -> Table:
     """List the packages with their docstrings."""
     rows = []
@@ -207,6 +214,7 @@ DOCUMENTS: dict[str, dict[str, tuple[Callable[..., Table], *tuple[str, ...]]]] =
         "rag": (rag, "2026-11-25-bench-rag.json"),
         "rank-faults": (rank_faults, "2026-11-21-rank-faults.json"),
     },
+    "docs/emulation.md": {"emulated-figures": (emulated_figures,)},
     "docs/configuration.md": {"configuration": (configuration,)},
     "docs/architecture.md": {"rooms": (rooms,)},
     "docs/strategies.md": {

@@ -151,6 +151,32 @@ def scaling(results: Results) -> Table:
     return table_of("", ("all requests together", *titles), rows)
 
 
+def emulated(results: Results) -> Table:
+    """``bench scaling --emulate``: speeds in emulated seconds, the prediction, bytes, and the share of the processor."""
+    rows = []
+    for label, row in results.get("overall", {}).items():
+        guess = results["prediction"]["rows"].get(label)
+        speeds = [repeats(row[name]) for name in ("tokens_per_s", "ttft_ms", "tpot_ms")]
+        told = "" if guess is None else f"{guess['predicted']:.0f}: {guess['error']:+.0%}"
+        steps = (f"{row['efficiency']:.0%}", figure(row["tokens_per_step"]), f"{row['bytes']:.0f}", f"{row['processor']:.0%}")
+        rows.append((label, *speeds, told, *steps))
+    titles = ("tokens/s", "TTFT (ms)", "TPOT (ms)", "simulated", "efficiency", "tokens per step", "bytes a step", "processor")
+    return table_of("", ("all requests together", *titles), rows)
+
+
+def dilation(results: Results) -> Table:
+    """``bench scaling --check-dilation``: each figure with both dilations; those that differ too much are bold."""
+    rows = []
+    for label, row in results.get("dilation", {}).items():
+        cells = []
+        for told in row.values():
+            few, many = (value for name, value in told.items() if name not in ("difference", "agrees"))
+            text = f"{figure(few)}, {figure(many)}: {told['difference']:+.1%}"
+            cells.append(text if told["agrees"] else f"**{text}**")
+        rows.append((label, *cells))
+    return table_of("", ("dilation 1, then 4", "tokens/s", "TTFT (ms)", "TPOT (ms)"), rows)
+
+
 def winners(results: Results) -> Table:
     """``bench scaling``: the form with most tokens per second by workers and requests at once; empty for earlier records."""
     return table_of("", ("which form wins",), [[sentence] for sentence in results.get("crossover", {}).get("sentences", ())])

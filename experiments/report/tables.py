@@ -284,6 +284,7 @@ _KNOWN: dict[str, tuple[Callable[[Results], Table], ...]] = {
     "bench-strategies": (speeds.strategies,),
     "bench-load": (speeds.load,),
     "bench-draft-models": (speeds.draft_models,),
+    "emulated": (speeds.emulated, speeds.dilation),
     "bench-scaling": (speeds.forms, speeds.scaling, speeds.winners),
     "bench-rag": (speeds.rag, speeds.rag_pairs),
     "shared-trie": (shared_trie,),
@@ -301,7 +302,8 @@ _KNOWN: dict[str, tuple[Callable[[Results], Table], ...]] = {
 def headlines(record: Mapping[str, Any]) -> list[Table]:
     """Return the main tables of a known record; none, with a warning, if it has another format than today's records."""
     try:
-        tables = [build(record["results"]) for build in _KNOWN.get(str(record.get("name")), ())]
+        kind = "emulated" if "emulated" in record["results"] else str(record.get("name"))
+        tables = [build(record["results"]) for build in _KNOWN.get(kind, ())]
     except (KeyError, TypeError, AttributeError, statistics.StatisticsError) as error:
         print(f"{record['name']} of {record.get('started')} has an unknown format: {error!r}", file=sys.stderr)
         return []

@@ -29,10 +29,11 @@ from outrider.cluster.cli.generate.known_texts import TextTokenizer, read_known_
 from outrider.cluster.cli.generate.strategy_option import StrategyChoice, chosen_strategies
 from outrider.configs.slices import EngineOptions, SpeculationOptions
 from outrider.decoding.replay import KnownText
+from outrider.engine.emulation.hardware import find_shape
 from outrider.experiments.bench.figure import panel
 from outrider.experiments.bench.run import Bench, Results, Run
 from outrider.experiments.simulation.cluster import SimulatedCluster, keyed
-from outrider.experiments.simulation.hardware import find_gpu, find_shape
+from outrider.experiments.simulation.hardware import find_gpu
 from outrider.experiments.simulation.replica import KnownTarget, SimulatedReplica
 from outrider.experiments.simulation.steps import Host, Mode, Software, StepTimes, fits, read_curve, step_times
 
@@ -159,7 +160,7 @@ class Simulation:
         self._gpu = None if args.gpu is None else find_gpu(args.gpu)
         self._model = None if args.model is None else find_shape(args.model)
         self._curve = None if args.curve is None else read_curve(args.curve)
-        self._software = Software(launch_s=args.launch_us / 1e6)
+        self._software = Software(launch_s=args.launch_us / 1e6, fixed_rows=args.rows_a_forward)
         self._host = Host(*(value / 1e3 for value in args.host_ms))
         self._options = EngineOptions(max_running=args.max_running, max_waiting=len(self.texts))
         self.usd_per_hour = self._price(args.usd_per_hour)
@@ -331,6 +332,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--model", help="llama-2-7b, ... or a folder with a config.json")
     add("--curve", type=Path, help="instead of both: a file that outrider doctor --calibrate kept or printed")
     add("--launch-us", type=float, default=0.0, help="a layer on the host, if kernels are launched one by one")
+    fixed = "rows of each forward: 64 as the engine computes on a GPU by default; default: any, as with engine.exact=rounding"
+    add("--rows-a-forward", type=int, help=fixed)
     host_ms = [1e3 * each for each in (_HOST.step_s, _HOST.request_s, _HOST.propose_s)]
     text = "besides the forward: a step, each request in it, each request that is drafted for"
     add("--host-ms", type=float, nargs=3, default=host_ms, metavar=("STEP", "REQUEST", "DRAFT"), help=text)
@@ -371,6 +374,8 @@ def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error(f"--burstiness must be above 0, got {args.burstiness}")
     if min(*args.host_ms, args.launch_us, args.lag_ms or 0.0, args.budget) < 0:
         parser.error("times and --budget must not be negative")
+    if args.rows_a_forward is not None and args.rows_a_forward < 1:
+        parser.error(f"--rows-a-forward must be at least 1, got {args.rows_a_forward}")
     if len({path.stem for path in args.workloads}) < len(args.workloads):
         parser.error("two files have one name: a workload is called after its file")
     args.strategy = args.strategy or ["auto"]

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from outrider.decoding.request import PLAIN
+from outrider.engine.emulation.hardware import ModelShape, find_shape
 from outrider.experiments.bench.figure import panel
 from outrider.experiments.bench.options import numbers
 from outrider.experiments.bench.run import Bench, Results, Run
-from outrider.experiments.simulation.hardware import Gpu, ModelShape, find_gpu, find_shape
+from outrider.experiments.simulation.hardware import Gpu, find_gpu
 from outrider.experiments.simulation.steps import Host, Mode, RankLoad, Software, fits, step_times
 
 KINDS = ("one", "replicas", "lookahead", "tensor", "pipeline")

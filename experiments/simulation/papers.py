@@ -22,10 +22,11 @@ from outrider.cluster.cli.generate.known_texts import TextTokenizer, read_known_
 from outrider.configs.slices import EngineOptions
 from outrider.decoding.drafters.registry import parse_strategy
 from outrider.decoding.replay import KnownText
+from outrider.engine.emulation.hardware import MODELS, ModelShape
 from outrider.experiments.bench.run import Bench, Results, Run
 from outrider.experiments.papers.numbers.published import load
 from outrider.experiments.simulation.cluster import SimulatedCluster, keyed
-from outrider.experiments.simulation.hardware import GPUS, MODELS, Gpu, ModelShape
+from outrider.experiments.simulation.hardware import GPUS, Gpu
 from outrider.experiments.simulation.replica import KnownTarget, SimulatedReplica
 from outrider.experiments.simulation.steps import EXCHANGE_S, Host, Mode, Software, StepTimes, roofline_s, step_times
 

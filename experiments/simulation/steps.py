@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +13,9 @@ from typing import Literal
 import numpy as np
 
 from outrider.decoding.budget.latency import LatencyCurve, StepLoad
+from outrider.engine.emulation.hardware import ModelShape
 from outrider.engine.loading.plan import BANDWIDTH_SHARE, FLOPS_SHARE, seconds_of
-from outrider.experiments.simulation.hardware import Gpu, ModelShape
+from outrider.experiments.simulation.hardware import Gpu
 
 Mode = Literal["lookahead", "tensor", "pipeline"]
 EXCHANGE_S = 0.14e-3  # of a shared step for each rank: 0.28 ms measured with two
@@ -34,6 +37,7 @@ class Software:
     collective_s: float = 20e-6  # of an all-reduce without its bytes: two phases of 10 us (calculon, systems/a100_80g.json)
     link_share: float = 0.65  # of the link's peak (the same)
     hop_s: float = 20e-6  # from one stage of a pipeline to the next
+    fixed_rows: int | None = None  # of every forward, as with engine.exact=strict on a GPU (64); None: any number
 
 
 def roofline_s(
@@ -55,8 +59,13 @@ def roofline_s(
         looked_at: entries that each row looks at, summed over the rows.
         tensor: GPUs that share each layer.
     """
+    if software.fixed_rows is not None:
+        forwards = max(1, math.ceil(rows / software.fixed_rows))
+        one = dataclasses.replace(software, fixed_rows=None)
+        parts = context / forwards, looked_at / forwards
+        return forwards * roofline_s(gpu, model, one, software.fixed_rows, *parts, tensor)
     read = model.weight_bytes + context * model.entry_bytes
-    operations = 2 * model.parameters * rows + 4 * model.layers * model.heads * model.head_size * looked_at
+    operations = model.operations(rows, looked_at)
     rates = gpu.bandwidth * software.bandwidth_share, gpu.flops * software.flops_share
     step = max(seconds_of(read, operations, *rates) / tensor, model.layers * software.launch_s)
     if tensor > 1:
@@ -78,8 +87,11 @@ def roofline_curve(gpu: Gpu, model: ModelShape, software: Software, tensor: int 
     far = _FAR - _CONTEXT
     entry_s = (seconds(1, _FAR) - seconds(1, _CONTEXT)) / far
     row_entry_s = (seconds(_WIDE, _FAR) - seconds(_WIDE, _CONTEXT) - entry_s * far) / (far * _WIDE)
-    times = tuple(seconds(rows, _CONTEXT) for rows in _ROWS)
-    return LatencyCurve(_ROWS, times, _CONTEXT, 0.0, max(entry_s, 0.0), max(row_entry_s, 0.0))
+    fixed = software.fixed_rows
+    stairs = {} if fixed is None else {at + more for at in range(fixed, _ROWS[-1], fixed) for more in (0, 1)}
+    counts = tuple(sorted({*_ROWS, *stairs}))
+    times = tuple(seconds(rows, _CONTEXT) for rows in counts)
+    return LatencyCurve(counts, times, _CONTEXT, 0.0, max(entry_s, 0.0), max(row_entry_s, 0.0))
 
 
 def read_curve(path: Path) -> LatencyCurve:

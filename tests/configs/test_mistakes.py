@@ -54,7 +54,9 @@ def test_an_unknown_key(override: str, nearest: str) -> None:
         "tenancy.anonymous='*'", "tenancy.anonymous=..", "tenancy.anonymous=''", "cache.ttl_s=.nan",
         "cache.tenant_mib=.inf", "cache.timeout_s=-1", "cache.services=0", "cache.prefix='{x}'", "cache.prefix=''",
         "limits.requests_per_minute=0", "limits.request_timeout_s=0", "limits.max_request_bytes=1",
-        "server.target_tokens_per_s=100", "model.adapters.sql=3",
+        "server.target_tokens_per_s=100", "model.adapters.sql=3", "emulation.device=X100", "emulation.time_dilation=17",
+        "emulation.time_dilation=0.5", "emulation.bits=5", "emulation.link=token-ring", "emulation.form=lazy",
+        "emulation.drafter_ms=-1",
     ],
 )  # fmt: skip
 def test_a_refused_value_is_named_with_its_key(override: str) -> None:
@@ -66,6 +68,19 @@ def test_a_refused_value_is_named_with_its_key(override: str) -> None:
     ("overrides", "named"),
     [
         (["model.path"], ["'model.path'", "key=value"]),
+        (["emulation.device=A100-80"], ["emulation.device is A100-80", "set emulation.model (--as)"]),
+        (["emulation.model=llama-3.1-8b"], ["emulation.model is llama-3.1-8b", "set emulation.device (--emulate)"]),
+        (["emulation.time_dilation=4"], ["emulation.time_dilation is 4", "set emulation.device (--emulate)"]),
+        (["emulation.device=L4", "emulation.model=llama-3.1-8b"], ["model.device is auto", "set model.device=cpu"]),
+        (
+            [
+                "emulation.device=L4",
+                "emulation.model=llama-3.1-8b",
+                "model.device=cpu",
+                "speculation.draft_model=demo_draft_model",
+            ],
+            ["emulation.device is L4", "speculation.draft_model"],
+        ),
         (["=3"], ["'=3'", "key=value"]),
         (["server.port.x=1"], ["server.port is a mapping"]),
         (["server.port=a", "server.replicas=b"], ["server.port is 'a'", "server.replicas is 'b'"]),  # all at once

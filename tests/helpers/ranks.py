@@ -41,8 +41,8 @@ CHECK_STEPS = 8
 PATIENT = ParallelismOptions(mode="lookahead", rank_timeout_s=60.0, step_timeout_s=120.0, adaptive=False)
 
 # Forked from a process that has imported everything: a rank is there in half a second, not in ten.
-_forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["tests.helpers.ranks"])
+forks = multiprocessing.get_context("forkserver")
+forks.set_forkserver_preload(["tests.helpers.ranks"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +137,8 @@ class RankProcess:
             fault: what goes wrong in it; nothing when absent.
             capacity: entries of one of its KV slots.
         """
-        self._pipe, theirs = _forks.Pipe()
-        self._process = _forks.Process(target=_follow, args=(theirs, family, dtype, options, fault, capacity), daemon=True)
+        self._pipe, theirs = forks.Pipe()
+        self._process = forks.Process(target=_follow, args=(theirs, family, dtype, options, fault, capacity), daemon=True)
         self._process.start()
         theirs.close()
         self._address: tuple[str, int] | None = None

@@ -18,7 +18,7 @@ from outrider.cache_service.store.addresses import holds_secret, with_password
 from outrider.configs.keys_file import with_keys_file
 from outrider.configs.schema import MAX_WORLD_SIZE, Config, ConfigError
 from outrider.configs.server_checks import admin_address
-from outrider.configs.slices import SELF, EngineOptions, ParallelismOptions, ServerOptions, SpeculationOptions
+from outrider.configs.slices import SELF, EmulationOptions, EngineOptions, ParallelismOptions, ServerOptions, SpeculationOptions
 from outrider.configs.tenancy_checks import key_is_required
 from outrider.engine.errors import ModelLoadError
 from outrider.engine.loading.model_files import base_of, is_adapter
@@ -57,6 +57,7 @@ def check(config: Config) -> None:
     if config.server.ray_address is not None:
         check_address(config)
     check_keys(config)
+    check_emulation(config.emulation)
     check_processors(config)
     check_parallelism(config)
     check_resource(config)
@@ -137,6 +138,20 @@ def check_device(device: str) -> None:
             f"model.device is {device}, but Ray chooses each replica's GPU: set model.device=cuda, and hide other GPUs with "
             "CUDA_VISIBLE_DEVICES"
         )
+
+
+def check_emulation(options: EmulationOptions) -> None:
+    """Raise LaunchError for a model or link that cannot be emulated, or a file of outputs that does not exist."""
+    if options.device is None:
+        return
+    from outrider.engine.emulation.roofline import DeviceRoofline
+
+    try:
+        DeviceRoofline.of(options)
+    except ModelLoadError as error:
+        raise LaunchError(str(error)) from None
+    if options.outputs is not None and not Path(options.outputs).is_file():
+        raise LaunchError(f"emulation.outputs {options.outputs} is not a file: give JSON lines with prompt and output")
 
 
 def check_adapters(adapters: Mapping[str, str]) -> None:

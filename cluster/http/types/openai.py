@@ -136,7 +136,7 @@ class RequestFields(Strict):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None  # lower runs first; see engine.scheduling_policy
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)] | None = None  # seconds until a 504
     prompt_cache_key: Name | None = None  # session id; requests of a session go to the same replica if possible
-    request_id: Annotated[str, Field(max_length=128, pattern=REQUEST_ID)] | None = None  # name of the request in log lines and X-Request-Id
+    request_id: Annotated[str, Field(max_length=128, pattern=REQUEST_ID)] | None = None  # name in log lines and X-Request-Id
     user: Name | None = None  # opaque label
     safety_identifier: Name | None = None  # opaque label
 

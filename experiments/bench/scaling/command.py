@@ -10,16 +10,17 @@ from outrider.cluster.cli.generate.prompt_file import read_prompts
 from outrider.cluster.cli.generate.strategy_option import StrategyChoice, chosen_strategies
 from outrider.configs.schema import find_model
 from outrider.decoding.request import PLAIN
+from outrider.engine.emulation.hardware import ModelShape, shape_of
 from outrider.engine.loading.model import load_config
 from outrider.engine.text.tokenizer import load_tokenizer
 from outrider.experiments.bench.options import add_model, add_prompts, check_distinct, check_prompts, numbers
 from outrider.experiments.bench.run import Bench, Results, Run
+from outrider.experiments.bench.scaling import emulated
+from outrider.experiments.bench.scaling.prediction import Prediction, beside, fitted_hosts
 from outrider.experiments.bench.scaling.results import (
     KINDS,
     Entry,
-    Prediction,
     ask,
-    beside,
     calibrated,
     crossover,
     figures,
@@ -30,7 +31,6 @@ from outrider.experiments.bench.scaling.results import (
 from outrider.experiments.bench.workloads import fitting_records, interleaved
 from outrider.experiments.papers.numbers.scaling import beside_figures
 from outrider.experiments.service.served import memory_mib, served
-from outrider.experiments.simulation.hardware import ModelShape, shape_of
 
 TEXT = """Measure strong scaling: one worker and several together answer the same prompts, one request at a time and many.
 
@@ -49,10 +49,18 @@ clock, and of all requests together by the client's clock. A form that cannot ru
 compared with plain decoding on one worker. The simulation predicts each speed-up from `outrider doctor --calibrate`, with a
 device for each worker. With fewer cores than threads of all workers, only the tokens per step are meaningful.
 
+With --emulate each worker is a GPU that is emulated: a forward takes what the roofline of the GPU says, by sleeping, and requests
+follow the known outputs of the files. All else is the product. The times of GPUs and links are multiplied by --time-dilation, and
+all figures are emulated seconds: those of the wall clock without what dilation added. With --check-dilation the figures of two
+dilations are compared, of one GPU and of LP with two, and with a drafter that takes 1 ms longer.
+
 example, some minutes with a real model on two cores:
   outrider bench scaling --model smollm2-135m-instruct --prompts chat.jsonl code.jsonl --strategy auto --strategy jacobi
 example, on eight GPUs:
   outrider bench scaling --model DIR --dtype bfloat16 --prompts chat.jsonl --records 64 --workers 1,2,4,8 --clients 1,4,16,64
+example, on eight emulated GPUs:
+  outrider bench scaling --emulate A100-80 --as llama-3.1-8b --time-dilation 8 --prompts known.jsonl --records 64 \\
+    --workers 1,2,4,8 --clients 1,2,4,8,16,32,64 --kept cells.jsonl
 """
 _EXACT = ("float32",)
 
@@ -65,12 +73,14 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--form", action="append", choices=KINDS, help="repeatable; default: all; `one` always runs")
     parser.add_argument("--workers", type=numbers(int, 1), default=(1, 2), help="numbers of workers besides one: 1,2,4,8")
     parser.add_argument("--clients", type=numbers(int, 1), default=(1,), help="concurrent requests besides one: 1,4,16,64")
-    parser.add_argument("--budget", type=int, default=8, help="maximum draft tokens per rank and step")
+    budget = "maximum draft tokens per rank and step; default: 8, on emulated GPUs as many as pay off"
+    parser.add_argument("--budget", type=int, help=budget)
     parser.add_argument("--records", type=int, default=1, help="records of each file, the first that fit")
     parser.add_argument("--max-tokens", type=int, default=48, help="maximum output tokens")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="torch threads per worker")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="workers use the first GPUs")
+    emulated.add_options(parser)
 
 
 def measure(args: argparse.Namespace, run: Run) -> Results:
@@ -83,6 +93,8 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
     Raises:
         ValueError, ModelLoadError: an unusable file or model.
     """
+    if args.emulate is not None:
+        return emulated.measure(args, run)
     import torch
 
     gpus = torch.cuda.device_count() if args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available()) else None
@@ -122,7 +134,8 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
     results = results_of(entries, skipped, args.dtype, gpus, shape, memory)
     run.progress.say("calibrating one worker")
     curve = calibrated(model, args.dtype, "cpu" if gpus is None else "cuda", args.threads)
-    prediction = Prediction(curve, shape, expected, model, args.budget)
+    hosts, gap_s = fitted_hosts(entries, curve)
+    prediction = Prediction(curve, shape, expected, model, args.budget, hosts, gap_s)
     every = {choice.label: choice for choice in (plain, *choices)}
     told = beside(results["overall"], {form.label: form for form in forms}, every, plain, prediction)
     results["prediction"] = {"curve": curve.to_json(), **told}
@@ -205,6 +218,9 @@ def results_of(
 
 def parted(results: Results, args: argparse.Namespace) -> list[str]:
     """Return the entries with outputs unlike plain decoding's; none in dtypes whose rounding may change them."""
+    if args.emulate is not None:
+        rows = results.get("overall", {}).items()
+        return [f"{label}: {row['differing']} outputs are not the known ones" for label, row in rows if row["differing"]]
     if args.dtype not in _EXACT:
         return []
     rows = results["overall"].items()
@@ -217,6 +233,9 @@ def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Exit with code 2 if a number or a file is given twice."""
     check_prompts(args, parser)
     check_distinct(args, parser, "workers", "clients")
+    emulated.check_options(args, parser)
+    if args.emulate is None and args.budget is None:
+        args.budget = 8
 
 
 BENCH = Bench(

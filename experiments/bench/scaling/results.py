@@ -13,25 +13,18 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from outrider.cluster.cli.generate.known_texts import TextTokenizer, known_texts
-from outrider.cluster.cli.generate.prompt_file import PromptRecord
-from outrider.cluster.cli.generate.strategy_option import StrategyChoice
-from outrider.configs.slices import EngineOptions
 from outrider.decoding.budget.latency import LatencyCurve
 from outrider.decoding.request import PLAIN
+from outrider.engine.emulation.hardware import ModelShape
 from outrider.experiments.bench.figure import panel
 from outrider.experiments.bench.record import ROOT
 from outrider.experiments.service.served import fresh_sums
-from outrider.experiments.simulation.cluster import SimulatedCluster
-from outrider.experiments.simulation.hardware import ModelShape
-from outrider.experiments.simulation.replica import KnownTarget, SimulatedReplica
-from outrider.experiments.simulation.steps import Host, Mode, Software, StepTimes
+from outrider.experiments.simulation.steps import Software
 
 TIMEOUT_S = 600.0
 _NAMES = {
@@ -331,82 +324,3 @@ def calibrated(model: str, dtype: str, device: str, threads: int) -> LatencyCurv
         said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
         raise ValueError(f"outrider doctor --calibrate failed, and it said: {said}")
     return LatencyCurve.from_json(json.loads(done.stdout)["curve"])
-
-
-class Prediction:
-    """Predicted speed of forms on known outputs, with a device for each worker."""
-
-    def __init__(self, curve: LatencyCurve, shape: ModelShape | None, texts: Mapping[str, str], model: str, budget: int) -> None:
-        """Predict from the ``curve`` of one worker and the outputs of a model by prompt (``texts``).
-
-        Tensor parallelism needs the model's ``shape``. ``budget`` is the maximum draft tokens per rank and step.
-        """
-        self._curve, self._shape, self._budget = curve, shape, budget
-        cutter = TextTokenizer(Path(model))
-        records = [PromptRecord(str(at), "all", prompt, (), output) for at, (prompt, output) in enumerate(texts.items())]
-        self._texts = [(text.id, text) for text in known_texts(records, cutter, None)]
-        self._context = max(len(text.prompt_ids) + len(text.output_ids) for _, text in self._texts)
-        self._vocabulary = cutter.vocab_size, cutter.end_token_id
-
-    def tokens_per_s(self, form: Form, choice: StrategyChoice, clients: int) -> float:
-        """Return tokens per second of all requests together, by the simulated clock.
-
-        Raises:
-            ValueError: the strategy or the form cannot be simulated; with the reason.
-        """
-        replicas, times = self._times(form, clients)
-        target = KnownTarget(*self._vocabulary, self._context, times.curve)
-        options = EngineOptions(max_running=max(clients, EngineOptions().max_running), max_waiting=len(self._texts))
-        every = [SimulatedReplica(choice, times, target, options, self._budget, False) for _ in range(replicas)]
-        found = SimulatedCluster(every, None, 0.0, 0).closed_loop(self._texts, clients)
-        return float(found["tokens_per_s"])
-
-    def _times(self, form: Form, clients: int) -> tuple[int, StepTimes]:
-        """Return the number of replicas and their step times."""
-        mode: Mode = "lookahead"
-        replicas, width, curve = 1, form.ranks, self._curve
-        if form.kind == "threads":
-            raise ValueError("the calibration is of one worker's threads")
-        if form.kind == "replicas":
-            replicas, width = form.ranks, 1
-        elif form.kind == "elastic":  # the widest blocks that leave one for each request
-            replicas = 1 << (min(clients, form.ranks).bit_length() - 1)
-            width = form.ranks // replicas
-        elif form.kind == "tensor":
-            mode, curve = "tensor", self._sliced(form.ranks)
-        elif form.kind == "pipeline":
-            mode = "pipeline"
-        return replicas, StepTimes(mode, width, curve, Host(), hop_s=_SOFTWARE.hop_s)
-
-    def _sliced(self, ranks: int) -> LatencyCurve:
-        """Return the curve of tensor parallelism: each rank takes its part of the time, plus two sums per layer."""
-        if self._shape is None:
-            raise ValueError("the shape of the model is unknown")
-        curve, sums_s = self._curve, 2 * self._shape.layers * _SOFTWARE.collective_s
-        seconds = tuple(each / ranks + sums_s for each in curve.rows_s)
-        return replace(
-            curve, rows_s=seconds, sequence_s=curve.sequence_s / ranks, entry_s=curve.entry_s / ranks,
-            row_entry_s=curve.row_entry_s / ranks,
-        )  # fmt: skip
-
-
-def beside(
-    rows: Mapping[str, Mapping[str, Any]], forms: Mapping[str, Form], choices: Mapping[str, StrategyChoice],
-    plain: StrategyChoice, prediction: Prediction,
-) -> dict[str, Any]:  # fmt: skip
-    """Return each row's measured and predicted speed-up, and why some are not predicted; forms and choices are by label."""
-    told: dict[str, Any] = {}
-    left_out: dict[str, str] = {}
-    one: dict[int, float] = {}
-    for label, row in rows.items():
-        form, clients = forms[row["form"]], row["clients"]
-        try:
-            if clients not in one:
-                one[clients] = prediction.tokens_per_s(Form("one", 1, form.threads), plain, clients)
-            guess = prediction.tokens_per_s(form, choices[row["strategy"]], clients) / one[clients]
-        except ValueError as error:
-            left_out[label] = str(error)
-            continue
-        measured = statistics.median(row["speed_up"])
-        told[label] = {"measured": measured, "predicted": round(guess, 3), "error": round(guess / measured - 1, 3)}
-    return {"rows": told, "left_out": left_out}

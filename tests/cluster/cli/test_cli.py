@@ -46,6 +46,10 @@ def test_imports_of_processes_without_a_model(modules: Sequence[str], heavy: set
     [
         (["server.prot=1"], "did you mean server.port?"),
         (["server.port=many"], "server.port is 'many'"),
+        (["demo_model", "--emulate", "A100-80"], "set emulation.model (--as)"),
+        (["demo_model", "--emulate", "X100", "--as", "llama-3.1-8b"], "emulation.device is 'X100'"),
+        (["demo_model", "--as", "llama-3.1-8b"], "set emulation.device (--emulate)"),
+        (["demo_model", "--emulate", "L4", "--as", "llama-3.1-8b", "--time-dilation", "17"], "emulation.time_dilation is 17"),
         (["--config", "nothing.yaml"], "no config file nothing.yaml"),
         (["serverport"], "did you mean the setting server.port=VALUE?"),
         (["one", "server.port=1", "--model", "other"], "only one model can be served, got one and other"),

@@ -16,6 +16,7 @@ from outrider.cluster.cli.launch.preflight import (
     check_api_nodes,
     check_device,
     check_disk,
+    check_emulation,
     check_model,
     check_port,
     check_processors,
@@ -24,7 +25,7 @@ from outrider.cluster.cli.launch.preflight import (
 )
 from outrider.cluster.cli.launch.serve import _state_of_redis, base_url, serve_until_stopped
 from outrider.configs.schema import Config, ConfigError, load_config
-from outrider.configs.slices import BaselineOptions, EngineOptions, ServerOptions
+from outrider.configs.slices import BaselineOptions, EmulationOptions, EngineOptions, ServerOptions
 from tests.helpers.network import free_port
 
 
@@ -172,6 +173,20 @@ def test_each_replica_of_the_api_needs_a_node() -> None:
     check_api_nodes(config, [*nodes, {"outrider_api": 1.0}])
     check_api_nodes(Config(server=ServerOptions(api_replicas=2)), nodes)
     check_api_nodes(Config(), [])
+
+
+def test_a_gpu_that_cannot_be_emulated_is_refused(tmp_path: Path) -> None:
+    known = tmp_path / "known.jsonl"
+    known.touch()
+    check_emulation(EmulationOptions())
+    check_emulation(EmulationOptions("A100-80", "llama-3.1-8b", outputs=str(known)))
+    for options, named in (
+        (EmulationOptions("A100-80", "llama-9"), r"emulation\.model 'llama-9' is not known.*llama-3\.1-8b"),
+        (EmulationOptions("L4", "llama-3.1-8b", link="nvlink"), r"emulation\.link is nvlink.*set pcie or ethernet"),
+        (EmulationOptions("L4", "llama-3.1-8b", outputs=str(tmp_path / "x")), r"emulation\.outputs .*is not a file"),
+    ):
+        with pytest.raises(LaunchError, match=named):
+            check_emulation(options)
 
 
 def test_a_replica_cannot_choose_its_gpu() -> None:

@@ -23,6 +23,7 @@ from outrider.cluster.http.api import Service
 from outrider.cluster.observe.metrics import HISTOGRAMS, exposition
 from outrider.configs.slices import SpeculationOptions, TenancyOptions
 from outrider.engine.measures.energy_ledger import EnergyCounts
+from outrider.engine.measures.metrics import EmulatedCounts
 from tests.cluster.circle import TEXT, TOKENIZER, LocalEngine, bearer, client_of, served, start_replica
 from tests.helpers.waiting import eventually
 
@@ -216,7 +217,8 @@ def test_memory_energy_and_ranks(engines: LocalEngine) -> None:
     cache_client = CacheClientCounts(False, "open", 1, {"timeout": 3, "full": 2}, 10, 20, 30, 4, 5, 6, 7, 80, 9, 11, 2.5)
     group = GroupState(3, (0, 2), (1,), 4, "rank 1: gone", 5, 6, exchange_s=0.5, exchange_bytes=700)
     energy = EnergyCounts("rapl", 12.5, 3.0)
-    told = dataclasses.replace(description, cache=cache_client, group=group, energy=energy)
+    emulated = EmulatedCounts("A100-80", "llama-3.1-8b", 8.0, 40, 0.5, 3, 0.25, 1.01, 3.5, 900.0)
+    told = dataclasses.replace(description, cache=cache_client, group=group, energy=energy, emulated=emulated)
     text = exposition([told], 1).decode()
     found = {sample.name: sample for family in text_string_to_metric_families(text) for sample in family.samples}
     expected = {
@@ -227,6 +229,10 @@ def test_memory_energy_and_ranks(engines: LocalEngine) -> None:
         "outrider:energy_joules_total": 12.5, "outrider:ranks": 3, "outrider:ranks_ready": 2, "outrider:group_width": 2,
         "outrider:rank_losses_total": 4, "outrider:rank_divergences_total": 5, "outrider:rank_disagreements_total": 6,
         "outrider:exchange_seconds_total": 0.5, "outrider:exchange_bytes_total": 700,
+        "outrider:emulated_forwards_total": 40, "outrider:emulated_device_seconds_total": 0.5,
+        "outrider:emulated_late_forwards_total": 3, "outrider:emulated_late_seconds_total": 0.25,
+        "outrider:emulated_hidden_seconds_total": 3.5, "outrider:emulated_step_ratio": 1.01,
+        "outrider:emulated_exchange_bytes_total": 900,
     }  # fmt: skip
     assert {name: found[name].value for name in expected} == expected
     assert found["outrider:energy_joules_total"].labels["meter"] == "rapl"
@@ -234,6 +240,7 @@ def test_memory_energy_and_ranks(engines: LocalEngine) -> None:
     elastic = dataclasses.replace(
         told, group=dataclasses.replace(group, width=2)
     )  # its ranks are replicas that tell of themselves
+    assert "outrider:emulated_forwards_total{" not in exposition([description], 1).decode()  # of a real device
     assert "outrider:ranks{" in text and _single(elastic, "outrider:ranks") == _single(elastic, "outrider:ranks_ready") == 1
     assert _single(elastic, "outrider:group_width") == 2
 

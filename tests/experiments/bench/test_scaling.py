@@ -11,13 +11,15 @@ import pytest
 from outrider.cluster.cli.generate.strategy_option import chosen_strategies
 from outrider.decoding.budget.latency import LatencyCurve
 from outrider.decoding.request import PLAIN
+from outrider.engine.emulation.hardware import ModelShape
 from outrider.experiments.bench.run import run
 from outrider.experiments.bench.scaling import command
 from outrider.experiments.bench.scaling.command import BENCH, parted, results_of
-from outrider.experiments.bench.scaling.results import COUNTERS, Entry, Form, Prediction, Round, beside, communication, forms_of
+from outrider.experiments.bench.scaling.prediction import Prediction, Totals, beside, fitted_host
+from outrider.experiments.bench.scaling.results import COUNTERS, Entry, Form, Round, communication, forms_of
 from outrider.experiments.papers.beside import NOT_TESTABLE
 from outrider.experiments.report.tables import headlines
-from outrider.experiments.simulation.hardware import ModelShape
+from outrider.experiments.simulation.steps import Host
 
 SHAPE = ModelShape("tiny", 4, 64, 4, 4, 16, 1e5, 100)
 
@@ -53,8 +55,8 @@ def test_a_paper_s_statements_are_judged_by_speeds_after_the_first_token() -> No
     assert row["speed_up"] == [1.5, 1.5] and row["efficiency"] == 0.75
     assert [claim["direction"] for claim in results["claims"]] == [False, True, True, None, True, True]
     assert results["claims"][0]["why"] and results["verdicts"][NOT_TESTABLE] == 6
-    assert parted(results, Namespace(dtype="float32")) == ["PP 2 x 1, auto: 1 of 2 as plain"]
-    assert parted(results, Namespace(dtype="bfloat16")) == []
+    assert parted(results, Namespace(dtype="float32", emulate=None)) == ["PP 2 x 1, auto: 1 of 2 as plain"]
+    assert parted(results, Namespace(dtype="bfloat16", emulate=None)) == []
 
 
 def test_what_ranks_exchange_is_measured_or_computed() -> None:
@@ -70,8 +72,9 @@ def test_what_ranks_exchange_is_measured_or_computed() -> None:
 def test_a_prediction_follows_the_calibration(tiny_model: Path) -> None:
     curve = LatencyCurve((1, 100), (0.01, 0.02), 0, 0.0, 0.0)
     texts = {f"the quick brown fox {at}": " the lazy dog and the lazy dog" * 3 for at in range(4)}
-    prediction = Prediction(curve, SHAPE, texts, str(tiny_model), 8)
     plain, copied, window = chosen_strategies([PLAIN, "llma", "jacobi"])
+    hosts = dict.fromkeys((plain.label, copied.label, window.label), Host())
+    prediction = Prediction(curve, SHAPE, texts, str(tiny_model), 8, hosts, 0.0)
     one = prediction.tokens_per_s(Form("one", 1, 1), plain, 1)
     assert 85 < one < 100  # a token takes 10 ms and what the host adds
     assert prediction.tokens_per_s(Form("one", 1, 1), copied, 1) > 1.5 * one
@@ -85,6 +88,17 @@ def test_a_prediction_follows_the_calibration(tiny_model: Path) -> None:
     assert told["rows"]["1 x 1, plain"] == {"measured": 1.0, "predicted": 1.0, "error": 0.0}
     assert "LP 2 x 1, plain" in told["rows"] and "needs a model that runs" in told["left_out"]["LP 2 x 1, jacobi"]
     assert "one worker's threads" in told["left_out"]["1 x 2, plain"]
+
+
+def test_the_host_s_times_are_fitted_to_one_worker() -> None:
+    plain = Totals(seconds=1.10, requests=4, steps=100, request_steps=100, decode_s=96 * 0.0105, forward_s=0.010)
+    many = Totals(seconds=0.30, requests=4, steps=25, request_steps=100, decode_s=1.0, forward_s=0.010)
+    drafting = Totals(seconds=0.5, requests=4, steps=44, request_steps=44, decode_s=40 * 0.0108, forward_s=0.010)
+    host, gap_s = fitted_host(plain, many, drafting)
+    assert (host.step_s, host.request_s, host.propose_s) == pytest.approx((0.0, 0.0005, 0.0003))
+    assert gap_s == pytest.approx((1.10 - 100 * 0.0105) / 4)
+    host, _ = fitted_host(plain, plain, plain)  # nothing else is known: all of it is each request's
+    assert (host.step_s, host.request_s, host.propose_s) == pytest.approx((0.0, 0.0005, 0.0))
 
 
 LABELS = {"lookahead": "LP 2 x 1", "elastic": "LP elastic 2 x 1", "replicas": "replicas 2 x 1"}

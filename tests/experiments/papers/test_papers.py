@@ -18,6 +18,7 @@ from outrider.cluster.cli.generate.prompt_file import read_prompts
 from outrider.decoding.drafters.registry import StrategyChoice
 from outrider.decoding.request import Acceptance
 from outrider.decoding.tree import DraftTree
+from outrider.engine.emulation.hardware import MODELS
 from outrider.engine.measures.energy import EnergyMeter
 from outrider.experiments.bench.__main__ import main
 from outrider.experiments.bench.engines.contestants import Prompt, Run
@@ -43,7 +44,7 @@ from outrider.experiments.papers.numbers import published
 from outrider.experiments.papers.numbers.published import Claim, Figure, figure_of, load
 from outrider.experiments.papers.priced import PRICED, PRICED_ENERGY, PaperGpu, add_prices, speedups
 from outrider.experiments.papers.stage import load_stage, race, similar
-from outrider.experiments.simulation.hardware import GPUS, MODELS
+from outrider.experiments.simulation.hardware import GPUS
 from outrider.experiments.simulation.steps import Software
 
 SENTENCE = "The quick brown fox jumps over the lazy dog. "

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from outrider.decoding.request import PLAIN
+from outrider.engine.emulation.hardware import MODELS
 from outrider.experiments.simulation.__main__ import main
 from outrider.experiments.simulation.forms import Brought, Machine, best_of
-from outrider.experiments.simulation.hardware import GPUS, MODELS
+from outrider.experiments.simulation.hardware import GPUS
 from outrider.experiments.simulation.steps import Software
 
 GPU = GPUS["A100-80"]

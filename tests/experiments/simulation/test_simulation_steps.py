@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-from outrider.decoding.budget.latency import LatencyCurve
-from outrider.experiments.simulation.hardware import GPUS, MODELS, shape_of
+from outrider.decoding.budget.latency import LatencyCurve, StepLoad
+from outrider.engine.emulation.hardware import MODELS, shape_of
+from outrider.experiments.simulation.hardware import GPUS
 from outrider.experiments.simulation.steps import (
     Host,
     RankLoad,
@@ -51,6 +53,15 @@ def test_the_curve_is_the_roofline_where_it_was_taken() -> None:
     times = StepTimes("lookahead", 1, curve, Host(0.0, 0.0, 0.0))
     far = roofline_s(GPU, MODEL, SOFTWARE, 1, 2304, 2304)
     assert times.forward_s(RankLoad(1, 1, 2304)) == pytest.approx(far, rel=0.01)
+
+
+def test_forwards_of_fixed_rows_are_stairs() -> None:
+    strict = dataclasses.replace(SOFTWARE, fixed_rows=64)
+    for rows, forwards in ((1, 1), (64, 1), (65, 2), (512, 8)):
+        one = roofline_s(GPU, MODEL, SOFTWARE, 64, 256 / forwards, rows * 256 / forwards)
+        assert roofline_s(GPU, MODEL, strict, rows, 256, rows * 256) == pytest.approx(forwards * one)
+    few, many = roofline_curve(GPU, MODEL, strict).seconds(np.array([64.0, 65.0]), StepLoad(1, 1, 256))
+    assert many == pytest.approx(2 * few, rel=0.01)
 
 
 def test_ranks_wait_for_the_slowest_and_for_each_other() -> None:

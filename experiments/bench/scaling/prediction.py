@@ -1,0 +1,167 @@
+"""Prediction of strong scaling by the simulation, with the host's times fitted to one worker."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from outrider.cluster.cli.generate.known_texts import TextTokenizer, known_texts
+from outrider.cluster.cli.generate.prompt_file import PromptRecord
+from outrider.cluster.cli.generate.strategy_option import StrategyChoice
+from outrider.configs.slices import EngineOptions
+from outrider.decoding.budget.latency import LatencyCurve, StepLoad
+from outrider.decoding.request import PLAIN
+from outrider.engine.emulation.hardware import ModelShape
+from outrider.experiments.bench.scaling.results import Entry, Form
+from outrider.experiments.simulation.cluster import SimulatedCluster
+from outrider.experiments.simulation.replica import KnownTarget, SimulatedReplica
+from outrider.experiments.simulation.steps import Host, Mode, Software, StepTimes
+
+_SOFTWARE = Software()
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Counts of all requests of a form, strategy and number of concurrent requests on one worker."""
+
+    seconds: float  # from the first request to the last answer
+    requests: float
+    steps: float
+    request_steps: float
+    decode_s: float  # of all requests, after their first token
+    forward_s: float  # of one forward, without the host
+
+    @property
+    def step_s(self) -> float:
+        """Return the seconds of a step of a request that is alone, after its first token."""
+        return self.decode_s / max(1.0, self.request_steps - self.requests)
+
+
+def fitted_host(plain: Totals, many: Totals, drafting: Totals) -> tuple[Host, float]:
+    """Return the host's times, and the seconds between a request and the next of the same client.
+
+    Args:
+        plain: plain decoding of one request at a time.
+        many: plain decoding of several at once; equal to ``plain`` if there is no other measurement.
+        drafting: one request at a time with the strategy.
+
+    Example: a forward of 10 ms. Steps of one request take 10.5 ms, those of four together 12: half a millisecond a request and
+    nothing else. With drafts they take 10.8 ms: 0.3 ms of drafting.
+    """
+    alone_s = max(0.0, plain.step_s - plain.forward_s)
+    gap_s = max(0.0, plain.seconds - plain.steps * (alone_s + plain.forward_s)) / plain.requests
+    together = many.request_steps / many.steps
+    request_s = alone_s
+    if together > 1.0:
+        other_s = many.seconds / many.steps - many.forward_s
+        request_s = min(max((other_s - alone_s) / (together - 1.0), 0.0), other_s / together)
+    propose_s = max(0.0, drafting.step_s - drafting.forward_s - alone_s)
+    return Host(max(0.0, alone_s - request_s), request_s, propose_s), gap_s
+
+
+def totals_of(entry: Entry, curve: LatencyCurve) -> Totals:
+    """Return the totals of an entry of one worker, whose forwards take what ``curve`` says."""
+    rounds = [one for own in entry.rounds.values() for one in own]
+    steps, request_steps = entry.total("steps"), entry.total("request_steps")
+    sequences = request_steps / steps
+    rows = sequences * (1.0 + entry.total("drafted") / request_steps)
+    load = StepLoad(max(1, round(sequences)), max(1, round(sequences)), round(sequences * curve.context))
+    forward_s = float(curve.seconds(np.array([rows], np.float64), load)[0])
+    seconds, requests = sum(one.wall_s for one in rounds), sum(one.requests for one in rounds)
+    return Totals(seconds, requests, steps, request_steps, entry.total("decode_s"), forward_s)
+
+
+def fitted_hosts(entries: Sequence[Entry], curve: LatencyCurve) -> tuple[dict[str, Host], float]:
+    """Return the host's times by strategy, and the gap between requests, from the entries of one worker."""
+    one = {(entry.strategy, entry.clients): totals_of(entry, curve) for entry in entries if entry.form.kind == "one"}
+    plain, many = one[PLAIN, 1], one[PLAIN, max(clients for _, clients in one)]
+    found = {name: fitted_host(plain, many, one[name, 1]) for name, clients in one if clients == 1}
+    return {name: host for name, (host, _) in found.items()}, found[PLAIN][1]
+
+
+class Prediction:
+    """Predicted speed of forms on known outputs, with a device for each worker."""
+
+    def __init__(
+        self, curve: LatencyCurve, shape: ModelShape | None, texts: Mapping[str, str], model: str, budget: int,
+        hosts: Mapping[str, Host], gap_s: float, max_tokens: int | None = None,
+    ) -> None:  # fmt: skip
+        """Predict from the ``curve`` of one worker and the outputs of a model by prompt (``texts``).
+
+        Tensor parallelism needs the model's ``shape``. ``budget`` is the maximum draft tokens per rank and step. ``hosts`` and
+        ``gap_s`` are of ``fitted_hosts``. Outputs are cut to ``max_tokens``.
+        """
+        self._curve, self._shape, self._budget, self._hosts, self._gap_s = curve, shape, budget, hosts, gap_s
+        cutter = TextTokenizer(Path(model))
+        records = [PromptRecord(str(at), "all", prompt, (), output) for at, (prompt, output) in enumerate(texts.items())]
+        self._texts = [(text.id, text) for text in known_texts(records, cutter, max_tokens)]
+        self._context = max(len(text.prompt_ids) + len(text.output_ids) for _, text in self._texts)
+        self._vocabulary = cutter.vocab_size, cutter.end_token_id
+
+    def tokens_per_s(self, form: Form, choice: StrategyChoice, clients: int) -> float:
+        """Return tokens per second of all requests together, by the simulated clock.
+
+        Raises:
+            ValueError: the strategy or the form cannot be simulated; with the reason.
+        """
+        replicas, times = self._times(form, clients, self._hosts[choice.label])
+        target = KnownTarget(*self._vocabulary, self._context, times.curve)
+        options = EngineOptions(max_running=max(clients, EngineOptions().max_running), max_waiting=len(self._texts))
+        every = [SimulatedReplica(choice, times, target, options, self._budget, False) for _ in range(replicas)]
+        found = SimulatedCluster(every, None, self._gap_s, 0).closed_loop(self._texts, clients)
+        return float(found["tokens_per_s"])
+
+    def _times(self, form: Form, clients: int, host: Host) -> tuple[int, StepTimes]:
+        """Return the number of replicas and their step times."""
+        mode: Mode = "lookahead"
+        replicas, width, curve = 1, form.ranks, self._curve
+        if form.kind == "threads":
+            raise ValueError("the calibration is of one worker's threads")
+        if form.kind == "replicas":
+            replicas, width = form.ranks, 1
+        elif form.kind == "elastic":  # the widest blocks that leave one for each request
+            replicas = 1 << (min(clients, form.ranks).bit_length() - 1)
+            width = form.ranks // replicas
+        elif form.kind == "tensor":
+            mode, curve = "tensor", self._sliced(form.ranks)
+        elif form.kind == "pipeline":
+            mode = "pipeline"
+        return replicas, StepTimes(mode, width, curve, host, hop_s=_SOFTWARE.hop_s)
+
+    def _sliced(self, ranks: int) -> LatencyCurve:
+        """Return the curve of tensor parallelism: each rank takes its part of the time, plus two sums per layer."""
+        if self._shape is None:
+            raise ValueError("the shape of the model is unknown")
+        curve, sums_s = self._curve, 2 * self._shape.layers * _SOFTWARE.collective_s
+        seconds = tuple(each / ranks + sums_s for each in curve.rows_s)
+        return replace(
+            curve, rows_s=seconds, sequence_s=curve.sequence_s / ranks, entry_s=curve.entry_s / ranks,
+            row_entry_s=curve.row_entry_s / ranks,
+        )  # fmt: skip
+
+
+def beside(
+    rows: Mapping[str, Mapping[str, Any]], forms: Mapping[str, Form], choices: Mapping[str, StrategyChoice],
+    plain: StrategyChoice, prediction: Prediction,
+) -> dict[str, Any]:  # fmt: skip
+    """Return each row's measured and predicted speed-up, and why some are not predicted; forms and choices are by label."""
+    told: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
+    one: dict[int, float] = {}
+    for label, row in rows.items():
+        form, clients = forms[row["form"]], row["clients"]
+        try:
+            if clients not in one:
+                one[clients] = prediction.tokens_per_s(Form("one", 1, form.threads), plain, clients)
+            guess = prediction.tokens_per_s(form, choices[row["strategy"]], clients) / one[clients]
+        except ValueError as error:
+            left_out[label] = str(error)
+            continue
+        measured = statistics.median(row["speed_up"])
+        told[label] = {"measured": measured, "predicted": round(guess, 3), "error": round(guess / measured - 1, 3)}
+    return {"rows": told, "left_out": left_out}
