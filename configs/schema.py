@@ -129,7 +129,7 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Conf
         raise ConfigError("; ".join(dict.fromkeys(_describe(details) for details in error.errors()))) from None
     check_values(config)
     adapters = {name: str(Path(path).expanduser().absolute()) for name, path in config.model.adapters.items()}
-    model = dataclasses.replace(config.model, path=find_model(config.model.path), adapters=adapters)
+    model = dataclasses.replace(config.model, path=_found(config.model), adapters=adapters)
     speculation = config.speculation
     if speculation.draft_model is not None:
         speculation = dataclasses.replace(speculation, draft_model=find_model(speculation.draft_model))
@@ -137,6 +137,18 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Conf
     if tenancy.keys_file is not None:  # actors have other working directories
         tenancy = dataclasses.replace(tenancy, keys_file=str(Path(tenancy.keys_file).expanduser().absolute()))
     return config.model_copy(update={"model": model, "speculation": speculation, "tenancy": tenancy})
+
+
+def _found(model: ModelOptions) -> str:
+    """Return the model's path from ``find_model``, with its revision as ``NAME@REVISION``. Raises ConfigError."""
+    path = find_model(model.path)
+    if model.revision is None:
+        return path
+    if path.count("/") != 1 or path.endswith(".gguf") or Path(path).exists():
+        raise ConfigError(
+            f"model.revision is {model.revision!r}, but model.path is {model.path!r}; allowed: with a name on the hub, OWNER/NAME"
+        )
+    return f"{path}@{model.revision}"
 
 
 def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
@@ -200,7 +212,7 @@ def _check_adapters(config: Config) -> None:
     for name in config.model.adapters:
         if not TENANT_NAME.fullmatch(name):
             raise ConfigError(f"model.adapters: {name!r} cannot name one; allowed: 1 to 64 characters out of A-Z a-z 0-9 _ . -")
-        if name == config.model.name:
+        if name in config.model.names:
             raise ConfigError(f"model.adapters: {name!r} is the model's own name; choose another, or set model.served_name")
     for key, mode in (("parallelism.mode", config.parallelism.mode), ("baseline.kind", config.baseline.kind)):
         if config.model.adapters and mode in ("tensor", "pipeline") and (key != "baseline.kind" or config.baseline.enabled):

@@ -54,7 +54,9 @@ def test_an_unknown_key(override: str, nearest: str) -> None:
         "tenancy.anonymous='*'", "tenancy.anonymous=..", "tenancy.anonymous=''", "cache.ttl_s=.nan",
         "cache.tenant_mib=.inf", "cache.timeout_s=-1", "cache.services=0", "cache.prefix='{x}'", "cache.prefix=''",
         "limits.requests_per_minute=0", "limits.request_timeout_s=0", "limits.max_request_bytes=1",
-        "server.target_tokens_per_s=100", "model.adapters.sql=3",
+        "server.target_tokens_per_s=100", "model.adapters.sql=3", "server.sampling_defaults.temperature=3",
+        "server.sampling_defaults.temprature=1", "server.sampling_defaults.top_k=1.5", "model.revision=main",
+        "model.served_name=[3]",
     ],
 )  # fmt: skip
 def test_a_refused_value_is_named_with_its_key(override: str) -> None:
