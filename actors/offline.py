@@ -14,6 +14,8 @@ from outrider.engine.errors import RequestError
 from outrider.engine.text.chat import render_chat
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
     from outrider.actors.ranks import Ranks
 
 TENANT = "local"  # all records of a file may draft from each other
@@ -87,6 +89,18 @@ class OfflineEngine:
         if gathered:
             yield gathered
 
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """Return the model's tokenizer."""
+        assert self._engine.tokenizer is not None
+        return self._engine.tokenizer
+
+    def add(self, request_id: str, ids: Sequence[int], params: SamplingParams, references: Sequence[Sequence[int]] = ()) -> None:
+        """Add a prompt of token ids. Raises ``RequestError`` if it is refused."""
+        if not len(ids):
+            raise RequestError("prompt", "it holds no token")
+        self._engine.add(Request(request_id, ids, params, references, tenant=TENANT))
+
     def abort(self, request_id: str) -> None:
         """Abort a request; does nothing if it has finished."""
         self._engine.abort(request_id)
@@ -111,17 +125,14 @@ class OfflineEngine:
             self._ranks.close()
 
     def _add(self, prompt: OfflinePrompt, params: SamplingParams, chat: bool) -> int | str:
-        tokenizer = self._engine.tokenizer
-        assert tokenizer is not None
+        tokenizer = self.tokenizer
         try:
             if chat:
                 ids = render_chat(tokenizer, prompt.messages or [{"role": "user", "content": prompt.text}])
             else:
                 ids = tokenizer(prompt.text)["input_ids"]
-            if not ids:
-                raise RequestError("prompt", "it holds no token")
             references = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in prompt.references]
-            self._engine.add(Request(prompt.request_id, ids, params, references, tenant=TENANT))
+            self.add(prompt.request_id, ids, params, references)
         except RequestError as error:
             return str(error)
         return len(ids)
