@@ -22,7 +22,7 @@ from outrider.cluster.http.errors import ApiError
 from outrider.cluster.http.text_threads import SHORT, TextThreads
 from outrider.cluster.http.turns import SENDER, Turns
 from outrider.cluster.http.types.openai import MAX_REPORTED_VALUES, ChatCompletionRequest, CompletionFields, CompletionRequest
-from outrider.cluster.http.types.tool_grammar import CallMarks, faulty_tool
+from outrider.cluster.http.types.tool_grammar import BOUND_FORMS, CallMarks, faulty_tool
 from outrider.cluster.serving.generation import EnginePort, Generation, GenerationJob, Listener
 from outrider.decoding.arrays import Int32Array
 from outrider.decoding.drafters.registry import strategy_text
@@ -138,6 +138,9 @@ class RequestPlanner:
         ids = await self._threads.run(self._render, body)
         if body.binds_calls is not None and self._format.calls is None:
             message = "the format of tool calls in the model's chat template is unknown, so they cannot be constrained"
+            raise RequestError(body.binds_calls, f"{message}; leave it out")
+        if body.binds_calls is not None and self._format.calls not in BOUND_FORMS:
+            message = f"tool calls in the format {self._format.calls} are parsed and not constrained"
             raise RequestError(body.binds_calls, f"{message}; leave it out")
         self._begins_within = self._format.begins_within(self._tokenizer, ids)
         return await self._jobs(body, [(ids, self._most_tokens(body, ids, self.info.max_model_len))])

@@ -7,11 +7,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from outrider.cluster.http.answers.call_parts import Call
 from outrider.cluster.http.answers.logprobs import TokenBytes
 from outrider.cluster.http.answers.pieces import Pauses, event_data, to_json, written
 from outrider.cluster.http.answers.reasoning import Thought
 from outrider.cluster.http.answers.response_extras import ResponseExtras
-from outrider.cluster.http.answers.tool_calls import Arguments, Call, whole_calls
+from outrider.cluster.http.answers.tool_calls import Arguments, whole_calls
 from outrider.cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
 from outrider.cluster.serving.generation import GenerationJob
 from outrider.decoding.request import StepOutput, StepReport

@@ -12,11 +12,12 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel
 
 from outrider.cluster.http import errors
+from outrider.cluster.http.answers.call_parts import Call
 from outrider.cluster.http.answers.openai_shapes import Reported, Usage, reported_end, reported_step
 from outrider.cluster.http.answers.pieces import Pauses, event_data, written
 from outrider.cluster.http.answers.reasoning import Thought
 from outrider.cluster.http.answers.respond import OUTPUT, STREAM_HEADERS, ChoiceReader, Part, ResponseForm, usage_so_far
-from outrider.cluster.http.answers.tool_calls import Arguments, Call
+from outrider.cluster.http.answers.tool_calls import Arguments
 from outrider.cluster.http.types.responses import ResponsesRequest, own_name, response_fields
 from outrider.cluster.serving.generation import Generation
 from outrider.decoding.request import FinishReason, StepOutput
