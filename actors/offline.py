@@ -11,6 +11,7 @@ from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOpti
 from outrider.decoding.request import Request, SamplingParams, StepOutput
 from outrider.engine.engine import Engine
 from outrider.engine.errors import RequestError
+from outrider.engine.forward.kept_checks import kept_runner
 from outrider.engine.text.chat import render_chat
 
 if TYPE_CHECKING:
@@ -50,11 +51,15 @@ class OfflineEngine:
         engine: EngineOptions,
         speculation: SpeculationOptions,
         ranks: Ranks | None = None,
+        brief: bool = False,
     ) -> None:
-        """Load the model and start the ranks. Raises ModelLoadError, GroupError, or ValueError for an option out of range."""
+        """Load the model and start the ranks; ``brief``: for a single answer, without timing the device for its drafts.
+
+        Raises ModelLoadError, GroupError, or ValueError for an option out of range.
+        """
         self._ranks = ranks
         if ranks is None:
-            self._engine = Engine.load(model, engine, speculation)
+            self._engine = Engine.load(model, engine, speculation, make=kept_runner, defer_warmup=brief)
         else:
             try:
                 self._engine = Engine.load(model, engine, speculation, ranks.world_size, ranks.executor, ranks.runner)
