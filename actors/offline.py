@@ -11,9 +11,12 @@ from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOpti
 from outrider.decoding.request import Request, SamplingParams, StepOutput
 from outrider.engine.engine import Engine
 from outrider.engine.errors import RequestError
+from outrider.engine.forward.kept_checks import kept_runner
 from outrider.engine.text.chat import render_chat
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
     from outrider.actors.ranks import Ranks
 
 TENANT = "local"  # all records of a file may draft from each other
@@ -48,11 +51,15 @@ class OfflineEngine:
         engine: EngineOptions,
         speculation: SpeculationOptions,
         ranks: Ranks | None = None,
+        brief: bool = False,
     ) -> None:
-        """Load the model and start the ranks. Raises ModelLoadError, GroupError, or ValueError for an option out of range."""
+        """Load the model and start the ranks; ``brief``: for a single answer, without timing the device for its drafts.
+
+        Raises ModelLoadError, GroupError, or ValueError for an option out of range.
+        """
         self._ranks = ranks
         if ranks is None:
-            self._engine = Engine.load(model, engine, speculation)
+            self._engine = Engine.load(model, engine, speculation, make=kept_runner, defer_warmup=brief)
         else:
             try:
                 self._engine = Engine.load(model, engine, speculation, ranks.world_size, ranks.executor, ranks.runner)
@@ -87,6 +94,18 @@ class OfflineEngine:
         if gathered:
             yield gathered
 
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """Return the model's tokenizer."""
+        assert self._engine.tokenizer is not None
+        return self._engine.tokenizer
+
+    def add(self, request_id: str, ids: Sequence[int], params: SamplingParams, references: Sequence[Sequence[int]] = ()) -> None:
+        """Add a prompt of token ids. Raises ``RequestError`` if it is refused."""
+        if not len(ids):
+            raise RequestError("prompt", "it holds no token")
+        self._engine.add(Request(request_id, ids, params, references, tenant=TENANT))
+
     def abort(self, request_id: str) -> None:
         """Abort a request; does nothing if it has finished."""
         self._engine.abort(request_id)
@@ -111,17 +130,14 @@ class OfflineEngine:
             self._ranks.close()
 
     def _add(self, prompt: OfflinePrompt, params: SamplingParams, chat: bool) -> int | str:
-        tokenizer = self._engine.tokenizer
-        assert tokenizer is not None
+        tokenizer = self.tokenizer
         try:
             if chat:
                 ids = render_chat(tokenizer, prompt.messages or [{"role": "user", "content": prompt.text}])
             else:
                 ids = tokenizer(prompt.text)["input_ids"]
-            if not ids:
-                raise RequestError("prompt", "it holds no token")
             references = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in prompt.references]
-            self._engine.add(Request(prompt.request_id, ids, params, references, tenant=TENANT))
+            self.add(prompt.request_id, ids, params, references)
         except RequestError as error:
             return str(error)
         return len(ids)

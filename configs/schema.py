@@ -138,7 +138,7 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Conf
         emulation = dataclasses.replace(emulation, outputs=str(Path(emulation.outputs).expanduser().absolute()))
     if emulation.model is not None:
         emulation = dataclasses.replace(emulation, model=find_model(emulation.model))
-    model = dataclasses.replace(config.model, path=find_model(config.model.path), adapters=adapters)
+    model = dataclasses.replace(config.model, path=_found(config.model), adapters=adapters)
     speculation = config.speculation
     if speculation.draft_model is not None:
         speculation = dataclasses.replace(speculation, draft_model=find_model(speculation.draft_model))
@@ -147,6 +147,18 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Conf
         tenancy = dataclasses.replace(tenancy, keys_file=str(Path(tenancy.keys_file).expanduser().absolute()))
     changes = {"model": model, "emulation": emulation, "speculation": speculation, "tenancy": tenancy}
     return config.model_copy(update=changes)
+
+
+def _found(model: ModelOptions) -> str:
+    """Return the model's path from ``find_model``, with its revision as ``NAME@REVISION``. Raises ConfigError."""
+    path = find_model(model.path)
+    if model.revision is None:
+        return path
+    if path.count("/") != 1 or path.endswith(".gguf") or Path(path).exists():
+        raise ConfigError(
+            f"model.revision is {model.revision!r}, but model.path is {model.path!r}; allowed: with a name on the hub, OWNER/NAME"
+        )
+    return f"{path}@{model.revision}"
 
 
 def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
@@ -211,7 +223,7 @@ def _check_adapters(config: Config) -> None:
     for name in config.model.adapters:
         if not TENANT_NAME.fullmatch(name):
             raise ConfigError(f"model.adapters: {name!r} cannot name one; allowed: 1 to 64 characters out of A-Z a-z 0-9 _ . -")
-        if name == config.model.name:
+        if name in config.model.names:
             raise ConfigError(f"model.adapters: {name!r} is the model's own name; choose another, or set model.served_name")
     for key, mode in (("parallelism.mode", config.parallelism.mode), ("baseline.kind", config.baseline.kind)):
         if config.model.adapters and mode in ("tensor", "pipeline") and (key != "baseline.kind" or config.baseline.enabled):

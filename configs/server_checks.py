@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from outrider.configs.slices import ServerOptions
+from outrider.configs.slices import SAMPLING_BOUNDS, ServerOptions
 from outrider.configs.tenancy_checks import is_loopback
 
 _LAST_PORT = 65535
@@ -70,6 +70,13 @@ def server_faults(server: ServerOptions) -> Iterator[str]:
             f"server.target_tokens_per_s is {server.target_tokens_per_s:g}, but autoscaling is off: set "
             "server.max_replicas, or leave it out"
         )
+    for name, value in server.sampling_defaults.items():
+        low, high = SAMPLING_BOUNDS.get(name, (0, 0))
+        if name not in SAMPLING_BOUNDS:
+            yield f"server.sampling_defaults.{name} is no sampling parameter; allowed: {', '.join(SAMPLING_BOUNDS)}"
+        elif not low <= value <= high or (name == "top_k" and value != int(value)):
+            kind = " (an integer)" if name == "top_k" else ""
+            yield f"server.sampling_defaults.{name} is {value}; allowed: {low:g} to {high:g}{kind}"
     endpoint = server.otlp_endpoint
     if endpoint is not None and not endpoint.startswith(("http://", "https://")):
         yield f"server.otlp_endpoint is {endpoint!r}; allowed: the address of an OTLP/HTTP collector, such as http://127.0.0.1:4318"

@@ -11,6 +11,11 @@ Weights = Literal["auto", "dequantized", "int8", "int4"]
 # Draft models that are the quantized target itself: the value of speculation.draft_model, and its model.weights.
 SELF: dict[str, Weights] = {"self:int8": "int8", "self:int4": "int4"}
 KEPT = 2  # KV slots for ended requests, per slot of a running request
+# Sampling parameters with a default of the model or the server, with their bounds; those of requests.
+SAMPLING_BOUNDS: dict[str, tuple[float, float]] = {
+    "temperature": (0, 2), "top_p": (0, 1), "top_k": (-1, 2**31), "min_p": (0, 1), "repetition_penalty": (0.01, 100),
+    "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2),
+}  # fmt: skip
 _STRICT = {"extra": "forbid"}  # an unknown key is an error (read by pydantic)
 
 
@@ -21,7 +26,9 @@ class ModelOptions:
     __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
 
     path: str = "demo_model"  # folder (of an adapter, too), .gguf file, name on the hub, or smollm2-135m-instruct, from PyPI
-    served_name: str | None = None  # name in the API; when absent the last part of the path, without .gguf
+    revision: str | None = None  # branch, tag or commit of a model on the hub, which path names; when absent its newest
+    # name in the API, or a list of names; when absent the last part of the path, without .gguf
+    served_name: str | tuple[str, ...] | None = None
     dtype: Dtype = "auto"  # auto: the checkpoint's, bfloat16 for a .gguf file
     # auto: as in the checkpoint, so that those of a .gguf file stay quantized on a CPU; dequantized: all in dtype; int8, int4:
     # quantized at load, on a CPU, which changes the model
@@ -36,8 +43,19 @@ class ModelOptions:
 
     @property
     def name(self) -> str:
-        """Return the model's name in the API."""
-        return self.served_name or PurePath(self.path).name.removesuffix(".gguf")
+        """Return the model's name in the API, the first of several."""
+        return self.names[0]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return all names of the model in the API."""
+        given = (self.served_name,) if isinstance(self.served_name, str) else self.served_name or ()
+        return tuple(dict.fromkeys(filter(None, given))) or (self._default_name,)
+
+    @property
+    def _default_name(self) -> str:
+        name, revision = self.path, self.revision
+        return PurePath(name if revision is None else name.removesuffix(f"@{revision}")).name.removesuffix(".gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +204,9 @@ class ServerOptions:
     # Choice of the replica for a request. prefix: the one with most of its prompt cached, unless it is much busier than others;
     # load: of two, the one with fewer requests
     routing: Literal["prefix", "load"] = "prefix"
+    # Sampling parameters of requests that leave them out, such as {temperature: 0.7}; before those of the model's
+    # generation_config.json
+    sampling_defaults: dict[str, float] = field(default_factory=dict)
     start_timeout_s: float = 600.0  # a model that is not ready by then is an error
     stop_timeout_s: float = 5.0  # for running requests to finish when the server stops
     resume_timeout_s: float = 120.0  # for another replica to take over a request whose replica was lost

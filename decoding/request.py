@@ -180,6 +180,7 @@ class SpecStats:
     energy_j: float | None = None  # its share of the devices' energy in its steps; None if not measured
     wanted_rows: int = 0  # rows that the strategy's options ask for in a step, if fewer were allowed in some step; else 0
     cut_reason: str = ""  # why there were fewer, in words
+    refused_by_penalty: int | None = None  # steps that refused a draft only because of a penalty; None if not counted
 
     def cut(self, strategy: str) -> str | None:
         """Return in one line that drafts were smaller than the strategy's options ask for, and why; None if they were not.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from outrider.decoding.drafters.base import TargetRows
-from outrider.decoding.request import Acceptance, Request, TokenLogprob
+from outrider.decoding.request import Acceptance, Request, SamplingParams, TokenLogprob
 from outrider.decoding.sampling.nucleus import compile_nucleus
 from outrider.decoding.sampling.penalties import LogitRules
 from outrider.decoding.sampling.ranking import argmax_rows, blocks_of, compile_ranking
@@ -151,6 +151,11 @@ class Verifier:
         acceptance = verify_exact(tree, token_at, request.remaining, work.end_tokens)
         if rules is not None:
             rules.truncate(request.num_output)  # visited tokens need not be committed ones
+        if request.report and params.penalized and params.grammar is None:
+            row, stats = (0, *acceptance.rows)[-1], request.stats
+            barred = work.end_tokens if position - 1 - request.num_prompt < params.min_tokens else ()
+            refused = _refused_by_penalty(tree, row, acceptance.next_token, logits, params, position - 1, barred)
+            stats.refused_by_penalty = (stats.refused_by_penalty or 0) + refused
         return acceptance
 
     def _rules_of(self, request: Request) -> LogitRules:
@@ -166,6 +171,17 @@ class Verifier:
     def end(self, request: Request) -> None:
         """Forget a request that has ended."""
         self._rules.pop(request.request_id, None)
+
+
+def _refused_by_penalty(
+    tree: DraftTree, row: int, token: int, logits: LogitRows, params: SamplingParams, position: int, barred: Collection[int]
+) -> bool:
+    """Return whether the walk would have descended below ``row``, where it chose ``token``, without the penalties."""
+    below = tree.tokens[: tree.num_candidates][tree.parents[: tree.num_candidates] == row]
+    if not len(below) or token in below:
+        return False
+    free = dataclasses.replace(params, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
+    return choose(logits[row], free, position, LogitRules(free, ()), barred) in below
 
 
 class LocalExecutor:

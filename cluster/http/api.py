@@ -78,6 +78,7 @@ class Service:
         device_failures: Callable[[], Mapping[str, int]] = dict,  # device failures of the replicas, by kind
         allowed_origins: Sequence[str] = (),  # origins of web pages that may use the API (CORS)
         warns_of_unknown: bool = False,  # unknown fields are left out with a warning; otherwise they are errors
+        sampling_defaults: Mapping[str, float] | None = None,  # of the server: ``server.sampling_defaults``
         stream_key: bytes = b"",  # signs the event ids of streams; empty disables event ids
     ) -> None:
         admission = admission or AdmissionOptions()
@@ -88,7 +89,9 @@ class Service:
         others = None if baseline is None else baseline.engine.describe
         self.state = HealthService(engine.describe, replicas, cache, others, wake, self._tenancy.reports_load)
         threads = TextThreads(tokenizer, self.admission.refuse)
-        self._answering = PlannerServices(threads, self._tenancy, self.admission, self.state.info, heard, stream_key)
+        self._answering = PlannerServices(
+            threads, self._tenancy, self.admission, self.state.info, heard, stream_key, sampling_defaults or {}
+        )
         forget = forget or (keeps_nothing if auditor is None else auditor.forget)
         self.admin = AdminService(self._tenancy, tokenizer, cache, engine.describe, forget)
         self.metrics = MetricsService(
@@ -236,7 +239,8 @@ class Service:
 
     def _card(self, info: ModelInfo, name: str) -> dict[str, Any]:
         form = self._answering.chat_format
-        origins = {adapter.name: (adapter.path, info.served_name) for adapter in info.adapters}
+        origins: dict[str, tuple[str, str | None]] = dict.fromkeys(info.aliases, (info.served_name, None))
+        origins |= {adapter.name: (adapter.path, info.served_name) for adapter in info.adapters}
         root, parent = origins.get(name) or info.adapter_of or (name, None)
         return {
             "id": name,
@@ -246,6 +250,7 @@ class Service:
             "root": _without_folder(root),
             "parent": parent and _without_folder(parent),
             "max_model_len": info.max_model_len,
+            "sampling_defaults": self._answering.defaults(info),  # used where a request leaves a parameter out
             "weights": info.weights,  # quantization formats, otherwise the dtype
             "lossless": info.lossless,  # true if every strategy that a request may choose is lossless
             "reasoning": form.reasoning and list(form.reasoning),  # opening and closing tag, from the chat template

@@ -64,6 +64,7 @@ class Model(BaseModel):
     root: str  # for an adapter, the name of its folder
     parent: str | None  # for an adapter, its base model
     max_model_len: int  # prompt and output tokens together
+    sampling_defaults: dict[str, float]  # sampling parameters of requests that leave them out, where they differ from OpenAI's
     lossless: bool  # true if every strategy that a request may choose is lossless
     strategies: list[str]
     lossless_strategies: list[str]

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +23,7 @@ from outrider.cluster.http.request_ids import rename_request
 from outrider.cluster.http.text_threads import SHORT, TextThreads
 from outrider.cluster.http.turns import SENDER, Turns
 from outrider.cluster.http.types.openai import MAX_REPORTED_VALUES, ChatCompletionRequest, CompletionRequest, RequestFields
-from outrider.cluster.http.types.tool_grammar import CallMarks, faulty_tool
+from outrider.cluster.http.types.tool_grammar import BOUND_FORMS, CallMarks, faulty_tool
 from outrider.cluster.serving.generation import EnginePort, Generation, GenerationJob, Listener
 from outrider.decoding.arrays import Int32Array
 from outrider.decoding.drafters.registry import strategy_text
@@ -65,6 +65,7 @@ class PlannerServices:
     info: Callable[[], Awaitable[ModelInfo]]  # describes the served model; raises ApiError (503) while no engine answers
     listeners: tuple[Listener, ...]  # output hooks of all generations
     stream_key: bytes  # signs event ids; empty disables them
+    sampling_defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of the server, before the model's
     chat_format: ChatFormat = dataclasses.field(init=False)  # reasoning and tool call formats of the chat template
     grammars: GrammarTurns = dataclasses.field(init=False)
 
@@ -97,10 +98,15 @@ class PlannerServices:
             ResumePoint.of, prefix, body, self.tenancy.tenant_of(authorization), headers or StreamHeaders(), self.stream_key
         )
         beginning = await self.threads.run(begin) if SENDER.get().size > SHORT else begin()
-        adapter = None if body.model == info.served_name else body.model
+        adapter = None if body.model in (info.served_name, *info.aliases) else body.model
         return RequestPlanner(
-            self.threads, self.grammars, self.chat_format, info, beginning, sharing, self.admission, session, adapter
-        )
+            self.threads, self.grammars, self.chat_format, info, beginning, sharing, self.admission, session, adapter,
+            self.defaults(info),
+        )  # fmt: skip
+
+    def defaults(self, info: ModelInfo) -> dict[str, float]:
+        """Return the sampling parameters of requests that leave them out: the server's, before those of the model."""
+        return {**dict(info.sampling_defaults), **self.sampling_defaults}
 
     def generation(self, engine: EnginePort, admitted: AdmittedRequest, n: int = 1, silent: bool = False) -> Generation:
         """Return the generation of an admitted request; see ``Generation``."""
@@ -128,8 +134,9 @@ class RequestPlanner:
         admission: AdmissionController,
         session: str | None = None,
         adapter: str | None = None,
+        defaults: Mapping[str, float] | None = None,  # sampling parameters of requests that leave them out
     ) -> None:
-        self._adapter = adapter
+        self._adapter, self._defaults = adapter, defaults or {}
         self.left_out: list[str] = []  # what the response's grammar does not enforce; set with its jobs
         self._threads, self._grammars, self._tokenizer, self.info = threads, grammars, threads.tokenizer, info
         self._format, self._begins_within = chat_format, False if chat_format.reasoning is None else None
@@ -141,6 +148,9 @@ class RequestPlanner:
         ids = self._truncated(body, await self._threads.run(self._render, body), 1)
         if body.binds_calls is not None and self._format.calls is None:
             message = "the format of tool calls in the model's chat template is unknown, so they cannot be constrained"
+            raise RequestError(body.binds_calls, f"{message}; leave it out")
+        if body.binds_calls is not None and self._format.calls not in BOUND_FORMS:
+            message = f"tool calls in the format {self._format.calls} are parsed and not constrained"
             raise RequestError(body.binds_calls, f"{message}; leave it out")
         self._begins_within = self._format.begins_within(self._tokenizer, ids)
         return await self._jobs(body, [(ids, self._most_tokens(body, ids, self.info.max_model_len))])
@@ -370,7 +380,7 @@ class RequestPlanner:
     def _params(
         self, body: ChatCompletionRequest | CompletionRequest, max_tokens: int, grammar: str | None, bound_by: TokenRules
     ) -> SamplingParams:
-        """Return the sampling parameters with OpenAI's defaults. Raises ``RequestError`` if they contradict each other."""
+        """Return the sampling parameters with defaults of the server, the model or OpenAI. Raises ``RequestError``."""
         logit_bias = tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items())
         self._check_ids("logit_bias", [token for token, _ in logit_bias])
         if grammar is not None and body.ignore_eos:
@@ -381,13 +391,13 @@ class RequestPlanner:
             )
         return SamplingParams(
             max_tokens=max_tokens,
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_p=1.0 if body.top_p is None else max(body.top_p, _LEAST_TOP_P),
-            top_k=max(0, body.top_k or 0),
-            min_p=body.min_p or 0.0,
-            repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
-            presence_penalty=body.presence_penalty or 0.0,
-            frequency_penalty=body.frequency_penalty or 0.0,
+            temperature=self._given(body, "temperature", 1.0),
+            top_p=max(self._given(body, "top_p", 1.0), _LEAST_TOP_P),
+            top_k=max(0, int(self._given(body, "top_k", 0))),
+            min_p=self._given(body, "min_p", 0.0),
+            repetition_penalty=self._given(body, "repetition_penalty", 1.0),
+            presence_penalty=self._given(body, "presence_penalty", 0.0),
+            frequency_penalty=self._given(body, "frequency_penalty", 0.0),
             logit_bias=logit_bias,
             logprobs=0 if body.logprob_token_ids else body.num_logprobs,
             seed=self.beginning.seed if body.seed is None else body.seed % 2**63,
@@ -404,6 +414,10 @@ class RequestPlanner:
             logprob_token_ids=tuple(body.logprob_token_ids or ()),
             thinking=bound_by.thinking,
         )
+
+    def _given(self, body: ChatCompletionRequest | CompletionRequest, name: str, otherwise: float) -> float:
+        value: float | None = getattr(body, name)
+        return self._defaults.get(name, otherwise) if value is None else value
 
     def _ends(self, body: ChatCompletionRequest | CompletionRequest) -> list[int]:
         """Return the end tokens of the harmony format, which the model's configuration may not list."""

@@ -75,6 +75,17 @@ def _checked(model: PreTrainedModel, capacity: int, options: EngineOptions, tree
     raise ModelLoadError(f"{name} cannot be served exactly on {model.device}: {fault}.{advice}")
 
 
+def made_unchecked(
+    model: PreTrainedModel, capacity: int, options: EngineOptions, rows: int | None, tree_rows: int
+) -> ModelRunner:
+    """Return the runner of a form, with ``rows`` per forward pass, that passed the self-check before; see ``kept_checks``."""
+    refuse_form(type(model).__name__, model.config, kv_shape(model), options)
+    with accelerator().current(model.device):
+        runner = _made(model, capacity, options, rows, has_graphs(model), tree_rows)
+    runner.exact = True
+    return runner
+
+
 def refuse_form(name: str, config: PreTrainedConfig, shape: KVShape, options: EngineOptions) -> None:
     """Raise ``ModelLoadError`` if ``options.exact`` or ``options.compile`` is not supported for a configuration and KV shape."""
     on_gpu = shape.device.type == "cuda"

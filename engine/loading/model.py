@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from outrider.configs.slices import ModelOptions, Weights
+from outrider.configs.slices import SAMPLING_BOUNDS, ModelOptions, Weights
 from outrider.engine.accelerator import accelerator
 from outrider.engine.cpu.linear import has_kernels
 from outrider.engine.cpu.packed_weight import PackedWeight
@@ -60,6 +60,7 @@ class LoadedModel:
     weights: str = ""  # storage formats: see ``engine.loading.weights.packing.described``
     adapters: tuple[Adapter, ...] = ()
     path: str = ""  # as in ``ModelOptions``
+    aliases: tuple[str, ...] = ()  # further served names
     may_shorten: bool = False  # max_model_len is the model's default, shortened if a GPU lacks room for KV slots
 
     @property
@@ -84,6 +85,8 @@ class LoadedModel:
             tokenizer_revision=tokenizer_revision(self.tokenizer),
             strategies=strategies,
             adapters=tuple(AdapterInfo(each.name, each.path, each.revision) for each in self.adapters),
+            aliases=self.aliases,
+            sampling_defaults=sampling_defaults(self.model),
             adapter_of=(self.path, base_of(self.path)) if is_adapter(self.path) else None,
         )
 
@@ -113,7 +116,9 @@ def load_model(options: ModelOptions, utilization: float = 1.0) -> LoadedModel:
     tokenizer, context = load_tokenizer(options.path), context_length(config, options)
     held, read = described(model, options.weights), tuple(each.read() for each in adapters)
     end = _end_tokens(model, tokenizer)
-    return LoadedModel(model, tokenizer, options.name, context, end, held, read, options.path, options.max_model_len is None)
+    return LoadedModel(
+        model, tokenizer, options.name, context, end, held, read, options.path, options.names[1:], options.max_model_len is None
+    )
 
 
 def served_config(path: str) -> PreTrainedConfig:
@@ -337,6 +342,24 @@ def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> t
         if ids is not None:
             return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
     return ()
+
+
+def sampling_defaults(model: PreTrainedModel) -> tuple[tuple[str, float], ...]:
+    """Return the sampling parameters that a model's ``generation_config.json`` sets; ``do_sample: false`` is temperature 0."""
+    config, found = model.generation_config, dict[str, float]()
+    for name, (low, high) in SAMPLING_BOUNDS.items():
+        value = getattr(config, name, None)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            continue
+        if low <= value <= high:
+            found[name] = value
+        else:
+            logger.warning(
+                "%s is %s in the model's generation_config.json: ignored, allowed are %g to %g", name, value, low, high
+            )
+    if getattr(config, "do_sample", None) is False:
+        found["temperature"] = 0.0
+    return tuple(found.items())
 
 
 def model_revision(model: PreTrainedModel) -> str:

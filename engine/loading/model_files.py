@@ -27,6 +27,7 @@ from outrider.engine.loading.cache_files import alone, cache_folder_of
 _MANIFEST = "outrider.json"  # in a converted folder: its origin and its files
 FETCHED = "fetched"
 ADAPTER_CONFIG = "adapter_config.json"
+_NOT_LOADED = ["*.gguf", "*.onnx", "*.h5", "*.msgpack", "*.pth", "original/*"]  # files of other formats in a repository
 _CONVERSION = 1  # version of the conversion; folders of older versions are converted again
 
 
@@ -69,7 +70,8 @@ def find_files(path: str, fetched: Callable[[], None] = lambda: None) -> str:
     path = base_of(path)
     model = PACKAGED_MODELS.get(path)
     if model is None:
-        return path
+        name, revision = revision_of(path)
+        return path if revision is None else _snapshot(name, revision)
     folder = cached_models() / path
     if not is_whole(folder, model):
         try:
@@ -80,6 +82,26 @@ def find_files(path: str, fetched: Callable[[], None] = lambda: None) -> str:
         except OSError as error:
             raise ModelLoadError(_unwritable(path, model, error)) from error
     return str(folder)
+
+
+def revision_of(path: str) -> tuple[str, str | None]:
+    """Return the name and the revision of ``OWNER/NAME@REVISION``; any other path without a revision."""
+    name, mark, revision = path.partition("@")
+    if not mark or not revision or name.count("/") != 1 or name.startswith((".", "/", "~")) or Path(path).exists():
+        return path, None
+    return name, revision
+
+
+@cache
+def _snapshot(name: str, revision: str) -> str:
+    """Return the folder with the files of a hub model's revision, downloaded once. Raises ``ModelLoadError``."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return str(snapshot_download(name, revision=revision, ignore_patterns=_NOT_LOADED))
+    except (OSError, ValueError) as error:
+        message = f"model {name!r} has no revision {revision!r} that could be found or read: check model.path and model.revision"
+        raise ModelLoadError(f"{message} ({first_line(error)})") from error
 
 
 def find_tokenizer(path: str) -> str:
@@ -128,6 +150,7 @@ def is_gguf(path: str) -> bool:
 
 def refuse_missing_folder(path: str) -> None:
     """Raise ``ModelLoadError`` if a path looks local and does not exist."""
+    path = revision_of(path)[0]
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
     if looks_local and not is_gguf(path) and not Path(path).expanduser().exists() and "/" in path:
         advice = "give a folder with config.json, a .gguf file, or a name on the hub"

@@ -45,12 +45,14 @@ class ModelInfo:
     request_options: tuple[str, ...] = ()  # costly options that requests may set
     strategies_apart: frozenset[str] = frozenset()  # see ``strategies_apart`` below
     uncaptured_rows: tuple[int, ...] = ()  # row counts of steps that CUDA graphs could not capture; slower
+    aliases: tuple[str, ...] = ()  # further names of the model
+    sampling_defaults: tuple[tuple[str, float], ...] = ()  # of the model's generation_config.json, by parameter
     exact: bool = False  # rows are bit-equal in any batch, checked at start: ``engine.forward.exactness``
 
     @property
     def names(self) -> tuple[str, ...]:
         """Return the names of the model and its adapters, which requests may use."""
-        return self.served_name, *(adapter.name for adapter in self.adapters)
+        return self.served_name, *self.aliases, *(adapter.name for adapter in self.adapters)
 
     @property
     def choices(self) -> tuple[str, ...]:

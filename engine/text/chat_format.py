@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CallForm = Literal["hermes", "qwen3_coder", "llama3_json", "mistral", "harmony"]  # vLLM's names of tool parsers, except the last
+# vLLM's names of tool parsers, except harmony
+CallForm = Literal["hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek_v3", "kimi_k2", "glm45", "gemma4", "harmony"]
 
 
 class Tags(NamedTuple):
@@ -37,7 +38,12 @@ _FINAL = "<|channel|>final<|message|>"
 _CALL_FORMS: tuple[tuple[CallForm, tuple[str, ...], tuple[str, ...]], ...] = (
     ("harmony", ("<|start|>", "<|channel|>", "<|message|>"), ()),
     ("qwen3_coder", ("<tool_call>", "<function=", "<parameter="), ()),
-    ("hermes", ("<tool_call>",), ("<arg_key>",)),  # GLM's form, which is not supported
+    ("glm45", ("<tool_call>", "<arg_key>", "<arg_value>"), ()),
+    ("hermes", ("<tool_call>",), ("<arg_key>",)),
+    ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>"), ()),
+    ("kimi_k2", ("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"), ()),
+    ("gemma4", ("<|tool_call>", "call:"), ()),
+    ("gemma4", ("<start_function_call>", "call:"), ()),  # FunctionGemma's
     ("mistral", ("[TOOL_CALLS]",), ()),
     ("llama3_json", ("<|python_tag|>",), ()),
     ("llama3_json", ('{"name": function name, "parameters": dictionary of argument name and its value}',), ()),
@@ -47,6 +53,29 @@ CALL_MARKS: dict[CallForm, tuple[str, ...]] = {
     "qwen3_coder": ("<tool_call>", "</tool_call>"),
     "mistral": ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     "llama3_json": ("<|python_tag|>",),
+    "deepseek_v3": (
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁sep｜>",
+    ),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+        "<|tool_call_begin|>",
+        "<|tool_call_end|>",
+        "<|tool_call_argument_begin|>",
+    ),
+    "glm45": ("<tool_call>", "</tool_call>"),
+    "gemma4": (
+        "<|tool_call>",
+        "<start_function_call>",
+        "<tool_call|>",
+        "<end_function_call>",
+        '<|"|>',
+        "<escape>",
+    ),
     "harmony": ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>", "<|return|>"),
 }  # texts that are tokens in some tokenizers
 HARMONY_ENDS = CALL_MARKS["harmony"][-2:]  # tokens that end an answer

@@ -150,7 +150,7 @@ def _load(settings: Settings) -> OfflineEngine | OfflineGroup:
         if settings.parallelism.mode == "none":
             from outrider.actors.offline import OfflineEngine
 
-            return OfflineEngine(*slices)
+            return OfflineEngine(*slices, brief=settings.engine.max_waiting == 1)
         if settings.parallelism.mode != "lookahead":
             return _of_parts(settings)
         from outrider.actors.offline_group import OfflineGroup  # imports Ray, which is slow

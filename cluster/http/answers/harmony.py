@@ -2,7 +2,8 @@
 
 # A message is `<|channel|>NAME<|message|>TEXT`, ended by `<|end|>` or the end of the output; the next one begins with
 # `<|start|>assistant`. The part before `<|message|>` is the header. It may name a recipient (`to=functions.look`), before or
-# after the channel, and the type of the text (https://cookbook.openai.com/articles/openai-harmony).
+# after the channel, and the type of the text (https://cookbook.openai.com/articles/openai-harmony). The package openai-harmony is
+# not used: it parses token ids of the vocabulary o200k_harmony, which it downloads, and not those of the served tokenizer.
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ import re
 from collections.abc import Collection
 from typing import Literal
 
+from outrider.cluster.http.answers.call_parts import Call
 from outrider.cluster.http.answers.reasoning import Thought
-from outrider.cluster.http.answers.tool_calls import Arguments, Call
+from outrider.cluster.http.answers.tool_calls import Arguments
 from outrider.engine.text.chat_format import CALL_MARKS
 
 _MARKS = CALL_MARKS["harmony"]

@@ -7,11 +7,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from outrider.cluster.http.answers.call_parts import Call
 from outrider.cluster.http.answers.logprobs import TokenBytes
 from outrider.cluster.http.answers.pieces import Pauses, event_data, to_json, written
 from outrider.cluster.http.answers.reasoning import Thought
 from outrider.cluster.http.answers.response_extras import ResponseExtras
-from outrider.cluster.http.answers.tool_calls import Arguments, Call, whole_calls
+from outrider.cluster.http.answers.tool_calls import Arguments, whole_calls
 from outrider.cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
 from outrider.cluster.serving.generation import GenerationJob
 from outrider.decoding.request import StepOutput, StepReport
@@ -41,6 +42,7 @@ class Reported(BaseModel):
 
     steps: list[ReportedStep] = []
     cut: str | None = None  # with the last steps: that drafts were smaller than the strategy's options ask for, and why
+    refused_by_penalty: int | None = None  # with the last steps: steps that refused a draft only because of a penalty
 
 
 class PromptTokensDetails(BaseModel):
@@ -151,7 +153,7 @@ class AnswerBuilder:
         self.id, self._model, self._created = answer_id, body.model, created
         self._kind: Literal["chat", "text"] = "chat" if isinstance(body, ChatCompletionRequest) else "text"
         self._strategy = body.drafting.strategy or info.strategy
-        self._cuts: dict[int, str] = {}  # by choice: unsent ``Reported.cut``
+        self._ends: dict[int, dict[str, Any]] = {}  # by choice: unsent fields of ``reported_end``
         self._lossless = info.is_lossless(body.drafting.strategy, body.drafting.max_draft_tokens)
         self.pauses = Pauses()
         self._left_out = list(left_out)  # until the first object has it
@@ -162,9 +164,8 @@ class AnswerBuilder:
         """Store the extra fields of a choice's output. Call it before the output's chunks are built."""
         if output.report is not None:
             self._steps.setdefault(index, []).append(reported_step(output.report))
-            cut = None if output.stats is None else output.stats.cut(self._strategy)
-            if cut is not None:
-                self._cuts[index] = cut
+            if end := reported_end(output, self._strategy):
+                self._ends[index] = end
         await self._extras.on_output(index, output)
 
     async def whole(
@@ -229,11 +230,9 @@ class AnswerBuilder:
         return self._object([], usage=usage)
 
     def _report(self, choice: Choice) -> None:
-        steps, cut = self._steps.pop(choice.index, None), self._cuts.pop(choice.index, None)
-        if cut is not None:
-            choice.speculation = Reported.model_construct(steps=steps or [], cut=cut)
-        elif steps:
-            choice.speculation = Reported.model_construct(steps=steps)
+        steps, end = self._steps.pop(choice.index, None), self._ends.pop(choice.index, {})
+        if steps or end:
+            choice.speculation = Reported.model_construct(steps=steps or [], **end)
 
     def _object(self, choices: list[Choice], *, streamed: bool = True, usage: Usage | None = None) -> Answer:
         name: Any = "text_completion"
@@ -259,6 +258,14 @@ def reported_step(report: StepReport) -> bytes:
     pairs = zip(report.pieces, report.sources, strict=True)
     tokens = [ReportedToken(text=text, source=source) for text, source in pairs]
     return to_json(ReportedStep(tokens=tokens, drafted=report.drafted, accepted=report.accepted))
+
+
+def reported_end(output: StepOutput, strategy: str) -> dict[str, Any]:
+    """Return the fields of ``Reported`` that come with the last steps: why drafts were smaller, and what penalties refused."""
+    if output.stats is None:
+        return {}
+    found = {"cut": output.stats.cut(strategy), "refused_by_penalty": output.stats.refused_by_penalty}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _called(call: Call) -> dict[str, Any]:

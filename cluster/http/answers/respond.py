@@ -10,6 +10,7 @@ from typing import Any
 from fastapi.responses import Response, StreamingResponse
 
 from outrider.cluster.http import errors
+from outrider.cluster.http.answers.call_parts import Call, Schemas
 from outrider.cluster.http.answers.harmony import HarmonyReader
 from outrider.cluster.http.answers.logprobs import TokenBytes
 from outrider.cluster.http.answers.openai_shapes import (
@@ -24,7 +25,7 @@ from outrider.cluster.http.answers.predicted import Predicted, PredictionMatch
 from outrider.cluster.http.answers.reasoning import ReasoningReader, ReasoningTokens, Thought
 from outrider.cluster.http.answers.resume import EventIds
 from outrider.cluster.http.answers.stream_guard import StreamShape
-from outrider.cluster.http.answers.tool_calls import Arguments, Call, Schemas, ToolCallReader, call_id
+from outrider.cluster.http.answers.tool_calls import Arguments, ToolCallReader, call_id
 from outrider.cluster.serving.generation import Generation
 from outrider.decoding.request import FinishReason, StepOutput
 from outrider.engine.text.chat_format import HARMONY, CallForm, Tags

@@ -12,11 +12,12 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel
 
 from outrider.cluster.http import errors
-from outrider.cluster.http.answers.openai_shapes import Reported, Usage, reported_step
+from outrider.cluster.http.answers.call_parts import Call
+from outrider.cluster.http.answers.openai_shapes import Reported, Usage, reported_end, reported_step
 from outrider.cluster.http.answers.pieces import Pauses, event_data, written
 from outrider.cluster.http.answers.reasoning import Thought
 from outrider.cluster.http.answers.respond import OUTPUT, STREAM_HEADERS, ChoiceReader, Part, ResponseForm, usage_so_far
-from outrider.cluster.http.answers.tool_calls import Arguments, Call
+from outrider.cluster.http.answers.tool_calls import Arguments
 from outrider.cluster.http.types.responses import ResponsesRequest, own_name, response_fields
 from outrider.cluster.serving.generation import Generation
 from outrider.decoding.request import FinishReason, StepOutput
@@ -75,7 +76,7 @@ class ResponseBuilder:
         self._number = 0  # sequence number of the next event
         self._strategy = body.drafting.strategy or info.strategy
         self._steps: list[bytes] = []  # step reports as JSON
-        self._cut: str | None = None  # see ``Reported.cut``
+        self._end: dict[str, Any] = {}  # see ``reported_end``
         self.pauses = Pauses()
 
     def response(self, status: str, usage: Usage | None = None, error: errors.ApiError | None = None) -> Event:
@@ -84,8 +85,7 @@ class ResponseBuilder:
         failure = None if error is None else {"code": "server_error", "message": error.body()["error"]["message"]}
         whole = {**self._fields, "status": status, "error": failure, "incomplete_details": reason, "output": list(self._output)}
         if self._steps:
-            cut = {} if self._cut is None else {"cut": self._cut}
-            whole["speculation"] = {"steps": self._steps} | cut
+            whole["speculation"] = {"steps": self._steps} | self._end
         return {**whole, "usage": None if usage is None else _usage(usage)}
 
     def begin(self) -> Iterator[Event]:
@@ -97,7 +97,7 @@ class ResponseBuilder:
         """Store the report of a step, if any."""
         if output.report is not None:
             self._steps.append(reported_step(output.report))
-            self._cut = None if output.stats is None else output.stats.cut(self._strategy)
+            self._end = reported_end(output, self._strategy)
 
     def push(self, part: Part) -> Iterator[Event]:
         """Add a part and yield its events."""

@@ -4,34 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
+from outrider.cluster.http.answers.call_parts import Call, CallStart, Parsed, Schemas
 from outrider.cluster.http.answers.reasoning import held_back
 from outrider.cluster.http.answers.tool_values import as_written, dumped, items_of, loaded, members_of, value_json
+from outrider.cluster.http.answers.whole_calls import DeepSeek, Gemma, Glm, Kimi, WholeCalls
 from outrider.engine.text.chat_format import CALL_MARKS, CallForm
 
 OPENING, CLOSING = CALL_MARKS["hermes"]
 
 _BETWEEN = " \t\r\n;"  # characters between calls of Llama 3
 
-Schemas = Mapping[str, Mapping[str, Any]]  # JSON schemas of the arguments, by tool name
-
 
 def call_id(form: CallForm, choice: str, place: int) -> str:
     """Return the id of a tool call of ``choice``, as random as the response id, and equal if the response is generated again."""
     digits = hashlib.blake2b(f"{choice}/{place}".encode(), digest_size=16).hexdigest()
     return digits[:9] if form == "mistral" else f"call_{digits}"  # Mistral's templates accept only ids of 9 characters
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """Tool call, or its beginning, if ``Arguments`` follow."""
-
-    name: str
-    arguments: str  # JSON object as a string
-    id: str = ""  # set by ``ChoiceReader``, not by the parsers
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +43,6 @@ def whole_calls(parts: Sequence[Any]) -> list[Call]:
     return [replace(call, arguments="".join(texts)) for call, texts in found]
 
 
-class _Parsed(NamedTuple):
-    """Parsed text after an opening mark, or after the arguments of a call."""
-
-    calls: list[Call]  # empty if the text is not a call
-    length: int  # parsed characters
-    is_begun: bool = False  # whether the arguments of the last call follow
-    is_continued: bool = False  # whether more of the call's form follows: its closing mark, or the next call of a list
-
-
-class _CallStart(NamedTuple):
-    """Start of a possible call in a text."""
-
-    shown: int  # end of the text before it
-    rest: int  # end of its opening mark
-    is_marked: bool
-
-
 class _Objects:
     """Base class for calls that are JSON objects, ``{"name": NAME, "arguments": {...}}``, with the name of a tool.
 
@@ -84,27 +58,27 @@ class _Objects:
     def __init__(self, schemas: Schemas) -> None:
         self._schemas = schemas
 
-    def begin(self, held: str) -> _CallStart | None:
+    def begin(self, held: str) -> CallStart | None:
         """Return the first opening mark; None if there is none."""
         place = held.find(self.openings[0])
-        return None if place < 0 else _CallStart(place, place + len(self.openings[0]), True)
+        return None if place < 0 else CallStart(place, place + len(self.openings[0]), True)
 
-    def _begun(self, rest: str, start: int) -> _Parsed | None:
+    def _begun(self, rest: str, start: int) -> Parsed | None:
         """Parse the beginning of a call at ``start``, up to its arguments; None if it does not match or is incomplete."""
         head = self._HEAD.match(rest, start)
         if head is None or not self._knows(head[1]):
             return None
         self._scan, self._is_open = None, True
-        return _Parsed([Call(head[1], "")], head.end(), is_begun=True)
+        return Parsed([Call(head[1], "")], head.end(), is_begun=True)
 
-    def _whole(self, rest: str, start: int) -> _Parsed | None:
+    def _whole(self, rest: str, start: int) -> Parsed | None:
         """Parse the object or list at ``start``; None if it is incomplete."""
         self._scan = self._scan or _JsonScan(start)
         end = self._scan.end(rest)
         if end is None:
             return None
         self._scan, self._is_open = None, False
-        return _Parsed(self._calls_of(rest[start:end]), end)
+        return Parsed(self._calls_of(rest[start:end]), end)
 
     def _end_of_object(self, text: str) -> int | None:
         """Return the end of the object whose arguments were streamed; None if incomplete, 0 if the text is not its end."""
@@ -151,17 +125,17 @@ class _Hermes(_Objects):
     openings: tuple[str, ...] = (OPENING,)
     _BEHIND = re.compile(r"\s*\}*\s*")  # some models close one bracket too many
 
-    def take(self, rest: str) -> _Parsed | None:
+    def take(self, rest: str) -> Parsed | None:
         """Parse the calls at the beginning of ``rest``, which follows an opening mark; None if more text is needed."""
         start = len(rest) - len(rest.lstrip())
         if start == len(rest):
             return None
         if rest[start] not in "{[":
-            return _Parsed([], start)
+            return Parsed([], start)
         parsed = self._begun(rest, start) or self._whole(rest, start)
         return parsed and parsed._replace(is_continued=bool(parsed.calls))
 
-    def behind(self, text: str) -> _Parsed | None:
+    def behind(self, text: str) -> Parsed | None:
         """Parse the text after a call or its streamed arguments; None if more text is needed."""
         end = self._end_of_object(text)
         if end is None:
@@ -169,8 +143,8 @@ class _Hermes(_Objects):
         surplus = self._BEHIND.match(text, end)
         closing = end if surplus is None else surplus.end()
         if text.startswith(CLOSING, closing):
-            return _Parsed([], closing + len(CLOSING))
-        return None if CLOSING.startswith(text[closing:]) else _Parsed([], end)
+            return Parsed([], closing + len(CLOSING))
+        return None if CLOSING.startswith(text[closing:]) else Parsed([], end)
 
 
 class _Qwen3Coder(_Hermes):
@@ -192,29 +166,29 @@ class _Qwen3Coder(_Hermes):
         self._arguments: dict[str, str] = {}  # JSON of the parsed values
         self._at = self._value_at = 0  # end of the parsed text; where to look for the end of the value that begins there
 
-    def begin(self, held: str) -> _CallStart | None:
+    def begin(self, held: str) -> CallStart | None:
         """Return the first ``<tool_call>`` or ``<function=``; None if there is none."""
         marked, bare = super().begin(held), held.find(self.openings[1])
         if bare < 0 or (marked is not None and marked.shown < bare):
             return marked
-        return _CallStart(bare, bare, True)
+        return CallStart(bare, bare, True)
 
-    def take(self, rest: str) -> _Parsed | None:
+    def take(self, rest: str) -> Parsed | None:
         """Do the same as ``_Hermes.take``."""
         head = self._FUNCTION.match(rest)
         if head is None:
             start = len(rest) - len(rest.lstrip())
             is_tag = rest.startswith(self.openings[1], start)
-            return None if self._may_be_tag(rest) else _Parsed([], start + is_tag * len(self.openings[1]))
+            return None if self._may_be_tag(rest) else Parsed([], start + is_tag * len(self.openings[1]))
         if not self._knows(head[1]):
-            return _Parsed([], head.end())
+            return Parsed([], head.end())
         self._at = max(self._at, head.end())
         while (end := self._FUNCTION_END.match(rest, self._at)) is None:
             parameter = self._PARAMETER.match(rest, self._at)
             if parameter is None:
                 if self._may_be_tag(rest[self._at :]):
                     return None
-                parsed = _Parsed([], self._at)
+                parsed = Parsed([], self._at)
                 self._reset()
                 return parsed
             value_end = self._end_of_value(rest, max(self._value_at, parameter.end()))
@@ -227,7 +201,7 @@ class _Qwen3Coder(_Hermes):
             self._at = value_end + len(self._VALUE_END)
         arguments = ", ".join(f"{dumped(name)}: {value}" for name, value in self._arguments.items())
         self._reset()
-        return _Parsed([Call(head[1], f"{{{arguments}}}")], end.end(), is_continued=True)
+        return Parsed([Call(head[1], f"{{{arguments}}}")], end.end(), is_continued=True)
 
     def _end_of_value(self, rest: str, at: int) -> int | None:
         """Return the place of the ``</parameter>`` that ends a value, searched from ``at``; None if more text is needed."""
@@ -258,7 +232,7 @@ class _Json(_Objects):
     openings = ("",)
     _is_list = False  # whether the objects are in a list
 
-    def take(self, rest: str) -> _Parsed | None:
+    def take(self, rest: str) -> Parsed | None:
         """Do the same as ``_Hermes.take``."""
         start = len(rest) - len(rest.lstrip())
         if start == len(rest):
@@ -271,29 +245,29 @@ class _Json(_Objects):
         self._is_list = False
         return self._take_object(rest, start)
 
-    def behind(self, text: str) -> _Parsed | None:
+    def behind(self, text: str) -> Parsed | None:
         """Do the same as ``_Hermes.behind``; in a list, the next call may follow."""
         end = self._end_of_object(text)
         if end is None:
             return None
         if not self._is_list:
-            return _Parsed([], end)
+            return Parsed([], end)
         bare = text[end:].lstrip()
         if not bare:
             return None
         start = len(text) - len(bare)
         if bare[0] == "]":
-            return _Parsed([], start + 1)
+            return Parsed([], start + 1)
         if bare[0] == ",":
             inner = text[start + 1 :].lstrip()
             parsed = self._take_object(text, len(text) - len(inner)) if inner else None
             if parsed is None or parsed.calls:
                 return parsed and parsed._replace(is_continued=True)
-        return _Parsed([], end)
+        return Parsed([], end)
 
-    def _take_object(self, rest: str, start: int) -> _Parsed | None:
+    def _take_object(self, rest: str, start: int) -> Parsed | None:
         if rest[start] != "{":
-            return _Parsed([], start)
+            return Parsed([], start)
         return self._begun(rest, start) or self._whole(rest, start)
 
 
@@ -304,16 +278,16 @@ class _Mistral(_Json):
     _NAMED = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\]\w*\s*)?\[ARGS\]\s*(?=\{)")
     _MAY_BE_NAMED = re.compile(r"\s*[\w.\-]{0,300}\s*(?:\[[A-Z_]*\]?\w*\s*)*")
 
-    def take(self, rest: str) -> _Parsed | None:
+    def take(self, rest: str) -> Parsed | None:
         """Do the same as ``_Hermes.take``."""
         bare = rest.lstrip()
         if not bare or bare[0] in "[{":
             return super().take(rest)
         head = self._NAMED.match(rest)
         if head is None:
-            return None if self._MAY_BE_NAMED.fullmatch(rest) else _Parsed([], len(rest) - len(bare))
+            return None if self._MAY_BE_NAMED.fullmatch(rest) else Parsed([], len(rest) - len(bare))
         self._is_open = self._is_list = False
-        return _Parsed([Call(head[1], "")], head.end(), is_begun=True) if self._knows(head[1]) else _Parsed([], head.end())
+        return Parsed([Call(head[1], "")], head.end(), is_begun=True) if self._knows(head[1]) else Parsed([], head.end())
 
 
 class _Llama3(_Json):
@@ -326,8 +300,9 @@ class _Llama3(_Json):
 
 
 # Harmony is parsed in harmony.py.
-_FORMS: dict[CallForm, type[_Hermes | _Json]] = {
+_FORMS: dict[CallForm, type[_Hermes | _Json | WholeCalls]] = {
     "hermes": _Hermes, "qwen3_coder": _Qwen3Coder, "mistral": _Mistral, "llama3_json": _Llama3,
+    "deepseek_v3": DeepSeek, "kimi_k2": Kimi, "glm45": Glm, "gemma4": Gemma,
 }  # fmt: skip
 
 
@@ -416,12 +391,12 @@ class ToolCallReader:
         left, self._held = self._held, ""
         if self._is_behind:  # the end of a call is not text, even if it is incomplete
             bare = left.lstrip(" \t\r\n},]")
-            return [left] if bare and not CLOSING.startswith(bare) else []
+            return [left] if bare and not (getattr(self._form, "closing", "") or CLOSING).startswith(bare) else []
         if self._is_hidden and left:
             left = left.replace(self._form.openings[0], "")
         return [left] if left and not (self.calls and not left.strip(_BETWEEN if self._next else None)) else []
 
-    def _report(self, parsed: _Parsed, text: str, found: list[str | Call | Arguments]) -> None:
+    def _report(self, parsed: Parsed, text: str, found: list[str | Call | Arguments]) -> None:
         """Report the calls at the beginning of a text, and hold back the rest."""
         for call in parsed.calls:
             self._is_reported = self._most is None or self.calls < self._most
@@ -431,12 +406,12 @@ class ToolCallReader:
         self._held = text[parsed.length :]
         self._scan, self._is_behind = _JsonScan(0) if parsed.is_begun else None, parsed.is_continued and not parsed.is_begun
 
-    def _begin(self) -> _CallStart | None:
+    def _begin(self) -> CallStart | None:
         """Return the start of a possible call; None if there is none."""
         if self._next:
             bare = self._held.lstrip(_BETWEEN if self.calls else None)
             if bare.startswith("{"):
-                return _CallStart(start := len(self._held) - len(bare), start, False)
+                return CallStart(start := len(self._held) - len(bare), start, False)
         return self._form.begin(self._held)
 
     def _unsure(self) -> int:

@@ -142,10 +142,10 @@ class RequestFields(Strict):
 
 
 class CompletionFields(StructuredFields, RequestFields):
-    """Fields of all requests that generate text."""
+    """Fields of all requests that generate text. Sampling parameters have the defaults that /v1/models lists."""
 
     max_tokens: MostTokens | None = None
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None  # default 1.0; 0 is greedy
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None  # 0 is greedy
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None  # 0 keeps the most likely token
     top_k: Annotated[int, Field(ge=-1, le=MAX_NUMBER)] | None = None  # 0 and -1 disable it
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None

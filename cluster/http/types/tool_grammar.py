@@ -129,6 +129,9 @@ _CALLS: dict[CallForm, Callable[[CallMarks, bool], list[str]]] = {
 }  # fmt: skip
 
 
+BOUND_FORMS = (*_CALLS, "harmony")  # forms whose calls can be constrained
+
+
 def _either(name: str, count: int) -> str:
     return " | ".join(f"{name}_{index}" for index in range(count))
 

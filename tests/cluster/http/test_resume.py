@@ -19,12 +19,12 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.cache_service.namespace import hash_key
 from outrider.cluster.http.answers import stream_guard
+from outrider.cluster.http.answers.call_parts import Call
 from outrider.cluster.http.answers.logprobs import TokenBytes
 from outrider.cluster.http.answers.reasoning import Thought
 from outrider.cluster.http.answers.respond import ChoiceReader, ReasoningFormat, ResponseForm, ToolCallFormat
 from outrider.cluster.http.answers.resume import ResumePoint, StreamHeaders, signature_of
 from outrider.cluster.http.answers.stream_guard import StreamGuard
-from outrider.cluster.http.answers.tool_calls import Call
 from outrider.cluster.http.api import Service, create_api
 from outrider.cluster.http.types.openai import CompletionRequest
 from outrider.configs.slices import ServerOptions, SpeculationOptions, TenancyOptions, TenantOptions

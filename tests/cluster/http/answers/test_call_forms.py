@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
+from outrider.cluster.http.answers.call_parts import Call
 from outrider.cluster.http.answers.harmony import HarmonyReader
 from outrider.cluster.http.answers.reasoning import Thought
-from outrider.cluster.http.answers.tool_calls import Arguments, Call, ToolCallReader, call_id, whole_calls
+from outrider.cluster.http.answers.tool_calls import Arguments, ToolCallReader, call_id, whole_calls
 from outrider.cluster.http.answers.tool_values import value_json
 from outrider.cluster.http.types.tool_grammar import CallMarks, Offered, call_grammar
 from outrider.engine.text.chat import bracketed_tokens
@@ -53,6 +54,23 @@ START, CH, MSG = "<|start|>assistant", "<|channel|>", "<|message|>"
 THINKS, SAYS = f"{CH}analysis{MSG}Two.<|end|>{START}", f"{CH}final{MSG}Four."
 CALLS = f" to=functions.f{CH}commentary <|constrain|>json{MSG}{FULL.arguments}"
 Part = str | Thought | Call
+
+DEEP = "<｜tool▁calls▁begin｜>{}{}<｜tool▁calls▁end｜>"
+V3 = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{FULL.arguments}\n```<｜tool▁call▁end｜>"
+V3_BARE = "\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{}\n```<｜tool▁call▁end｜>"
+V31 = f"<｜tool▁call▁begin｜>f<｜tool▁sep｜>{FULL.arguments}<｜tool▁call▁end｜>"
+KIMI = "<|tool_calls_section_begin|>{}{}<|tool_calls_section_end|>"
+KIMI_ONE = f"<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{FULL.arguments}<|tool_call_end|>"
+KIMI_OTHER = "<|tool_call_begin|>functions.g:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+GLM = (
+    "<tool_call>f\n"
+    + "\n".join(
+        f"<arg_key>{name}</arg_key>\n<arg_value>{value}</arg_value>"
+        for name, value in (("text", "x\n<y>"), ("count", 3), ("kind", "a"), ("more", "[true]"))
+    )
+    + "\n</tool_call>"
+)
+GEMMA = '<|tool_call>call:f{text: <|"|>x\n<y><|"|>, count: 3, kind: <|"|>a<|"|>, more: [true]}<tool_call|>'
 
 # Form, whether names stand before arguments, a text, and what comes of it.
 READ: list[tuple[CallForm, str, list[Part]]] = [
@@ -136,6 +154,16 @@ READ: list[tuple[CallForm, str, list[Part]]] = [
     ("harmony", f"{CH}other{MSG}a", ["a"]),
     ("harmony", f"{CH}analysis to=python code{MSG}a", [Thought("a")]),
     ("harmony", f"{CH}commentary to=browser.open{MSG}a", ["a"]),
+    ("deepseek_v3", f"Well.{DEEP.format(V3, V3_BARE)} so", ["Well.", FULL, BARE, " so"]),
+    ("deepseek_v3", DEEP.format(V31, ""), [FULL]),
+    ("deepseek_v3", DEEP.format(V31, "")[:-10], [FULL]),
+    ("kimi_k2", f"Well. {KIMI.format(KIMI_ONE, KIMI_OTHER)}", ["Well.", FULL, BARE]),
+    ("kimi_k2", KIMI.format(KIMI_ONE, "no"), [FULL, "no<|tool_calls_section_end|>"]),
+    ("glm45", f"Well.\n{GLM}\n<tool_call>g\n</tool_call>", ["Well.", FULL, BARE]),
+    ("glm45", "<tool_call>f<arg_key>text</arg_key><arg_value>3</arg_value></tool_call>!", [Call("f", '{"text": "3"}'), "!"]),
+    ("gemma4", f"Well.{GEMMA}<|tool_call>call:g{{}}<tool_call|>", ["Well.", FULL, BARE]),
+    ("gemma4", "<start_function_call>call:f{text:<escape>a, b: {c<escape>,count:-3}<end_function_call>",
+     [Call("f", '{"text":"a, b: {c","count":-3}')]),
     # Broken or cut: nothing is lost.
     ("harmony", "hello", ["hello"]),
     ("harmony", f" top {SAYS}", [" top \n\nFour."]),
@@ -150,6 +178,20 @@ READ: list[tuple[CallForm, str, list[Part]]] = [
     ("harmony", f"{CALLS[:-20]}", [Call("f", FULL.arguments[:-20])]),
     ("harmony", " to=functions.f", []),
 ]  # fmt: skip
+BROKEN: list[tuple[CallForm, str]] = [  # text that stays text
+    ("deepseek_v3", DEEP.format(V3, "")[:60]),
+    ("deepseek_v3", DEEP.format(V3.replace('"count"', "count"), "")),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜> is the mark"),
+    ("kimi_k2", KIMI.format(KIMI_ONE.replace("functions.f", "functions.h"), "")),
+    ("kimi_k2", KIMI.format(KIMI_ONE[:-30], "")),
+    ("glm45", "<tool_call>f\n<arg_key>text</arg_key> x</tool_call>"),
+    ("glm45", GLM[:-12]),
+    ("glm45", "Write <tool_call> and so on."),
+    ("gemma4", GEMMA.replace("call:f", "call:h")),
+    ("gemma4", GEMMA[:-14]),
+    ("gemma4", "<|tool_call>call:f{text:x y}<tool_call|>"),
+]
+READ += [(form, text, [text]) for form, text in BROKEN]
 
 
 def read(form: CallForm, pieces: list[str], hidden: bool = False, most: int | None = None) -> list[Part]:
@@ -288,6 +330,11 @@ def test_any_arguments_where_a_tool_has_no_schema(tokenizer: PreTrainedTokenizer
         ("{{ tools }}<tool_call>{}</tool_call>", "hermes", False),
         ("{{ tools }}<tool_call><function=a><parameter=b>", "qwen3_coder", False),
         ("{{ tools }}<tool_call>a<arg_key>b", None, False),
+        ("{{ tools }}<tool_call>a<arg_key>b</arg_key><arg_value>", "glm45", False),
+        ("{{ tools }}<｜tool▁calls▁begin｜>a<｜tool▁sep｜>", "deepseek_v3", False),
+        ("{{ tools }}<|tool_calls_section_begin|><|tool_call_argument_begin|>", "kimi_k2", False),
+        ("{{ tools }}<|tool_call>call:f{}<tool_call|>", "gemma4", False),
+        ("{{ tools }}<start_function_call>call:f{}", "gemma4", False),
         ("{{ tools }}[TOOL_CALLS] [", "mistral", False),
         ("{{ tools }}[TOOL_CALLS]a[ARGS]{", "mistral", True),
         ("{{ tools }}<|python_tag|>", "llama3_json", False),
