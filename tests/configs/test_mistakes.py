@@ -57,7 +57,7 @@ def test_an_unknown_key(override: str, nearest: str) -> None:
         "server.target_tokens_per_s=100", "model.adapters.sql=3", "emulation.device=X100", "emulation.time_dilation=17",
         "emulation.time_dilation=0.5", "emulation.bits=5", "emulation.link=token-ring", "emulation.form=lazy",
         "emulation.drafter_ms=-1",
-        "server.target_tokens_per_s=100", "model.adapters.sql=3", "server.sampling_defaults.temperature=3",
+        "server.sampling_defaults.temperature=3",
         "server.sampling_defaults.temprature=1", "server.sampling_defaults.top_k=1.5", "model.revision=main",
         "model.served_name=[3]",
     ],
