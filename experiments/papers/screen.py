@@ -46,7 +46,8 @@ def screen(*records: Mapping[str, Any]) -> Table:
             claims = [claim for claim in results["claims"] if claim.get("headline") == headline]
             verdict = min((claim["verdict"] for claim in claims), key=_WORST.index, default=NOT_MEASURED)
             why = paper.explained.get(headline, "") if verdict != HELD else ""
-            values = (_said(claims), *(_values(claims, name) for name in ("tokens_per_step", "priced", "measured")))
+            said = [claim.size for claim in paper.claims if claim.headline == headline and claim.size]
+            values = (_said(said), *(_values(claims, name) for name in ("tokens_per_step", "priced", "measured")))
             rows.append((_WORST.index(verdict), (paper.key, headline, *values, verdict, why)))
     return table_of("", _HEADER, [row for _, row in sorted(rows, key=lambda row: row[0])])
 
@@ -67,13 +68,11 @@ def summary(*records: Mapping[str, Any]) -> str:
     )
 
 
-def _said(claims: Claims) -> str:
-    sizes = [claim["size"]["paper"] for claim in claims if claim.get("size")]
-    if not sizes:
-        return "yes" if claims else NOTHING
-    return _joined(
-        [" to ".join(dict.fromkeys(rounded(end, 2) for end in size)) for size in sizes], [end for size in sizes for end in size]
-    )
+def _said(sizes: Sequence[tuple[float, float]]) -> str:
+    texts = [" to ".join(dict.fromkeys(rounded(end, 2) for end in size)) for size in sizes]
+    if len(set(texts)) < 2:
+        return texts[0] if texts else "yes"
+    return _joined(texts, [end for size in sizes for end in size])
 
 
 def _values(claims: Claims, name: str) -> str:

@@ -49,9 +49,7 @@ class MessageObject(BaseModel):
 class MessageBuilder:
     """Builder of one message. Its methods yield the events of each part, which callers without streaming discard."""
 
-    def __init__(
-        self, answer_id: str, body: MessagesRequest, info: ModelInfo, room: int, left_out: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, answer_id: str, body: MessagesRequest, info: ModelInfo, room: int, left_out: Sequence[str] = ()) -> None:
         """Begin a message. ``room`` is the number of tokens that the context leaves for it."""
         self.id, self.pauses = answer_id, Pauses()
         self._body, self._room = body, room
@@ -157,9 +155,7 @@ async def respond_message(answer: MessageBuilder, generation: Generation, form: 
     return Response(_json(answer.message(usage_so_far(generation, [reader]))), media_type="application/json")
 
 
-async def _events(
-    answer: MessageBuilder, generation: Generation, reader: ChoiceReader, form: ResponseForm
-) -> AsyncIterator[str]:
+async def _events(answer: MessageBuilder, generation: Generation, reader: ChoiceReader, form: ResponseForm) -> AsyncIterator[str]:
     """Yield the events of a started generation. After a failure, an event ``error`` is the last."""
     outputs = form.shape.outputs(generation.outputs(), 1)
     try:
