@@ -59,7 +59,7 @@ def summary(*records: Mapping[str, Any]) -> str:
         for results in records
         for headline in PAPERS[results["paper"]["name"]].headlines
     ]
-    directed = sum(all(claim.get("direction") is True for claim in claims) for claims in rows)
+    directed = sum(all(claim.get("direction") is True for claim in claims) for claims in rows if claims)
     sized = [[claim["size"]["of_paper"] for claim in claims if claim.get("size")] for claims in rows]
     near = sum(all(abs(of_paper - 1) <= NEAR for of_paper in own) for own in sized if own)
     return (

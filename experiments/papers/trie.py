@@ -20,7 +20,7 @@ from outrider.experiments.papers.ablation.explicit_trie import ablate
 from outrider.experiments.papers.beside import Found
 from outrider.experiments.papers.devices import peak_bytes, step_ms
 from outrider.experiments.papers.numbers.published import DEVICE, KNOWN, Figure, Value, load
-from outrider.experiments.papers.priced import add_prices, priced_on, speedups
+from outrider.experiments.papers.priced import PRICED, add_prices, priced_on, speedups
 from outrider.experiments.papers.stage import PLAIN, Row, Stage, along_files, maker, means, others, race, written
 
 DECODING, BRANCH, LLMA_BRANCH = 64, 12, 24
@@ -100,6 +100,10 @@ def measure(stage: Stage, found: Found) -> None:
 
 def _priced(rows: dict[str, Row], name: str, prompts: Sequence[Prompt], batch_size: int = 1) -> dict[str, Row]:
     add_prices(rows, priced_on("trie", name), [len(prompt.ids) for prompt in prompts], batch_size)
+    plain = rows[PLAIN][PRICED]
+    for row in rows.values():  # of the same tokens
+        seconds = [(base, own) for (_, base), (_, own) in zip(plain.samples, row[PRICED].samples, strict=True)]
+        row["priced speedup"] = Figure(row[PRICED].mean / plain.mean, samples=tuple(seconds))
     return rows
 
 

@@ -43,6 +43,7 @@ from outrider.experiments.papers.ngrammys import Seen, shares
 from outrider.experiments.papers.numbers import published
 from outrider.experiments.papers.numbers.published import Claim, Figure, figure_of, load
 from outrider.experiments.papers.priced import PRICED, PRICED_ENERGY, PaperGpu, add_prices, speedups
+from outrider.experiments.papers.screen import summary
 from outrider.experiments.papers.stage import load_stage, race, similar
 from outrider.experiments.simulation.hardware import GPUS
 from outrider.experiments.simulation.steps import Software
@@ -286,6 +287,8 @@ def test_the_screen_shows_each_headline_the_failing_ones_first(tmp_path: Path, c
     ]  # fmt: skip
     assert len(rows) == 13 and "2.03 / 2.03" not in first
     assert counts == "direction: 14 of 14 rows; size priced within 20% of the paper's: 11 of 11 rows that have one."
+    unmeasured = {"paper": {"name": "llma"}, "claims": []}
+    assert summary(unmeasured) == "direction: 0 of 3 rows; size priced within 20% of the paper's: 0 of 0 rows that have one."
 
 
 @pytest.fixture
