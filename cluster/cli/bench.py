@@ -19,6 +19,7 @@ BENCHES = {
     "load": "Benchmark strategies under load: concurrent clients and Poisson arrivals.",
     "scaling": "Benchmark lookahead, tensor and pipeline parallelism and replicas against one worker.",
     "paper": "Reproduce the tables and figures of a paper: llma, trie, ngrammys, jacobi or mjsd.",
+    "papers": "Print what five papers say beside what is measured here, from the newest records.",
     "replay": "Replay known outputs without a model: strategies or sharing.",
     "rag": "Benchmark a day of enterprise requests about documents.",
     "peers": "Benchmark against transformers, vLLM and llama.cpp.",

@@ -392,7 +392,7 @@ def test_values_that_are_allowed_or_ask_for_nothing(plain: httpx.Client, path: s
 
 def test_values_that_ask_for_something_are_refused(http: httpx.Client) -> None:
     changes: list[dict[str, Any]] = [
-        {"verbosity": "low"}, {"best_of": 2}, {"use_beam_search": True}, {"continue_final_message": True}, {"bad_words": ["a"]},
+        {"verbosity": "low"}, {"best_of": 2}, {"use_beam_search": True},
         {"length_penalty": 1.2}, {"chat_template": "x"}, {"prompt_cache_retention": "24h"},
     ]  # fmt: skip
     for change in changes:

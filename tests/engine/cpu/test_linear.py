@@ -196,6 +196,9 @@ def test_a_model_says_the_same_and_can_be_copied(family: str) -> None:
 @pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 576), (torch.float32, 48)])  # smaller ones torch rounds alike
 def test_torch_in_its_place_is_noticed(dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the tests of exactness would show nothing."""
+    rows, weight = (torch.randn(each, size, generator=torch.Generator().manual_seed(each)).to(dtype) for each in (64, 2 * size))
+    if torch.equal(torch.nn.functional.linear(rows[:1], weight), torch.nn.functional.linear(rows, weight)[:1]):
+        pytest.skip("torch rounds a row alike beside other rows on this CPU")
     model = tiny("qwen2", dtype, hidden_size=size, intermediate_size=2 * size)
     assert exactness.check(ModelRunner(model, 2, CONTEXT)) is None
 

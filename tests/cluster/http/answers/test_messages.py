@@ -155,12 +155,14 @@ def test_how_a_message_ends(
 @pytest.mark.parametrize("changes", [{}, {"stream": True}, {"speculation": {"max_draft_tokens": 0}}])
 def test_a_tool_that_must_be_called(claude: Anthropic, changes: dict[str, Any]) -> None:
     kinds = ({"type": "any"}, {"type": "tool", "name": "add", "disable_parallel_tool_use": True})
+    schema = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"], "additionalProperties": False}
+    tool = TOOL | {"input_schema": schema}  # whose call ends
     for choice in kinds:
         if changes.get("stream"):
-            with claude.messages.stream(**as_sdk({"tools": [TOOL], "tool_choice": choice})) as stream:
+            with claude.messages.stream(**as_sdk({"tools": [tool], "tool_choice": choice})) as stream:
                 message = stream.get_final_message()
         else:
-            message = ask(claude, tools=[TOOL], tool_choice=choice, extra_body=changes)
+            message = ask(claude, tools=[tool], tool_choice=choice, extra_body=changes)
         assert said(message)[-1][:2] == ("tool_use", "add") and message.stop_reason == "tool_use"
     none = ask(claude, tools=[TOOL], tool_choice={"type": "none"})
     assert all(block[0] != "tool_use" for block in said(none))
@@ -216,5 +218,5 @@ def test_a_stream_at_a_cadence_pings(saying: Speaker) -> None:
     with client_of(Service(saying.engine, saying.tokenizer, guard=guard)) as http:
         text = http.post("/v1/messages", json=BODY | {"stream": True}).text
     events = [event for event in text.split("\n\n") if event]
-    assert all((len(event.partition("\n")[2]) + 2) % 512 == 0 for event in events), [len(event) for event in events]
+    assert all((len(event) + 2) % 512 == 0 for event in events), [len(event) for event in events]
     assert events[-1].startswith("event: message_stop")
