@@ -159,10 +159,10 @@ def test_a_tool_that_must_be_called(claude: Anthropic, changes: dict[str, Any]) 
     tool = TOOL | {"input_schema": schema}  # whose call ends
     for choice in kinds:
         if changes.get("stream"):
-            with claude.messages.stream(**as_sdk({"tools": [tool], "tool_choice": choice})) as stream:
+            with claude.messages.stream(**as_sdk({"tools": [tool], "tool_choice": choice, "max_tokens": 200})) as stream:
                 message = stream.get_final_message()
         else:
-            message = ask(claude, tools=[tool], tool_choice=choice, extra_body=changes)
+            message = ask(claude, tools=[tool], tool_choice=choice, max_tokens=200, extra_body=changes)
         assert said(message)[-1][:2] == ("tool_use", "add") and message.stop_reason == "tool_use"
     none = ask(claude, tools=[TOOL], tool_choice={"type": "none"})
     assert all(block[0] != "tool_use" for block in said(none))
@@ -205,7 +205,8 @@ def test_keys_models_and_methods_in_the_clients_words(saying: Speaker) -> None:
         client = Anthropic(base_url=str(http.base_url), api_key="secret", max_retries=0)
         with pytest.raises(anthropic.NotFoundError):
             ask(client, model="other")
-        first, second = ask(client), ask(client)
+        long = [{"role": "user", "content": "hi " * 40}]  # a short beginning is computed again
+        first, second = ask(client, messages=long), ask(client, messages=long)
         assert saying.engine.jobs[-1].tenant == "acme"
         assert first.usage.cache_read_input_tokens == 0 < second.usage.cache_read_input_tokens
         assert second.usage.cache_read_input_tokens + second.usage.input_tokens == first.usage.input_tokens
