@@ -26,7 +26,7 @@ BELOW: dict[str, set[str]] = {
 }
 
 _NUMBERS = {"numpy", "torch"}
-_MODELS = _NUMBERS | {"transformers", "tokenizers", "safetensors", "flash_attn", "jinja2"}
+_MODELS = _NUMBERS | {"transformers", "huggingface_hub", "tokenizers", "safetensors", "flash_attn", "jinja2"}
 _SERVING = _MODELS | {"ray", "redis", "deepspeed", "accelerate", "psutil", "msgpack", "prometheus_client"}
 LIBRARIES: dict[str, set[str]] = {
     "decoding": _NUMBERS | {"numba"},

@@ -311,7 +311,7 @@ class MessagesRequest(PromptFields, CompletionFields):
 
 
 def _turns(messages: Sequence[InputTurn]) -> list[dict[str, Any]]:
-    """Return the messages of the chat: each tool result is one of its own."""
+    """Return the messages of the chat: each tool result is a message."""
     turns: list[dict[str, Any]] = []
     for message in messages:
         blocks = [TextBlock(type="text", text=message.content)] if isinstance(message.content, str) else message.content
