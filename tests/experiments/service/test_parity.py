@@ -43,8 +43,9 @@ def test_no_parameter_changes_an_answer(url: str, tmp_path: Path, monkeypatch: p
     record = json.loads(path.read_text())
     rows: dict[str, Any] = record["results"]["parameters"]
     assert not record["results"]["mismatches"] and "none" not in json.dumps(record["config"].get("key", ""))
-    # The template has no tools and no reasoning, and there is no tenant to share texts.
+    # The template has no tools, documents or reasoning, and there is no tenant to share texts.
     refused = {"tools", "tool_choice", "parallel_tool_calls", "cache", "reasoning_effort", "chat_template_kwargs", "reasoning"}
+    refused |= {"documents", "thinking_token_budget"}
     assert {name for name, row in rows.items() if row["refused"]} == refused
     assert sum(row["accepted"] for row in rows.values()) > 500, "little was drafted: nothing was shown"
     assert all(row["gap"] < 1e-3 for row in rows.values())
