@@ -163,6 +163,11 @@ def draft_model(model: PreTrainedModel, layers: Sequence[int], vocabulary: int |
     return small
 
 
+def training_dtype() -> torch.dtype:
+    """Return bfloat16 where the processor multiplies in it, else float32."""
+    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+
+
 def log_probs(small: LlamaForCausalLM, texts: Sequence[Text]) -> Iterator[tuple[Text, torch.Tensor]]:
     """Yield each text with the draft model's log-probabilities at its learned positions: [learned, vocabulary].
 
@@ -172,7 +177,8 @@ def log_probs(small: LlamaForCausalLM, texts: Sequence[Text]) -> Iterator[tuple[
     for row, text in enumerate(texts):
         tokens[row, : len(text.tokens)] = text.tokens  # padding comes after all positions that count
     np.minimum(tokens, small.config.vocab_size - 1, out=tokens)
-    with torch.autocast("cpu", torch.bfloat16):
+    dtype = training_dtype()
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         hidden = small.model(input_ids=torch.from_numpy(tokens), use_cache=False).last_hidden_state
         for row, text in enumerate(texts):
             yield text, small.lm_head(hidden[row, text.positions]).float().log_softmax(-1)
@@ -258,7 +264,7 @@ def distill(args: argparse.Namespace) -> None:
         held = answer(args.out / "held_out.jsonl", [prompt for prompt, _ in unknown], False, args, progress)
         own = answer(args.out / "answers.jsonl", [prompt for prompt, _ in pairs[: args.answers]], True, args, progress)
         progress.say("the model's distributions")
-        model = load_weights(args.model, torch.bfloat16, "sdpa").eval()
+        model = load_weights(args.model, training_dtype(), "sdpa").eval()
         others = pairs[args.answers :]
         texts = read(args.out / "texts", model, own + others, PROMPT_SHARE, progress)
         tested = read(args.out / "held_out", model, held, 0.0, progress)
