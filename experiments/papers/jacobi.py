@@ -76,7 +76,6 @@ def measure(stage: Stage, found: Found) -> None:
     found.tables |= {"table 2": {}, "figure 5": {model: {}}}
     for name, prompts in stage.datasets.items():
         if name in SAMPLED:
-            _sampling(stage, shared, name, prompts, found)
             continue
         rows = found.measures[name] = _race(stage, name, shared, prompts, {"lookahead": strategy(*SETTINGS[_GOOD])})
         found.tables["figure 5"][model][name] = rows["lookahead"]["speedup"]
@@ -85,6 +84,7 @@ def measure(stage: Stage, found: Found) -> None:
     if followed:
         line = {"speed-up": {name: row[PRICED].mean / found.measures[name][PLAIN][PRICED].mean for name, row in followed.items()}}
         found.figures["figure 5"] = panel("bars", "(5, 15, 15) against plain decoding, priced", "dataset", "speed-up", line)
+    _sampling(stage, shared, found)
     if _SWEPT in stage.datasets:
         prompts = stage.datasets[_SWEPT]
         choices = {"prompt lookup": StrategyChoice("", "prompt_lookup", {})}
@@ -95,22 +95,24 @@ def measure(stage: Stage, found: Found) -> None:
         _scaling(stage, shared, prompts, found)
 
 
-def _sampling(stage: Stage, shared: SharedModel, name: str, prompts: Sequence[Prompt], found: Found) -> None:
-    """Measure table 2 on one dataset."""
+def _sampling(stage: Stage, shared: SharedModel, found: Found) -> None:
+    """Measure table 2."""
     labels = {f"{temperature:g}": f"temperature {temperature:g}" for temperature in TEMPERATURES}
-    measured = found.measures.setdefault(name, {})
+    datasets = {name: prompts for name, prompts in stage.datasets.items() if name in SAMPLED}
     for temperature, label in zip(TEMPERATURES, labels.values(), strict=True):
 
         def contestant(make: Callable[[], Engine], each: float = temperature) -> EngineContestant:
             return SampledContestant(make, SamplingParams(stage.max_tokens, each, seed=stage.seed))
 
-        good = {label: strategy(*SETTINGS[_GOOD])}
-        rows = _race(stage, f"{label} on {name}", shared, prompts, good, contestant=contestant)
-        measured[label] = rows[label]
-        measured.setdefault(PLAIN, rows[PLAIN])  # of either temperature: one token a step
-        found.tables["table 2"][f"{name}, {label}"] = _pair(rows[label])
-    line = means(measured, "tokens_per_step", {name: labels})
-    found.figures[f"table 2, {name}"] = panel("bars", "compression when sampling", "temperature", "S", line)
+        for name, prompts in datasets.items():
+            good = {label: strategy(*SETTINGS[_GOOD])}
+            rows = _race(stage, f"{label} on {name}", shared, prompts, good, contestant=contestant)
+            measured = found.measures.setdefault(name, {PLAIN: rows[PLAIN]})  # of either temperature: one token a step
+            measured[label] = rows[label]
+            found.tables["table 2"][f"{name}, {label}"] = _pair(rows[label])
+    for name in datasets:
+        line = means(found.measures[name], "tokens_per_step", {name: labels})
+        found.figures[f"table 2, {name}"] = panel("bars", "compression when sampling", "temperature", "S", line)
 
 
 def _race(
