@@ -204,7 +204,7 @@ DOCUMENTS: dict[str, dict[str, tuple[Callable[..., Table], *tuple[str, ...]]]] =
     "docs/exactness.md": {"exact-cost": (exact_cost, "2026-11-23-exact-outputs.json")},
     "docs/benchmarks.md": {
         "peers": _PEERS,
-        "workloads": (by_workload, "2026-11-26-replay-strategies.json", _PEERS[1]),
+        "workloads": (by_workload, "2026-11-29-replay-strategies.json", _PEERS[1]),
         "shared-trie": (shared_trie, "2026-11-21-shared-trie.json"),
     },
     "experiments/results/README.md": {
