@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from outrider.decoding.drafters.registry import StrategyChoice
+from outrider.decoding.request import PLAIN
 from outrider.engine.emulation.hardware import ModelShape
 from outrider.experiments.papers.numbers.mjsd import ENERGY
 from outrider.experiments.papers.numbers.published import Figure, load
@@ -48,9 +49,9 @@ class PaperGpu:
         """Return the seconds of a forward of the draft model."""
         return self.draft_layers * self.software.launch_s
 
-    def step_s(self, rows: float, context: float) -> float:
-        """Return the seconds of a forward of ``rows``, each of which looks at ``context`` entries."""
-        return roofline_s(self.gpu, self.model, self.software, rows, context, rows * context)
+    def step_s(self, rows: float, context: float, copies: int = 1) -> float:
+        """Return the seconds of a forward of ``rows`` that look at ``context`` entries, of which there are ``copies``."""
+        return roofline_s(self.gpu, self.model, self.software, rows, copies * context, rows * context)
 
     def prompt_s(self, tokens: float) -> float:
         """Return the seconds of a prompt's forward."""
@@ -91,7 +92,9 @@ def add_prices(
 ) -> None:
     """Add the priced speed of whole requests, the prompt included, and the priced energy if ``on`` has joules.
 
-    Example: 10 tokens in 4 steps with 12 drafts are the prompt's forward and 3 steps of 5 rows, the root and 4 drafts.
+    Example: 10 tokens in 4 steps with 12 drafts are the prompt's forward and 3 steps of 5 rows, the root and 4 drafts. A block of
+    N-Grammys is priced as its program runs it (arXiv 2411.03786, 4.1 and appendix D): a full batch of k sequences of w + 1 rows,
+    each with its copy of the context.
 
     Args:
         rows: label -> metric -> figure, with ``tokens_per_step`` and ``drafted_per_step`` of each record.
@@ -100,12 +103,14 @@ def add_prices(
         batch_size: prompts of a record, which share each step.
         repeats: runs of a record that its samples are sums of.
         sequences: label -> drafted sequences side by side, of strategies with a draft model; 1 unless named.
-        choices: label -> strategy, of which a Jacobi window has rows that are no drafts.
+        choices: label -> strategy, of which Jacobi windows and blocks of N-Grammys have rows that are no drafts.
     """
     groups = [prompts[start : start + batch_size] for start in range(0, len(prompts), batch_size)]
     for label, row in rows.items():
-        options = choices[label].options if choices and label in choices else {}
+        choice = choices[label] if choices and label in choices else StrategyChoice("", PLAIN, {})
+        options = choice.options
         window = options["window"] * (options["ngram"] - 1) if "window" in options else 0
+        copies = options["k"] if choice.name == "ngrammys" else 1
         seconds: list[tuple[float, float]] = []
         joules: list[tuple[float, float]] = []
         for group, (tokens, steps), (drafted, _) in zip(
@@ -115,9 +120,10 @@ def add_prices(
             own = steps - requests  # after the first token
             drafts = drafted / own if own else 0.0
             forwards = drafts / (sequences or {}).get(label, 1) if on.draft_layers else 0.0
-            wide, context = len(group) * (1 + drafts + window), sum(group) + tokens / repeats / 2
+            each = copies * (1 + options["w"]) if choice.name == "ngrammys" else 1 + drafts + window
+            wide, context = len(group) * each, sum(group) + tokens / repeats / 2
             shared = own / len(group)
-            step_s = on.step_s(wide, context) + forwards * on.draft_s
+            step_s = on.step_s(wide, context, copies) + forwards * on.draft_s
             seconds.append((tokens, repeats * on.prompt_s(sum(group)) + shared * step_s))
             if on.joules is not None:
                 draft_j = on.step_j(1) * on.draft_s / on.step_s(1, context)
