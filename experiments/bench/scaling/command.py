@@ -49,10 +49,11 @@ clock, and of all requests together by the client's clock. A form that cannot ru
 compared with plain decoding on one worker. The simulation predicts each speed-up from `outrider doctor --calibrate`, with a
 device for each worker. With fewer cores than threads of all workers, only the tokens per step are meaningful.
 
-With --emulate each worker is a GPU that is emulated: a forward takes what the roofline of the GPU says, by sleeping, and requests
-follow the known outputs of the files. All else is the product. The times of GPUs and links are multiplied by --time-dilation, and
-all figures are emulated seconds: those of the wall clock without what dilation added. With --check-dilation the figures of two
-dilations are compared, of one GPU and of LP with two, and with a drafter that takes 1 ms longer.
+With --emulate each worker is a GPU that is emulated: a forward takes what the roofline of the GPU says, by sleeping, and
+requests follow the known outputs of the files. All else is the product. N requests at once are the first N prompts, and 8 at
+least. The times of GPUs and links are multiplied by --time-dilation, and all figures are emulated seconds: those of the wall
+clock without what dilation added. With --check-dilation the figures of two dilations are compared, of one GPU and of LP with
+two, and with a drafter that takes 1 ms longer.
 
 example, some minutes with a real model on two cores:
   outrider bench scaling --model smollm2-135m-instruct --prompts chat.jsonl code.jsonl --strategy auto --strategy jacobi

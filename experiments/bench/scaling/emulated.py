@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 import psutil
@@ -24,6 +24,7 @@ from outrider.cluster.cli.generate.strategy_option import StrategyChoice, chosen
 from outrider.cluster.serving.shared_answer import FRESH_S
 from outrider.configs.schema import find_model
 from outrider.configs.slices import EmulationOptions
+from outrider.decoding.replay import KnownText
 from outrider.decoding.request import PLAIN
 from outrider.engine.emulation.hardware import DEVICES, FIGURES
 from outrider.engine.emulation.roofline import DeviceRoofline, Split
@@ -44,6 +45,7 @@ _TITLES = {
 }  # fmt: skip
 CHECKED = (1.0, 4.0)  # dilations whose figures must agree
 AGREES = 0.05
+FEWEST = 8  # prompts of a cell
 _DELAYS_MS = (0.0, 1.0)  # of the drafter
 HOLDS = 0.15
 _HIDDEN, _RATIO = "outrider:emulated_hidden_seconds_total", "outrider:emulated_step_ratio"
@@ -52,6 +54,7 @@ _SUMS = {
     "forwards": "outrider:emulated_forwards_total", "late": "outrider:emulated_late_forwards_total",
     "device_bytes": "outrider:emulated_exchange_bytes_total",
 }  # fmt: skip
+_T = TypeVar("_T")
 Cell = Mapping[str, Any]  # figures of one repeat of a form, strategy, and number of concurrent requests
 
 
@@ -92,6 +95,11 @@ def _records(args: argparse.Namespace, model: str) -> list[PromptRecord]:
     if len({record.prompt for record in records}) < len(records):
         raise ValueError("two records have the same prompt: leave one of them out of --prompts")
     return records
+
+
+def asked(texts: Sequence[_T], clients: int) -> Sequence[_T]:
+    """Return the prompts of a cell: one for each concurrent request, and ``FEWEST`` at least."""
+    return texts[: max(FEWEST, clients)]
 
 
 def measure(args: argparse.Namespace, run: Run) -> Results:
@@ -184,9 +192,10 @@ def _lines(rows: Mapping[str, Cell], kind: str, strategy: str) -> dict[str, dict
 def _cell(
     server: Served, model: str, records: Sequence[PromptRecord], strategy: str, clients: int, max_tokens: int
 ) -> dict[str, Any]:
-    """Answer all prompts once, after a few of them as a warm-up."""
+    """Answer the prompts of a cell once, after a few of them as a warm-up."""
     spoken = {"max_draft_tokens": 0} if strategy == PLAIN else {"strategy": strategy}
     body = {"model": model, "max_tokens": max_tokens, "temperature": 0, "cache": "off", "speculation": spoken}
+    records = asked(records, clients)
     prompts = [record.prompt for record in records]
     ask(server.url, body, prompts[:clients], clients)
     before, cpu_s = _readings(server.url), processor_s(server)
@@ -314,6 +323,9 @@ class EmulatedPrediction(Prediction):
         texts = {record.prompt: record.output or "" for record in records}
         super().__init__(roofline.curve(), roofline.model, texts, model, budget, hosts, gap_s, max_tokens)
         self._roofline, self._exchange_s, self._group_s = roofline, exchange_s, group_s
+
+    def _asked(self, clients: int) -> Sequence[tuple[str, KnownText]]:
+        return asked(super()._asked(clients), clients)
 
     def _times(self, form: Form, clients: int, host: Host) -> tuple[int, StepTimes]:
         if form.kind not in ("tensor", "pipeline"):

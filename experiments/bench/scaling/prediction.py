@@ -15,6 +15,7 @@ from outrider.cluster.cli.generate.prompt_file import PromptRecord
 from outrider.cluster.cli.generate.strategy_option import StrategyChoice
 from outrider.configs.slices import EngineOptions
 from outrider.decoding.budget.latency import LatencyCurve, StepLoad
+from outrider.decoding.replay import KnownText
 from outrider.decoding.request import PLAIN
 from outrider.engine.emulation.hardware import ModelShape
 from outrider.experiments.bench.scaling.results import Entry, Form
@@ -113,8 +114,12 @@ class Prediction:
         target = KnownTarget(*self._vocabulary, self._context, times.curve)
         options = EngineOptions(max_running=max(clients, EngineOptions().max_running), max_waiting=len(self._texts))
         every = [SimulatedReplica(choice, times, target, options, self._budget, False) for _ in range(replicas)]
-        found = SimulatedCluster(every, None, self._gap_s, 0).closed_loop(self._texts, clients)
+        found = SimulatedCluster(every, None, self._gap_s, 0).closed_loop(self._asked(clients), clients)
         return float(found["tokens_per_s"])
+
+    def _asked(self, clients: int) -> Sequence[tuple[str, KnownText]]:
+        """Return the texts that this number of clients asks for."""
+        return self._texts
 
     def _times(self, form: Form, clients: int, host: Host) -> tuple[int, StepTimes]:
         """Return the number of replicas and their step times."""
