@@ -284,6 +284,12 @@ BOUND: list[tuple[CallForm, bool, list[str], list[str]]] = [
      [f"[{ONE}]", f"[TOOL_CALLS]{ONE}", "[TOOL_CALLS][]"]),
     ("mistral", True, [f"[TOOL_CALLS]f[ARGS]{FULL.arguments}[TOOL_CALLS]g[ARGS]{{}}"],
      [f"[TOOL_CALLS][{ONE}]", "[TOOL_CALLS]f[ARGS]{}", "[TOOL_CALLS]h[ARGS]{}"]),
+    ("deepseek_v3", False, [DEEP.format(V3, V3_BARE), DEEP.format(V31, ""), DEEP.format(V31, V31.replace("｜>f<", "｜>f<"))],
+     [V3, DEEP.format("", ""), DEEP.format(V3.replace("3,", '"3",'), ""), DEEP.format(V31, V3), DEEP.format(V31, "")[:-9]]),
+    ("kimi_k2", False, [KIMI.format(KIMI_ONE, KIMI_OTHER), KIMI.format(KIMI_OTHER, "")],
+     [KIMI_ONE, KIMI.format("", ""), KIMI.format(KIMI_ONE.replace(".f:", ".h:"), ""), KIMI.format(KIMI_ONE.replace(":0", ""), "")]),
+    ("glm45", False, [GLM, f"{GLM}\n<tool_call>g\n</tool_call>"],
+     [GLM.replace(">3<", ">x<"), GLM.replace("call>f", "call>h"), GLM.replace(">a<", ">c<"), "<tool_call>f\n</tool_call>"]),
     ("llama3_json", False, [LLAMA_ONE, f"{LLAMA_ONE}; {LLAMA_OTHER}"], [ONE, "x", f"x {LLAMA_ONE}", LLAMA_ONE.replace("3", "x")]),
 ]  # fmt: skip
 
