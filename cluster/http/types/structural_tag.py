@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from outrider.cluster.http.types.strict import checked_json
 from outrider.engine.text.grammar import GrammarError, json_rule, lark_grammar, regex_rule
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def structural_grammar(tag: Mapping[str, Any] | str, marks: CallMarks) -> str:
     ``x <f=a>5</f> y`` is one of the language, and ``x <f=b>`` is not.
     """
     try:
-        spec = json.loads(tag) if isinstance(tag, str) else tag
+        spec = checked_json({"tag": json.loads(tag)})["tag"] if isinstance(tag, str) else tag
         if not isinstance(spec, Mapping):
             raise GrammarError("must be an object")
         form, path = spec.get("format"), "format"
@@ -40,8 +41,10 @@ def structural_grammar(tag: Mapping[str, Any] | str, marks: CallMarks) -> str:
         start = rules.expression(form, path, "")
     except RecursionError:
         raise GrammarError("is nested too deeply") from None
-    except json.JSONDecodeError as error:
-        raise GrammarError(f"is not JSON: {error}") from None
+    except GrammarError:
+        raise
+    except ValueError as error:
+        raise GrammarError(f"is not valid JSON: {error}") from None
     return lark_grammar("\n".join([f"start: {start}", *rules.rules]))
 
 
@@ -115,20 +118,20 @@ class _Rules:
 
     def _separated(self, node: Any, path: str) -> str:
         one = self._rule(" | ".join(f"{self._literal(begin)} {rest}" for begin, rest in self._tags(node, path)))
-        more = "" if _get(node, path, "stop_after_first", bool, False) else f"({self._literal(node.get('separator') or '')} {one})*"
+        separator = self._literal(_get(node, path, "separator", str, ""))
+        more = "" if _get(node, path, "stop_after_first", bool, False) else f"({separator} {one})*"
         return f"({one} {more}){'' if _get(node, path, 'at_least_one', bool, False) else '?'}"
 
     def _triggered(self, node: Any, path: str) -> str:
         triggers, tags = self._list(node, path, "triggers"), self._tags(node, path)
         for at, trigger in enumerate(triggers):
-            if not isinstance(trigger, str) or not trigger or any(trigger in str(other) for other in [*triggers[:at], *triggers[at + 1:]]):
+            if not isinstance(trigger, str) or not trigger or sum(trigger in str(other) for other in triggers) > 1:
                 raise GrammarError(f"triggers[{at}] must be a string that is not empty and not part of another one")
             if not any(begin.startswith(trigger) for begin, _ in tags):
                 raise GrammarError(f"triggers[{at}] is not the beginning of a tag")
-        stops = [(next((one for one in triggers if begin.startswith(one)), ""), begin, rest) for begin, rest in tags]
-        for trigger, begin, _ in stops:
-            if not trigger:
-                raise GrammarError(f"{path}: the tag {begin!r} begins with none of the triggers")
+        stops = [(trigger, begin, rest) for begin, rest in tags for trigger in triggers if begin.startswith(trigger)]
+        if lost := {begin for begin, _ in tags} - {begin for _, begin, _ in stops}:
+            raise GrammarError(f"the tag {min(lost)!r} begins with none of the triggers")
         passing, heads, text = self._until(stops)
         first = " | ".join(f"{self._literal(begin)} {rest}" for begin, rest in tags)
         is_single, is_required = (_get(node, path, name, bool, False) for name in ("stop_after_first", "at_least_one"))

@@ -43,7 +43,7 @@ class JsonSchemaFormat(Strict):
 
 
 class ResponseFormat(Strict):
-    """Parameter ``response_format`` of OpenAI's API. A structural tag, which is vLLM's, has a format, or structures and triggers."""
+    """Parameter ``response_format`` of OpenAI's API. A structural tag (vLLM's) has a format, or structures and triggers."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
