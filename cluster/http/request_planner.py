@@ -23,7 +23,8 @@ from outrider.cluster.http.request_ids import rename_request
 from outrider.cluster.http.text_threads import SHORT, TextThreads
 from outrider.cluster.http.turns import SENDER, Turns
 from outrider.cluster.http.types.openai import MAX_REPORTED_VALUES, ChatCompletionRequest, CompletionRequest, RequestFields
-from outrider.cluster.http.types.tool_grammar import BOUND_FORMS, CallMarks, faulty_tool
+from outrider.cluster.http.types.structural_tag import CallMarks
+from outrider.cluster.http.types.tool_grammar import BOUND_FORMS, faulty_tool
 from outrider.cluster.serving.generation import EnginePort, Generation, GenerationJob, Listener
 from outrider.decoding.arrays import Int32Array
 from outrider.decoding.drafters.registry import strategy_text

@@ -7,16 +7,32 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from outrider.cluster.http.types.strict import checked_json
+from outrider.engine.text.chat_format import CallForm
 from outrider.engine.text.grammar import GrammarError, json_rule, lark_grammar, regex_rule
 
-if TYPE_CHECKING:
-    from outrider.cluster.http.types.tool_grammar import CallMarks
-
 _TYPES = {str: "a string", list: "a list", dict: "an object", bool: "true or false"}
+
+
+@dataclass(frozen=True, slots=True)
+class CallMarks:
+    """Format of a model's tool calls, and its added tokens."""
+
+    # llguidance distinguishes an added token from the same characters in other tokens, and does not match it as text.
+
+    form: CallForm = "hermes"
+    has_names: bool = False  # see ChatFormat.has_call_names
+    tokens: Mapping[str, int] = field(default_factory=dict)  # ids of all added tokens
+    shown: Collection[str] = ()  # added tokens in angle brackets that are not special, and may therefore occur in text
+
+    def rule(self, mark: str) -> str:
+        """Return the grammar rule of a mark, as a token or as its characters."""
+        spelled = json.dumps(mark, ensure_ascii=False)
+        return f"{spelled} | <[{self.tokens[mark]}]>" if mark in self.tokens else spelled
 
 
 def structural_grammar(tag: Mapping[str, Any] | str, marks: CallMarks) -> str:

@@ -8,8 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from outrider.cluster.http.types.strict import ENCODABLE, JsonObject, Name, Strict, Text, unsupported
-from outrider.cluster.http.types.structural_tag import structural_grammar
-from outrider.cluster.http.types.tool_grammar import CallMarks
+from outrider.cluster.http.types.structural_tag import CallMarks, structural_grammar
 from outrider.engine.errors import RequestError
 from outrider.engine.text.grammar import (
     MAX_GRAMMAR_CHARS,

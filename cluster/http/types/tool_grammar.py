@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from outrider.cluster.http.answers.tool_calls import CLOSING
 from outrider.cluster.http.types.chat import NamedTool, Tool
-from outrider.cluster.http.types.structural_tag import structural_grammar
+from outrider.cluster.http.types.structural_tag import CallMarks, structural_grammar
 from outrider.engine.errors import RequestError
 from outrider.engine.text.chat_format import CALL_MARKS, CallForm
 from outrider.engine.text.grammar import (
@@ -34,23 +34,6 @@ class Offered:
     name: str
     arguments: dict[str, Any] | None  # JSON schema; None allows any object
     left_out: Sequence[str] = ()  # paths of the keywords of the tool's schema that are not enforced
-
-
-@dataclass(frozen=True, slots=True)
-class CallMarks:
-    """Format of a model's tool calls, and its added tokens."""
-
-    # llguidance distinguishes an added token from the same characters in other tokens, and does not match it as text.
-
-    form: CallForm = "hermes"
-    has_names: bool = False  # see ChatFormat.has_call_names
-    tokens: Mapping[str, int] = field(default_factory=dict)  # ids of all added tokens
-    shown: Collection[str] = ()  # added tokens in angle brackets that are not special, and may therefore occur in text
-
-    def rule(self, mark: str) -> str:
-        """Return the grammar rule of a mark, as a token or as its characters."""
-        spelled = json.dumps(mark, ensure_ascii=False)
-        return f"{spelled} | <[{self.tokens[mark]}]>" if mark in self.tokens else spelled
 
 
 def call_grammar(tools: Sequence[Offered], required: bool, single: bool, marks: CallMarks | None = None) -> str:

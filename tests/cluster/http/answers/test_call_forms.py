@@ -19,8 +19,8 @@ from outrider.cluster.http.answers.harmony import HarmonyReader
 from outrider.cluster.http.answers.reasoning import Thought
 from outrider.cluster.http.answers.tool_calls import Arguments, ToolCallReader, call_id, whole_calls
 from outrider.cluster.http.answers.tool_values import value_json
-from outrider.cluster.http.types.structural_tag import structural_grammar
-from outrider.cluster.http.types.tool_grammar import CallMarks, Offered, call_grammar
+from outrider.cluster.http.types.structural_tag import CallMarks, structural_grammar
+from outrider.cluster.http.types.tool_grammar import Offered, call_grammar
 from outrider.engine.text.chat import bracketed_tokens
 from outrider.engine.text.chat_format import CALL_MARKS, CallForm, ChatFormat, added_tokens
 from outrider.engine.text.grammar import GrammarError, Grammars
@@ -486,7 +486,8 @@ def test_structural_tags(tokenizer: PreTrainedTokenizerFast, tag: dict[str, Any]
         ({"format": {"type": "sequence", "elements": [{"type": "any_text"}, A_LIST]}}, r"elements\[0\]: any_text"),
         ({"format": {"type": "tag", "begin": "a", "content": tag_of()["format"], "end": "b"}}, "content: triggered_tags"),
         ({"format": {"type": "json_schema", "json_schema": {"not": {}}}}, "not"),
-        ({"format": {"type": "json_schema", "json_schema": {"const": 9007199254740993}}}, "format: "), (OLDER | {"triggers": []}, "empty"),
+        ({"format": {"type": "json_schema", "json_schema": {"const": 9007199254740993}}}, "format: "),
+        (OLDER | {"triggers": []}, "empty"),
         ({"format": {"type": "tag", "begin": "a", "content": {"type": "any_text"}}}, "format.end must be a string"),
     ],
 )  # fmt: skip
