@@ -105,7 +105,8 @@ class Ingress:
             listeners=() if self._tracing is None else (self._tracing.on_output,), wake=None if server.replicas else port.wake,
             forget=None if apis is None else apis.forget, tells_engines=None if apis is None else apis.leads,
             device_failures=failures.counts, sampling_defaults=server.sampling_defaults, stream_key=stream_key(),
-            allowed_origins=server.allowed_origins, warns_of_unknown=server.unknown_fields == "warn",
+            spec_decode_metrics=server.per_request_spec_decode_metrics != "none", allowed_origins=server.allowed_origins,
+            warns_of_unknown=server.unknown_fields == "warn",
         )  # fmt: skip
         trim_heap()  # loading the tokenizer allocated more than it keeps
 

@@ -207,6 +207,8 @@ class ServerOptions:
     # Sampling parameters of requests that leave them out, such as {temperature: 0.7}; before those of the model's
     # generation_config.json
     sampling_defaults: dict[str, float] = field(default_factory=dict)
+    # vLLM's metrics.speculative_decoding in answers of one choice, with the usage
+    per_request_spec_decode_metrics: Literal["none", "summary"] = "none"
     start_timeout_s: float = 600.0  # a model that is not ready by then is an error
     stop_timeout_s: float = 5.0  # for running requests to finish when the server stops
     resume_timeout_s: float = 120.0  # for another replica to take over a request whose replica was lost

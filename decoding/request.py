@@ -171,6 +171,7 @@ class SpecStats:
     drafted: int = 0
     accepted: int = 0
     accepted_by_source: dict[str, int] = field(default_factory=dict)
+    acceptance_histogram: list[int] = field(default_factory=list)  # steps with drafts, by the number of accepted tokens
     preemptions: int = 0
     cached_tokens: int = 0  # prompt tokens whose KV was cached
     prefill_s: float = 0.0  # from admission to the first token

@@ -482,6 +482,9 @@ class Engine:
             stats.prefill_s = now_s - request.admitted_s
         stats.decode_s = now_s - request.first_token_s
         count_step(stats, tree, accepted)
+        if tree.num_candidates > 1:
+            stats.acceptance_histogram += [0] * (tree.num_candidates - len(stats.acceptance_histogram))
+            stats.acceptance_histogram[len(accepted)] += 1
 
     def _log_cut(self, request: Request) -> None:
         """Log, once per strategy, that drafts were smaller than its options ask for."""

@@ -79,6 +79,7 @@ class Service:
         allowed_origins: Sequence[str] = (),  # origins of web pages that may use the API (CORS)
         warns_of_unknown: bool = False,  # unknown fields are left out with a warning; otherwise they are errors
         sampling_defaults: Mapping[str, float] | None = None,  # of the server: ``server.sampling_defaults``
+        spec_decode_metrics: bool = False,  # answers have vLLM's ``metrics.speculative_decoding``
         stream_key: bytes = b"",  # signs the event ids of streams; empty disables event ids
     ) -> None:
         admission = admission or AdmissionOptions()
@@ -108,6 +109,7 @@ class Service:
         self._guard = guard or StreamGuard(ServerOptions())
         self.draining = Draining()
         self._started = int(time.time())
+        self._tells_metrics = spec_decode_metrics
         self.allowed_origins, self.warns_of_unknown = allowed_origins, warns_of_unknown
 
     async def version(self) -> documents.Version:
@@ -141,8 +143,9 @@ class Service:
         form, admitted, generation = await self._chat(planner, body, body)
         begun = planner.beginning
         answer = AnswerBuilder(
-            begun.answer_id, begun.created, body, planner.info, self._token_bytes, admitted.jobs, left_out=planner.left_out
-        )
+            begun.answer_id, begun.created, body, planner.info, self._token_bytes, admitted.jobs, left_out=planner.left_out,
+            tells_metrics=self._tells_metrics,
+        )  # fmt: skip
         return await respond(answer, generation, form)
 
     async def response(
@@ -232,8 +235,9 @@ class Service:
         echoes = await planner.echoes(body)
         begun, jobs = planner.beginning, admitted.jobs
         answer = AnswerBuilder(
-            begun.answer_id, begun.created, body, planner.info, self._token_bytes, jobs, echoes, planner.left_out
-        )
+            begun.answer_id, begun.created, body, planner.info, self._token_bytes, jobs, echoes, planner.left_out,
+            self._tells_metrics,
+        )  # fmt: skip
         form = ResponseForm(bool(body.stream), body.include_usage, body.reports_usage, echoes, shape=shape, ids=ids)
         return await respond(answer, generation, form)
 

@@ -23,7 +23,8 @@ from outrider.cluster.http.request_ids import rename_request
 from outrider.cluster.http.text_threads import SHORT, TextThreads
 from outrider.cluster.http.turns import SENDER, Turns
 from outrider.cluster.http.types.openai import MAX_REPORTED_VALUES, ChatCompletionRequest, CompletionRequest, RequestFields
-from outrider.cluster.http.types.tool_grammar import BOUND_FORMS, CallMarks, faulty_tool
+from outrider.cluster.http.types.structural_tag import CallMarks
+from outrider.cluster.http.types.tool_grammar import BOUND_FORMS, faulty_tool
 from outrider.cluster.serving.generation import EnginePort, Generation, GenerationJob, Listener
 from outrider.decoding.arrays import Int32Array
 from outrider.decoding.drafters.registry import strategy_text
@@ -186,7 +187,7 @@ class RequestPlanner:
         if form.reasoning is not None:
             is_included = body.include_reasoning is not False
             reasoning = ReasoningFormat(form.reasoning, self._begins_within, token_bytes, is_included)
-        if form.calls is not None and body.shown_tools and body.bound_by is None:
+        if form.calls is not None and body.shown_tools and body.leaves_text_free:
             schemas = {tool.function.name: tool.function.parameters or {} for tool in body.tools or ()}
             most = 1 if body.parallel_tool_calls is False else None
             calls = ToolCallFormat(form.calls, most, schemas, CALL_MARKS[form.calls][0] in form.hidden)
@@ -294,14 +295,11 @@ class RequestPlanner:
         return grammar
 
     def _grammar(self, body: ChatCompletionRequest | CompletionRequest) -> str | None:
-        if not isinstance(body, ChatCompletionRequest):
-            return body.grammar()
         tokens, form = added_tokens(self._tokenizer), self._format
-        if body.binds_calls is not None and form.calls is not None:
-            marks = CallMarks(form.calls, form.has_call_names, tokens, bracketed_tokens(self._tokenizer))
-            grammar: str | None = body.calls_grammar(marks)
-        else:
-            grammar = body.grammar()
+        marks = CallMarks(form.calls or "hermes", form.has_call_names, tokens, bracketed_tokens(self._tokenizer))
+        if not isinstance(body, ChatCompletionRequest):
+            return body.grammar(marks)
+        grammar = body.grammar(marks) if body.binds_calls is None else body.calls_grammar(marks)
         if grammar is None or form.reasoning is None:
             return grammar
         if form.reasoning is HARMONY:

@@ -126,6 +126,13 @@ def regex_grammar(pattern: str) -> str:
     return _checked(LLMatcher.grammar_from_regex(_with_ascii_classes(pattern)), len(pattern))
 
 
+def regex_rule(pattern: str) -> str:
+    """Return a regular expression as the right side of a rule in Lark's notation."""
+    escapes = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+    spelled = re.sub(r"(?s:\\.)|[/\n]", lambda found: escapes.get(found[0], found[0]), _with_ascii_classes(pattern))
+    return f"/(?:{spelled})/"
+
+
 def _with_ascii_classes(pattern: str) -> str:
     """Return a pattern with its escapes for classes of characters spelled out."""
     parts, inside = [], False

@@ -103,10 +103,9 @@ def serve_until_stopped(config: Config, instead: str | None = None, as_json: boo
             is_ready = True
             while not signals.requested:
                 time.sleep(POLL_S)
-        except StopRequested:
-            pass  # the exit stack stops what was started
-        except LaunchError:
-            if not signals.requested:  # otherwise the signal ended a process that was starting
+        except (StopRequested, LaunchError):
+            # After a signal, which may have ended a process that was starting, the exit stack stops what was started.
+            if not signals.requested:
                 raise
     say("stopped")
     if not is_ready:

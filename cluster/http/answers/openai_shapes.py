@@ -15,7 +15,7 @@ from outrider.cluster.http.answers.response_extras import ResponseExtras
 from outrider.cluster.http.answers.tool_calls import Arguments, whole_calls
 from outrider.cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
 from outrider.cluster.serving.generation import GenerationJob
-from outrider.decoding.request import StepOutput, StepReport
+from outrider.decoding.request import SpecStats, StepOutput, StepReport
 from outrider.engine.loading.model_info import ModelInfo
 
 _PART = 32  # cost of joining one part of a choice's text, in bytes of JSON
@@ -109,6 +109,7 @@ class Answer(BaseModel):
     lossless: bool  # whether the output has the distribution of plain decoding
     choices: list[Choice]
     usage: Usage | None = None
+    metrics: dict[str, Any] | None = None  # vLLM's, see speculative_metrics; with the usage, if the server's options ask for it
     unenforced: list[str] | None = None  # keywords of schemas without strict that the answer need not follow; absent if none
     obfuscation: str | None = None  # padding of a chunk, see stream_guard.py
     prompt_token_ids: list[int] | None = None  # chats only, on request, like prompt_logprobs
@@ -149,6 +150,7 @@ class AnswerBuilder:
         jobs: Sequence[GenerationJob],  # one per choice
         echoes: Sequence[str] = (),  # prompt that the text of each choice begins with; empty without ``echo``
         left_out: Sequence[str] = (),  # keywords of schemas that are not enforced
+        tells_metrics: bool = False,
     ) -> None:
         self.id, self._model, self._created = answer_id, body.model, created
         self._kind: Literal["chat", "text"] = "chat" if isinstance(body, ChatCompletionRequest) else "text"
@@ -157,6 +159,7 @@ class AnswerBuilder:
         self._lossless = info.is_lossless(body.drafting.strategy, body.drafting.max_draft_tokens)
         self.pauses = Pauses()
         self._left_out = list(left_out)  # until the first object has it
+        self._tells_metrics, self._is_single, self._stats = tells_metrics, len(jobs) == 1, SpecStats()
         self._extras = ResponseExtras(body, jobs, token_bytes, self.pauses, echoes)
         self._steps: dict[int, list[bytes]] = {}  # by choice: unsent step reports as JSON
 
@@ -166,6 +169,7 @@ class AnswerBuilder:
             self._steps.setdefault(index, []).append(reported_step(output.report))
             if end := reported_end(output, self._strategy):
                 self._ends[index] = end
+        self._stats = output.stats or self._stats
         await self._extras.on_output(index, output)
 
     async def whole(
@@ -243,6 +247,8 @@ class AnswerBuilder:
         )
         if usage is not None:
             answer.usage = usage
+            if self._tells_metrics:
+                answer.metrics = speculative_metrics(self._stats) if self._is_single else None
         if self._left_out:
             answer.unenforced, self._left_out = self._left_out, []
         for choice in choices:
@@ -251,6 +257,22 @@ class AnswerBuilder:
                 for field, value in fields.items():
                     setattr(target, field, value)
         return answer
+
+
+def speculative_metrics(stats: SpecStats) -> dict[str, Any]:
+    """Return the statistics of a request's drafts by vLLM's names. Draft tokens are all rows of the draft trees."""
+    histogram = stats.acceptance_histogram or [0]
+    steps = sum(histogram)
+    found = {
+        "mean_acceptance_length": 1 + stats.accepted / max(1, steps),
+        "draft_acceptance_rate": stats.accepted / max(1, stats.drafted),
+        "acceptance_histogram": histogram,
+        "num_spec_steps": steps,
+        "num_accepted_draft_tokens": stats.accepted,
+        "num_draft_tokens": stats.drafted,
+        "num_spec_tokens": len(histogram) - 1,  # of the largest tree
+    }
+    return {"speculative_decoding": found}
 
 
 def reported_step(report: StepReport) -> bytes:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 
 from outrider.cluster.http.answers.call_parts import Call, CallStart, Parsed, Schemas
 from outrider.cluster.http.answers.tool_values import as_written, dumped, loaded, value_json
 from outrider.engine.text.chat_format import CALL_MARKS
 
 
-class WholeCalls:
+class WholeCalls(ABC):
     """Base class: an opening mark, calls that each end with a mark, and for some formats a mark after the last call."""
 
     openings: tuple[str, ...]
@@ -57,9 +58,9 @@ class WholeCalls:
             return Parsed([], 0) if parsed is not None and not parsed.calls else parsed
         return None if self.closing.startswith(bare) or self._beginning.startswith(bare) else Parsed([], 0)
 
+    @abstractmethod
     def _call(self, text: str) -> Call | None:
         """Return the call that a text between its marks describes; None if it describes none."""
-        raise NotImplementedError
 
 
 def _with_json(name: str, arguments: str) -> Call | None:

@@ -21,8 +21,9 @@ from outrider.cluster.http.types.strict import (
     are_token_ids,
     unsupported,
 )
+from outrider.cluster.http.types.structural_tag import CallMarks
 from outrider.cluster.http.types.structured import StructuredFields
-from outrider.cluster.http.types.tool_grammar import CallMarks, left_out, tools_grammar
+from outrider.cluster.http.types.tool_grammar import left_out, tools_grammar
 from outrider.decoding.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_CHARS
 from outrider.decoding.sources.embeddings import MAX_EMBEDDING
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from outrider.cluster.http.types.strict import ENCODABLE, JsonObject, Name, Strict, Text, unsupported
+from outrider.cluster.http.types.structural_tag import CallMarks, structural_grammar
 from outrider.engine.errors import RequestError
 from outrider.engine.text.grammar import (
     MAX_GRAMMAR_CHARS,
@@ -21,6 +22,7 @@ from outrider.engine.text.grammar import (
 )
 
 MAX_CHOICE_TEXTS = 10_000
+MAX_TAGS = 1024
 
 Pattern = Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS), ENCODABLE]
 Schema = JsonObject | Pattern  # JSON schema as an object or as text
@@ -40,10 +42,13 @@ class JsonSchemaFormat(Strict):
 
 
 class ResponseFormat(Strict):
-    """Parameter ``response_format`` of OpenAI's API."""
+    """Parameter ``response_format`` of OpenAI's API. A structural tag (vLLM's) has a format, or structures and triggers."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    format: JsonObject | None = None
+    structures: Annotated[list[JsonObject], Field(max_length=MAX_TAGS, fail_fast=True)] | None = None
+    triggers: Annotated[list[Name], Field(max_length=MAX_TAGS, fail_fast=True)] | None = None
 
     @model_validator(mode="after")
     def _check_schema(self) -> ResponseFormat:
@@ -51,7 +56,15 @@ class ResponseFormat(Strict):
             raise unsupported("json_schema", "json_schema is required where the type is json_schema")
         if self.type != "json_schema" and self.json_schema is not None:
             raise unsupported("json_schema", f"json_schema is only allowed where the type is json_schema, not {self.type}")
+        given = tuple(name for name in ("format", "structures", "triggers") if getattr(self, name) is not None)
+        if given not in ((("format",), ("structures", "triggers")) if self.is_tag else ((),)):
+            raise unsupported("type", "a structural_tag has either a format, or structures and triggers; other types have none")
         return self
+
+    @property
+    def is_tag(self) -> bool:
+        """Return whether it is a structural tag."""
+        return self.type == "structural_tag"
 
 
 class StructuredOutputs(Strict):
@@ -62,7 +75,6 @@ class StructuredOutputs(Strict):
         "disable_any_whitespace": (False,),
         "disable_additional_properties": (False,),
         "whitespace_pattern": (),
-        "structural_tag": (),
     }
 
     json_: Annotated[Schema | None, Field(alias="json")] = None
@@ -70,6 +82,7 @@ class StructuredOutputs(Strict):
     regex: Pattern | None = None  # must match the whole text
     choice: Choices | None = None
     grammar: Pattern | None = None  # Lark or GBNF
+    structural_tag: Schema | None = None  # as an object or as text
 
 
 class StructuredFields(Strict):
@@ -101,16 +114,27 @@ class StructuredFields(Strict):
         """Return the field that constrains the response; None if there is no constraint."""
         return next((field for field, _ in self._bounds()), None)
 
-    def grammar(self) -> str | None:
+    @property
+    def leaves_text_free(self) -> bool:
+        """Return whether the response may contain any text, and therefore tool calls."""
+        return self.bound_by is None or self._tag is not None
+
+    @property
+    def _tag(self) -> dict[str, Any] | str | None:
+        if self.response_format is not None and self.response_format.is_tag:
+            return self.response_format.model_dump(exclude_none=True)
+        return None if self.structured_outputs is None else self.structured_outputs.structural_tag
+
+    def grammar(self, marks: CallMarks) -> str | None:
         """Return the response's grammar, None without constraint. Raises RequestError naming a field that cannot be enforced."""
-        for field, build in self._bounds():
+        for field, build in self._bounds(marks):
             try:
                 return build()
             except GrammarError as error:
                 raise RequestError(field, str(error)) from error
         return None
 
-    def _bounds(self) -> list[tuple[str, Callable[[], str]]]:
+    def _bounds(self, marks: CallMarks | None = None) -> list[tuple[str, Callable[[], str]]]:
         """Return the fields that constrain the response, each with a function that builds its grammar."""
         # Functions, because a grammar takes time to build: only the one that is used is built, and later, in a thread.
         found: list[tuple[str, Callable[[], str]]] = []
@@ -122,6 +146,9 @@ class StructuredFields(Strict):
             found.append(
                 ("response_format.json_schema.schema", lambda: json_grammar(schema if strict else lenient_schema(schema)[0]))
             )
+        if (tag := self._tag) is not None:
+            field = "response_format" if form is not None and form.is_tag else "structured_outputs.structural_tag"
+            found.append((field, lambda: structural_grammar(tag, marks or CallMarks())))
         if self.structured_outputs is not None and self.structured_outputs.json_object:
             found.append(("structured_outputs.json_object", object_grammar))
         outputs = self.structured_outputs or StructuredOutputs()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from outrider.cluster.http.answers.tool_calls import CLOSING
 from outrider.cluster.http.types.chat import NamedTool, Tool
+from outrider.cluster.http.types.structural_tag import CallMarks, structural_grammar
 from outrider.engine.errors import RequestError
 from outrider.engine.text.chat_format import CALL_MARKS, CallForm
 from outrider.engine.text.grammar import (
@@ -35,23 +36,6 @@ class Offered:
     left_out: Sequence[str] = ()  # paths of the keywords of the tool's schema that are not enforced
 
 
-@dataclass(frozen=True, slots=True)
-class CallMarks:
-    """Format of a model's tool calls, and its added tokens."""
-
-    # llguidance distinguishes an added token from the same characters in other tokens, and does not match it as text.
-
-    form: CallForm = "hermes"
-    has_names: bool = False  # see ChatFormat.has_call_names
-    tokens: Mapping[str, int] = field(default_factory=dict)  # ids of all added tokens
-    shown: Collection[str] = ()  # added tokens in angle brackets that are not special, and may therefore occur in text
-
-    def rule(self, mark: str) -> str:
-        """Return the grammar rule of a mark, as a token or as its characters."""
-        spelled = json.dumps(mark)
-        return f"{spelled} | <[{self.tokens[mark]}]>" if mark in self.tokens else spelled
-
-
 def call_grammar(tools: Sequence[Offered], required: bool, single: bool, marks: CallMarks | None = None) -> str:
     """Return the grammar of text with tool calls, for ``SamplingParams.grammar``. Raises GrammarError for too large schemas.
 
@@ -65,6 +49,12 @@ def call_grammar(tools: Sequence[Offered], required: bool, single: bool, marks: 
     if marks.form == "harmony":
         return lark_grammar("\n".join(_harmony_rules(tools, required, marks.tokens)))
     opening = CALL_MARKS[marks.form][0]
+    if marks.form in _TAGS:
+        tags = _TAGS[marks.form](tools, single)
+        kind, more = ("tags_with_separator", {"separator": "\n"}) if required else ("triggered_tags", {"triggers": [opening]})
+        is_last = single or marks.form in _SECTIONS
+        form = {"type": kind, "tags": tags, "at_least_one": required, "stop_after_first": is_last, **more}
+        return structural_grammar({"format": form}, marks)
     is_token = opening in marks.tokens
     others = [f"<[{marks.tokens[token]}]>" for token in marks.shown if token not in CALL_MARKS[marks.form]]
     if marks.form == "llama3_json":
@@ -91,9 +81,6 @@ def call_grammar(tools: Sequence[Offered], required: bool, single: bool, marks: 
     rules += _CALLS[marks.form](marks, single)
     has_names = marks.form == "mistral" and marks.has_names
     for index, tool in enumerate(tools):
-        if marks.form == "qwen3_coder":
-            rules += _xml_rules(index, tool)
-            continue
         key = json.dumps("parameters" if marks.form == "llama3_json" else "arguments")
         name = json.dumps(tool.name if has_names else json.dumps(tool.name))
         between = "args" if has_names else f'SPACE "," SPACE {json.dumps(key)} SPACE ":"'
@@ -109,10 +96,6 @@ def _hermes_calls(marks: CallMarks, _: bool) -> list[str]:
     return [f"end: {marks.rule(CLOSING)}", f"call: SPACE {_OBJECT} SPACE end"]
 
 
-def _xml_calls(marks: CallMarks, _: bool) -> list[str]:
-    return [f"end: {marks.rule(CLOSING)}", 'call: "\\n" tool "\\n" end']
-
-
 def _mistral_calls(marks: CallMarks, single: bool) -> list[str]:
     if marks.has_names:
         return [f"args: {marks.rule('[ARGS]')}", "call: tool"]
@@ -125,11 +108,82 @@ def _llama_calls(_: CallMarks, __: bool) -> list[str]:
 
 
 _CALLS: dict[CallForm, Callable[[CallMarks, bool], list[str]]] = {
-    "hermes": _hermes_calls, "qwen3_coder": _xml_calls, "mistral": _mistral_calls, "llama3_json": _llama_calls,
+    "hermes": _hermes_calls, "mistral": _mistral_calls, "llama3_json": _llama_calls,
 }  # fmt: skip
 
 
-BOUND_FORMS = (*_CALLS, "harmony")  # forms whose calls can be constrained
+def _tag(begin: str, content: Any, end: str) -> dict[str, Any]:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _text(value: str) -> dict[str, Any]:
+    return {"type": "const_string", "value": value}
+
+
+def _json(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": schema or _ANY_OBJECT}
+
+
+def _list(tags: Sequence[Any], separator: str, single: bool) -> dict[str, Any]:
+    kind = {"type": "tags_with_separator", "at_least_one": True, "stop_after_first": single}
+    return {**kind, "tags": tags, "separator": separator}
+
+
+def _deepseek_tags(tools: Sequence[Offered], single: bool) -> list[dict[str, Any]]:
+    first, last, begin, end, separator = CALL_MARKS["deepseek_v3"]
+    blocks = [_tag(f"{begin}function{separator}{tool.name}\n```json\n", _json(tool.arguments), f"\n```{end}") for tool in tools]
+    newer = [_tag(f"{begin}{tool.name}{separator}", _json(tool.arguments), end) for tool in tools]
+    either = {"type": "or", "elements": [_list(blocks, "\n", single), _list(newer, "", single)]}
+    return [_tag(first, either, last)]
+
+
+def _kimi_tags(tools: Sequence[Offered], single: bool) -> list[dict[str, Any]]:
+    first, last, begin, end, separator = CALL_MARKS["kimi_k2"]
+    calls = []
+    for tool in tools:
+        parts = [{"type": "regex", "pattern": "[0-9]{1,4}"}, _text(separator), _json(tool.arguments)]
+        calls.append(_tag(f"{begin}functions.{tool.name}:", {"type": "sequence", "elements": parts}, end))
+    return [_tag(first, _list(calls, "", single), last)]
+
+
+def _qwen_tags(tools: Sequence[Offered], _: bool) -> list[dict[str, Any]]:
+    end = f"</function>\n{CLOSING}"
+    parameter = ("<parameter=", ">\n", "\n</parameter>\n")
+    return [_tag(f"<tool_call>\n<function={tool.name}>\n", _parameters(tool, *parameter), end) for tool in tools]
+
+
+def _glm_tags(tools: Sequence[Offered], _: bool) -> list[dict[str, Any]]:
+    parameter = ("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n")
+    return [_tag(f"<tool_call>{tool.name}\n", _parameters(tool, *parameter), CLOSING) for tool in tools]
+
+
+def _parameters(tool: Offered, before: str, behind: str, end: str) -> dict[str, Any]:
+    """Return the format of unquoted parameters in the order of the schema; ``before`` and ``behind`` enclose each name."""
+    # String values are unquoted, and of their schema only `enum` is enforced; other values are JSON.
+    schema = tool.arguments or _ANY_OBJECT
+    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    parts: list[dict[str, Any]] = [_text("")]
+    for name, value in schema.get("properties", {}).items():
+        texts = value.get("enum", ()) if isinstance(value, dict) else ()
+        content = {"type": "json_schema", "json_schema": {**value, **definitions} if isinstance(value, dict) else {}}
+        if texts and all(isinstance(text, str) for text in texts):
+            content = {"type": "or", "elements": [_text(text) for text in texts]}
+        elif isinstance(value, dict) and value.get("type") == "string":
+            content = {"type": "any_text"}
+        part = _tag(f"{before}{name}{behind}", content, end)
+        parts.append(part if name in schema.get("required", ()) else {"type": "or", "elements": [part, _text("")]})
+    if "properties" not in schema and schema.get("additionalProperties") is not False:
+        named = [{"type": "regex", "pattern": r"[^<>\n]+"}, _text(behind), {"type": "any_text"}]
+        some = _list([_tag(before, {"type": "sequence", "elements": named}, end)], "", False)
+        parts.append(some | {"at_least_one": False})
+    return {"type": "sequence", "elements": parts}
+
+
+_TAGS: dict[CallForm, Callable[[Sequence[Offered], bool], list[dict[str, Any]]]] = {
+    "deepseek_v3": _deepseek_tags, "kimi_k2": _kimi_tags, "qwen3_coder": _qwen_tags, "glm45": _glm_tags,
+}  # fmt: skip
+_SECTIONS = ("deepseek_v3", "kimi_k2")  # forms with all calls in one tag
+BOUND_FORMS = (*_CALLS, *_TAGS, "harmony")  # forms whose calls can be constrained
 
 
 def _either(name: str, count: int) -> str:
@@ -152,32 +206,6 @@ def _harmony_rules(tools: Sequence[Offered], required: bool, tokens: Mapping[str
         header = f'({first} {channel} "commentary" | {channel} {second}) type {message}'
         rules += [f"tool_{index}: {header} arguments_{index}", f"arguments_{index}: {json_rule(tool.arguments or _ANY_OBJECT)}"]
     return [*rules, harmony_type(tokens)]
-
-
-def _xml_rules(index: int, tool: Offered) -> list[str]:
-    """Return the rules for a Qwen3-Coder call, with its parameters in the order of the schema."""
-    # String values are unquoted, and of their schema only `enum` is enforced; other values are JSON.
-    schema = tool.arguments or _ANY_OBJECT
-    required, definitions = schema.get("required", ()), {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    rules, parts = [f'value_{index}[suffix="\\n</parameter>\\n"]: /(?s:.*)/'], []
-    for place, (name, value) in enumerate(schema.get("properties", {}).items()):
-        texts = value.get("enum", ()) if isinstance(value, dict) else ()
-        end = json.dumps("\n</parameter>\n")
-        if texts and all(isinstance(text, str) for text in texts):
-            rule = f"({' | '.join(map(json.dumps, texts))}) {end}"
-        elif isinstance(value, dict) and value.get("type") == "string":
-            rule = f"value_{index}"
-        else:
-            found = {**value, **definitions} if isinstance(value, dict) else {}
-            rules.append(f"json_{index}_{place}: {json_rule(found)}")
-            rule = f"json_{index}_{place} {end}"
-        rules.append(f"parameter_{index}_{place}: {json.dumps(f'<parameter={name}>' + chr(10))} {rule}")
-        parts.append(f"parameter_{index}_{place}" + ("" if name in required else "?"))
-    if "properties" not in schema and schema.get("additionalProperties") is not False:
-        rules.append(f'any_{index}: "<parameter=" /[^<>\\n]+/ ">\\n" value_{index}')
-        parts.append(f"any_{index}*")
-    head = json.dumps(f"<function={tool.name}>\n")
-    return [f'tool_{index}: {head} {" ".join(parts)} "</function>"', *rules]
 
 
 def tools_grammar(tools: Sequence[Tool], choice: str | NamedTool | None, single: bool, marks: CallMarks) -> str:

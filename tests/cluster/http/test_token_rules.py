@@ -8,9 +8,23 @@ from typing import Any
 import httpx
 import pytest
 
+from outrider.cache_service.namespace import hash_key
 from outrider.cluster.http.api import Service
+from outrider.configs.slices import TenancyOptions, TenantOptions
 from outrider.decoding.request import SamplingParams, ThinkingBudget
-from tests.cluster.circle import CHAT, CHATS, CIRCLE, COMPLETIONS, TEXT, TOKENIZER, LocalEngine, byte_ids, check_error, client_of
+from tests.cluster.circle import (
+    CHAT,
+    CHATS,
+    CIRCLE,
+    COMPLETIONS,
+    TEXT,
+    TOKENIZER,
+    LocalEngine,
+    build_tokenizer,
+    byte_ids,
+    check_error,
+    client_of,
+)
 
 A, B, C = byte_ids("abc")
 PLAIN: dict[str, Any] = {"speculation": {"max_draft_tokens": 0}}
@@ -103,6 +117,29 @@ def test_ids_unknown_fields_and_origins(circle_engine: LocalEngine, caplog: pyte
         assert http.options(COMPLETIONS, headers=asked | {"Origin": "https://other.example"}).status_code == 400
         assert http.post(COMPLETIONS, json=TEXT | {"best_of": 3}).status_code == 400
         assert http.get("/v1/models").headers["X-Request-Id"]
+
+
+def test_documents_are_shown_by_a_template_that_reads_them(circle_engine: LocalEngine) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{% for each in documents or [] %}({{ each.text }}){% endfor %}{{ messages[0].content }}"
+    with client_of(Service(circle_engine, tokenizer)) as http:
+        for documents, prompt in ((None, "hi"), ([{"text": "ab"}, {"text": "c"}], "(ab)(c)hi")):
+            http.post(CHATS, json=CHAT | {"documents": documents}).raise_for_status()
+            assert TOKENIZER.decode(circle_engine.jobs[-1].prompt_ids) == prompt
+
+
+def test_a_salt_narrows_what_a_tenant_shares(circle_engine: LocalEngine) -> None:
+    """KV is found again by the same tenant with the same salt only, and no text is drafted from another request."""
+    tenancy = TenancyOptions({"acme": TenantOptions((hash_key("k"),)), "other": TenantOptions((hash_key("o"),))})
+    body = TEXT | {"prompt": "salted " * 40 + "<"}
+    with client_of(Service(circle_engine, TOKENIZER, tenancy)) as http:
+
+        def cached(key: str, **more: str) -> int:
+            answer = http.post(COMPLETIONS, json=body | more, headers={"Authorization": f"Bearer {key}"})
+            return int(answer.raise_for_status().json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        first = [cached("k", cache_salt="x"), cached("k", cache_salt="y"), cached("o", cache_salt="x")]
+        assert first == [0, 0, 0] and cached("k", cache_salt="x") > 0 and cached("o", cache_salt="x") > 0
 
 
 def test_a_salt_keeps_requests_apart() -> None:

@@ -19,10 +19,11 @@ from outrider.cluster.http.answers.harmony import HarmonyReader
 from outrider.cluster.http.answers.reasoning import Thought
 from outrider.cluster.http.answers.tool_calls import Arguments, ToolCallReader, call_id, whole_calls
 from outrider.cluster.http.answers.tool_values import value_json
-from outrider.cluster.http.types.tool_grammar import CallMarks, Offered, call_grammar
+from outrider.cluster.http.types.structural_tag import CallMarks, structural_grammar
+from outrider.cluster.http.types.tool_grammar import Offered, call_grammar
 from outrider.engine.text.chat import bracketed_tokens
 from outrider.engine.text.chat_format import CALL_MARKS, CallForm, ChatFormat, added_tokens
-from outrider.engine.text.grammar import Grammars
+from outrider.engine.text.grammar import GrammarError, Grammars
 from tests.cluster.circle import MESSAGES, build_tokenizer, save_saying, speaking
 
 SCHEMA: dict[str, Any] = {
@@ -284,6 +285,13 @@ BOUND: list[tuple[CallForm, bool, list[str], list[str]]] = [
      [f"[{ONE}]", f"[TOOL_CALLS]{ONE}", "[TOOL_CALLS][]"]),
     ("mistral", True, [f"[TOOL_CALLS]f[ARGS]{FULL.arguments}[TOOL_CALLS]g[ARGS]{{}}"],
      [f"[TOOL_CALLS][{ONE}]", "[TOOL_CALLS]f[ARGS]{}", "[TOOL_CALLS]h[ARGS]{}"]),
+    ("deepseek_v3", False, [DEEP.format(V3, V3_BARE), DEEP.format(V31, ""), DEEP.format(V31, V31.replace("｜>f<", "｜>f<"))],
+     [V3, DEEP.format("", ""), DEEP.format(V3.replace("3,", '"3",'), ""), DEEP.format(V31, V3), DEEP.format(V31, "")[:-9]]),
+    ("kimi_k2", False, [KIMI.format(KIMI_ONE, KIMI_OTHER), KIMI.format(KIMI_OTHER, "")],
+     [KIMI_ONE, KIMI.format("", ""), KIMI.format(KIMI_ONE.replace(".f:", ".h:"), ""),
+      KIMI.format(KIMI_ONE.replace(":0", ""), "")]),
+    ("glm45", False, [GLM, f"{GLM}\n<tool_call>g\n</tool_call>"],
+     [GLM.replace(">3<", ">x<"), GLM.replace("call>f", "call>h"), GLM.replace(">a<", ">c<"), "<tool_call>f\n</tool_call>"]),
     ("llama3_json", False, [LLAMA_ONE, f"{LLAMA_ONE}; {LLAMA_OTHER}"], [ONE, "x", f"x {LLAMA_ONE}", LLAMA_ONE.replace("3", "x")]),
 ]  # fmt: skip
 
@@ -429,3 +437,60 @@ def test_harmony_calls_only_functions_that_were_sent() -> None:
     ):
         reader = HarmonyReader(None, True, names=names)
         assert [*reader.push(text), *reader.finish()] == found
+
+
+def tag_of(*triggers: str, **more: Any) -> dict[str, Any]:
+    """Tags of a whole number, of a word, and of text up to the end."""
+    number = {"type": "json_schema", "json_schema": {"type": "integer"}}
+    tags = [
+        {"begin": "<f=a>", "content": number, "end": "</f>"},
+        {"begin": "<f=b>", "content": {"type": "regex", "pattern": "[x/]+"}, "end": "</f>"},
+        {"begin": "<tool_call>\n", "content": {"type": "any_text"}, "end": "</tool_call>"},
+    ]
+    return {"format": {"type": "triggered_tags", "triggers": list(triggers or ("<f=", "<tool_call>")), "tags": tags, **more}}
+
+
+OLDER = {"structures": [{"begin": "<f=a>", "schema": {"type": "integer"}, "end": "</f>"}], "triggers": ["<f="]}
+ONLY = {"type": "sequence", "elements": [{"type": "const_string", "value": "So: "}, tag_of()["format"]]}
+A_LIST = {"type": "tags_with_separator", "tags": tag_of()["format"]["tags"][:2], "separator": ", "}
+TAGGED: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    (OLDER, ["", "f <f", "a <f=a>12</f> b<f=a>3</f>"], ["<f=", "<f=a>x</f>", "<f=a>1", "<f=b>x</f>"]),
+    (tag_of(), ["", "<tool <f=b>x/</f> <tool_call>\nany <f= text</tool_call>\n<f=a>1</f>"],
+     ["<tool_call>x</tool_call>", "<f=b>y</f>", "<tool_call>\n", "<f=a>1</f><f="]),
+    (tag_of(at_least_one=True), ["<f=a>1</f>", "<f=a>1</f> and <f=b>x</f>"], ["", "x<f=a>1</f>"]),
+    (tag_of(stop_after_first=True), ["x", "x<f=a>1</f>"], ["<f=a>1</f>x"]),
+    ({"format": ONLY}, ["So: ", "So: x<f=a>1</f>"], ["", "x", "So: <f="]),
+    ({"format": A_LIST}, ["", "<f=a>1</f>", "<f=a>1</f>, <f=b>x</f>"], ["x", "<f=a>1</f>,", "<f=a>1</f><f=b>x</f>"]),
+    ({"format": {"type": "or", "elements": [A_LIST | {"at_least_one": True}, {"type": "const_string", "value": "none"}]}},
+     ["none", "<f=b>/</f>"], ["", "x"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tag", "good", "bad"), TAGGED)
+def test_structural_tags(tokenizer: PreTrainedTokenizerFast, tag: dict[str, Any], good: list[str], bad: list[str]) -> None:
+    marks = CallMarks("hermes", False, added_tokens(tokenizer), bracketed_tokens(tokenizer))
+    grammar = structural_grammar(tag, marks)
+    assert structural_grammar(json.dumps(tag), marks) == grammar
+    for text in good:
+        assert accepts(tokenizer, grammar, text), text
+    for text in bad:
+        assert not accepts(tokenizer, grammar, text), text
+
+
+@pytest.mark.parametrize(
+    ("tag", "told"),
+    [
+        ("{", "JSON"), ([], "an object"), ({}, "structures"), ({"format": {"type": "music"}}, "music"), ('"\\ud83d"', "JSON"),
+        (tag_of("<g="), r"triggers\[0\]"), (tag_of("<f=", "<f=a", "<tool"), r"triggers\[0\]"), (tag_of(""), r"triggers\[0\]"),
+        (tag_of("<f="), "none of the triggers"),
+        ({"format": {"type": "sequence", "elements": [{"type": "any_text"}, A_LIST]}}, r"elements\[0\]: any_text"),
+        ({"format": {"type": "tag", "begin": "a", "content": tag_of()["format"], "end": "b"}}, "content: triggered_tags"),
+        ({"format": {"type": "json_schema", "json_schema": {"not": {}}}}, "not"),
+        ({"format": {"type": "json_schema", "json_schema": {"const": 9007199254740993}}}, "format: "),
+        (OLDER | {"triggers": []}, "empty"),
+        ({"format": {"type": "tag", "begin": "a", "content": {"type": "any_text"}}}, "format.end must be a string"),
+    ],
+)  # fmt: skip
+def test_a_faulty_structural_tag_names_its_part(tag: Any, told: str) -> None:
+    with pytest.raises(GrammarError, match=told):
+        structural_grammar(tag, CallMarks())

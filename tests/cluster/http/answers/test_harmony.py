@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from outrider.cluster.http.answers.harmony import HarmonyReader
 from outrider.cluster.http.answers.logprobs import TokenBytes
 from outrider.cluster.http.answers.reasoning import ReasoningTokens
-from outrider.cluster.http.types.tool_grammar import CallMarks, Offered, call_grammar
+from outrider.cluster.http.types.structural_tag import CallMarks
+from outrider.cluster.http.types.tool_grammar import Offered, call_grammar
 from outrider.engine.text.chat_format import CALL_MARKS, HARMONY, ChatFormat, added_tokens
 from outrider.engine.text.grammar import Grammars, behind_analysis, json_grammar
 from tests.cluster.circle import MESSAGES, Said, Speaker, build_tokenizer, save_saying, speaking, whole

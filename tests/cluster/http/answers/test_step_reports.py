@@ -110,3 +110,26 @@ def test_nothing_is_told_where_nobody_asks(http: httpx.Client) -> None:
 def test_an_echo_belongs_to_no_step(http: httpx.Client) -> None:
     (text,), (steps,), _ = whole(http, COMPLETIONS, echo=True)
     assert text == "hgf<" + spelled(steps)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_acceptance_is_told_by_the_names_of_vllm(circle_engine: LocalEngine, path: str) -> None:
+    """The figures are those of the report, with the usage only, and null where there are several choices."""
+    with client_of(Service(circle_engine, TOKENIZER, spec_decode_metrics=True)) as http:
+        answer = http.post(path, json=body(path)).raise_for_status().json()
+        steps = [step for step in answer["choices"][0]["speculation"]["steps"] if step["drafted"]]
+        told, accepted = answer["metrics"]["speculative_decoding"], sum(step["accepted"] for step in steps)
+        drafted, counts = sum(step["drafted"] for step in steps), [step["accepted"] for step in steps]
+        assert accepted > 0 and told == {
+            "mean_acceptance_length": 1 + accepted / len(steps), "draft_acceptance_rate": accepted / drafted,
+            "acceptance_histogram": [counts.count(count) for count in range(max(step["drafted"] for step in steps) + 1)],
+            "num_spec_steps": len(steps), "num_accepted_draft_tokens": accepted, "num_draft_tokens": drafted,
+            "num_spec_tokens": max(step["drafted"] for step in steps),
+        }  # fmt: skip
+        *chunks, last = read_stream(http, path, body(path, stream_options={"include_usage": True}))
+        assert last["metrics"] == answer["metrics"] and not any("metrics" in chunk for chunk in chunks)
+        assert http.post(path, json=body(path, n=2)).json()["metrics"] is None
+        plain = http.post(path, json=body(path, speculation={"max_draft_tokens": 0})).json()["metrics"]["speculative_decoding"]
+        assert (plain["mean_acceptance_length"], plain["acceptance_histogram"], plain["num_spec_tokens"]) == (1, [0], 0)
+    with client_of(Service(circle_engine, TOKENIZER)) as http:
+        assert "metrics" not in http.post(path, json=body(path)).json()

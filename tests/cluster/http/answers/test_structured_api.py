@@ -66,6 +66,42 @@ def test_choice_and_regex(client: OpenAI) -> None:
     assert text == "x" * text.count("x") + "z" + "y" * text.count("y") or set(text) <= set("xz")
 
 
+TAG = {
+    "structures": [{"begin": "<abc=f>", "schema": {"enum": ["é_日", 3]}, "end": "</abc>"}],
+    "triggers": ["<abc"],
+}
+
+
+@pytest.mark.parametrize("arguments", [{"temperature": 0}, {"seed": 1}, {"seed": 2}], ids=str)
+def test_text_is_free_before_a_structural_tag(client: OpenAI, arguments: dict[str, Any]) -> None:
+    """The model says the trigger by itself, and would go on otherwise."""
+    form = {"type": "structural_tag", **TAG}
+    text, reason = chat(client, {"response_format": form}, max_tokens=60, **arguments)
+    if arguments == {"temperature": 0}:
+        assert re.match(r'<abc=f>("é_日"|3)</abc>', text), text
+    assert re.fullmatch(r'((?!<abc)[^\0]|<abc=f>("é_日"|3)</abc>)*', text) or reason == "length"
+    for body, drafted in (
+        ({"response_format": form}, False),
+        ({"structured_outputs": {"structural_tag": TAG}}, True),
+        ({"structured_outputs": {"structural_tag": json.dumps(form)}}, True),
+    ):
+        assert chat(client, body, drafted, max_tokens=60, **arguments) == (text, reason)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
+        ({"response_format": {"type": "structural_tag", "format": {}, **TAG}}, "response_format.type"),
+        ({"response_format": {"type": "text", **TAG}}, "response_format.type"),
+        ({"response_format": {"type": "structural_tag", **TAG, "triggers": ["x"]}}, "response_format"),
+        ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs.structural_tag"),
+    ],
+)
+def test_a_faulty_structural_tag_is_refused(http: httpx.Client, body: dict[str, Any], param: str) -> None:
+    check_error(http.post(COMPLETIONS, json={"model": "circle", "prompt": "<", "max_tokens": 4, **body}), 400, param=param)
+
+
 def test_completions_streams_and_logprobs(client: OpenAI, http: httpx.Client) -> None:
     body = {"model": "circle", "prompt": "<", "max_tokens": 200, "seed": 3, "logprobs": 1, "response_format": FORM}
     answer = http.post("/v1/completions", json=body).json()
