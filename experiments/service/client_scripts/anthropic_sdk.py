@@ -15,7 +15,7 @@ HOURS = {
 def main() -> None:
     """Prints a line for each thing tried; ends with an error where one is not as it should be."""
     client = Anthropic(base_url=sys.argv[1], api_key="none", max_retries=0, timeout=120)
-    options = {"model": sys.argv[2], "max_tokens": 40, "temperature": 0, "messages": ASKED}
+    options = {"model": sys.argv[2], "max_tokens": 40, "messages": ASKED, "extra_body": {"temperature": 0}}
 
     whole = client.messages.create(**options)
     text = whole.content[0].text
@@ -23,7 +23,7 @@ def main() -> None:
     assert text and whole.stop_reason == "end_turn"
 
     for speculation in ({}, {"max_draft_tokens": 0}):
-        with client.messages.stream(**options, extra_body={"speculation": speculation}) as stream:
+        with client.messages.stream(**options | {"extra_body": {"temperature": 0, "speculation": speculation}}) as stream:
             streamed = "".join(stream.text_stream)
             last = stream.get_final_message()
         assert (streamed, last.usage.output_tokens) == (text, whole.usage.output_tokens), (streamed, text)
