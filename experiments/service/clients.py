@@ -87,7 +87,8 @@ def measure(args: argparse.Namespace, given: bench.Run) -> bench.Results:
         values = {
             "scripts": _SCRIPTS, "url": url, "model": name, "tokenizer": Path(find_model(args.model)).resolve(),
             "seconds": args.seconds, "users": _USERS, "cases": args.cases, "folder": folder, "records": args.records,
-            "vllm": ROOT / "experiments" / "peers" / "client_scripts" / "vllm_command.py", "workloads": args.workloads and args.workloads.resolve(),
+            "vllm": ROOT / "experiments" / "peers" / "client_scripts" / "vllm_command.py",
+            "workloads": args.workloads and args.workloads.resolve(),
         }  # fmt: skip
         for client in args.only:
             given.progress.say(client)
