@@ -295,6 +295,7 @@ def create_api(
     app.post("/v1/embeddings", responses=documents.ERRORS, response_model=None, include_in_schema=False)(service.embeddings)
     app.post("/tokenize", responses=_described(Tokens), response_model=None)(service.text.tokenize)
     app.post("/detokenize", responses=_described(Detokenized), response_model=None)(service.text.detokenize)
+    app.get("/tokenizer_info", responses=documents.ERRORS)(service.text.tokenizer_info)
     app.post("/v1/documents/text", responses=_described(FileText), response_model=None, openapi_extra=documents.FILE)(
         service.text.text_of_file
     )

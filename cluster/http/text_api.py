@@ -1,4 +1,4 @@
-"""Routes ``/tokenize``, ``/detokenize`` and ``/v1/documents/text``."""
+"""Routes ``/tokenize``, ``/detokenize``, ``/tokenizer_info`` and ``/v1/documents/text``."""
 
 from __future__ import annotations
 
@@ -70,6 +70,13 @@ class TextService:
         self.tenancy.tenant_of(authorization)
         info = await self.model(body.model)
         return _json(await self.threads.run(self._detokenized, body.tokens, info.vocab_size))
+
+    async def tokenizer_info(self, authorization: Authorization = None) -> dict[str, Any]:
+        """Return the special tokens and the chat template by the names of ``tokenizer_config.json``. Raises ApiError (401)."""
+        self.tenancy.tenant_of(authorization)
+        tokenizer = self.threads.tokenizer
+        special = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        return {"tokenizer_class": type(tokenizer).__name__, **special, "chat_template": tokenizer.chat_template}
 
     async def text_of_file(self, request: Request, authorization: Authorization = None) -> Response:
         """Extract the text of a file (plain text, Markdown, HTML or PDF) for ``reference_documents``, as ``FileText``.

@@ -27,7 +27,7 @@ from outrider.cluster.http.types.tool_grammar import left_out, tools_grammar
 from outrider.decoding.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_CHARS
 from outrider.decoding.sources.embeddings import MAX_EMBEDDING
 
-MAX_STOPS = 4  # OpenAI's limit
+MAX_STOPS = 16  # OpenAI allows 4; the tasks of lm-eval-harness have more
 MAX_STOP_IDS = 1024
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 1024

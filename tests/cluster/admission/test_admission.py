@@ -137,6 +137,7 @@ def test_a_key_is_required_for_all_but_the_states(house: Callable[..., House]) -
             ("POST", "/v1/chat/completions"),
             ("POST", "/tokenize"),
             ("POST", "/detokenize"),
+            ("GET", "/tokenizer_info"),
         ]:
             for headers in ({}, bearer("wrong"), bearer(ADMIN), {"Authorization": ACME}):
                 refused = http.request(method, path, headers=headers, content="{not JSON" if method == "POST" else None)
@@ -147,7 +148,7 @@ def test_a_key_is_required_for_all_but_the_states(house: Callable[..., House]) -
         assert http.get("/v1/models", headers=bearer(ACME)).status_code == 200
         assert http.post("/tokenize", json={"prompt": "ab"}, headers=bearer(ACME)).json()["count"] == 2
     assert keyed.post(SHORT, ACME).json()["choices"][0]["text"] == "abc"
-    assert keyed.counts().refused["invalid_api_key"] == 28
+    assert keyed.counts().refused["invalid_api_key"] == 32
     assert keyed.counts().requests == 1
 
 

@@ -59,7 +59,7 @@ WRONG: dict[tuple[str, ...], dict[str, list[Any]]] = {
         "top_k": [-2, 2**31],
         "timeout": [1e10],
         "seed": [-(2**63) - 1, 2**63],
-        "stop": ["", ["a", ""], list("abcde"), 7, ["a", "b" * 1001], "x" * 1001, [5] * MANY],
+        "stop": ["", ["a", ""], list("abcdefghijklmnopq"), 7, ["a", "b" * 1001], "x" * 1001, [5] * MANY],
         "stop_token_ids": [[258]],
         "stop_token_ids[0]": [[-1]],
         "n": [0, 129],

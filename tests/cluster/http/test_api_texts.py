@@ -20,7 +20,7 @@ from tests.cluster.circle import CHAT, MESSAGES, TEXT, TOKENIZER, LocalEngine, b
 
 ROUTES = {
     "/health", "/ping", "/ready", "/version", "/v1/models", "/v1/models/{name}", "/v1/completions", "/v1/chat/completions",
-    "/v1/compare", "/tokenize", "/detokenize",
+    "/v1/compare", "/tokenize", "/detokenize", "/tokenizer_info",
 }  # fmt: skip
 
 
@@ -34,6 +34,13 @@ def test_texts_become_tokens_and_tokens_texts(http: httpx.Client) -> None:
     assert http.post("/tokenize", json={"prompt": ""}).json()["tokens"] == []
     assert http.post("/detokenize", json={"tokens": [0, *byte_ids("a")]}).json() == {"prompt": "</s>a"}
     assert http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+
+
+def test_the_tokenizer_is_described_as_clients_of_vllm_read_it(http: httpx.Client) -> None:
+    told = http.get("/tokenizer_info").raise_for_status().json()
+    assert told["eos_token"] == TOKENIZER.eos_token and told["chat_template"] == TOKENIZER.chat_template
+    assert told["bos_token"] is None is TOKENIZER.bos_token
+    assert http.post("/tokenize", json={"prompt": told["eos_token"], "add_special_tokens": False}).json()["count"] == 1
 
 
 @pytest.mark.parametrize("fields", [{}, {"return_token_strs": True}])
