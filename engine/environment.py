@@ -63,34 +63,49 @@ def nvidia_device_present() -> bool:
 
 
 def import_transformers() -> None:
-    """Import transformers' model code without torch's compiler and DTensor, which it needs only to be compiled or sharded itself.
-
-    Both are half of its import. A later import of ``torch._dynamo`` gets the real one. Does nothing if that is imported already.
-    """
+    """Import transformers' model code without torch's compiler and DTensor, which are half of its import."""
     from transformers.utils import is_torch_distributed_available
 
-    if _DYNAMO in sys.modules:
-        return
-    lazy: Any = ModuleType(_DYNAMO)
-    lazy.allow_in_graph = lazy.assume_constant_result = lazy.disable = _unmarked
-    lazy.__path__ = []
-    traced: Any = ModuleType(_TRACED)
-    traced.TransformGetItemToIndex = lambda: importlib.import_module(_TRACED).TransformGetItemToIndex()
     available = torch.distributed.is_available
     torch.distributed.is_available = lambda: False
     try:
         is_torch_distributed_available()  # transformers keeps the answer
     finally:
         torch.distributed.is_available = available
+    try:
+        with without_compiler():
+            for name in ("torch.nn.attention.bias", "transformers.modeling_utils", "transformers.generation.utils"):
+                importlib.import_module(name)
+    except (ImportError, AttributeError) as error:  # a release that uses more of torch's compiler imports it
+        logger.debug("transformers is imported with torch's compiler: %s", error)
+
+
+@contextlib.contextmanager
+def without_compiler() -> Iterator[None]:
+    """Keep ``torch._dynamo``, which takes seconds, from being imported in the block for its marks on functions alone."""
+    if _DYNAMO in sys.modules:
+        yield
+        return
+    lazy: Any = ModuleType(_DYNAMO)
+    lazy.allow_in_graph = lazy.assume_constant_result = lazy.disable = _unmarked
+    lazy.__path__, lazy.__getattr__ = [], _of_compiler
+    traced: Any = ModuleType(_TRACED)
+    traced.TransformGetItemToIndex = lambda: importlib.import_module(_TRACED).TransformGetItemToIndex()
     sys.modules[_DYNAMO] = torch._dynamo = lazy
     sys.modules[_TRACED] = traced
     try:
-        for name in ("torch.nn.attention.bias", "transformers.modeling_utils", "transformers.generation.utils"):
-            importlib.import_module(name)
-    except (ImportError, AttributeError) as error:  # a release that uses more of torch's compiler imports it
-        logger.debug("transformers is imported with torch's compiler: %s", error)
+        yield
     finally:
-        del sys.modules[_DYNAMO], sys.modules[_TRACED], torch._dynamo
+        if sys.modules[_DYNAMO] is lazy:
+            del sys.modules[_DYNAMO], sys.modules[_TRACED], torch._dynamo
+
+
+def _of_compiler(name: str) -> Any:
+    """Import torch's compiler after all and return its attribute."""
+    if name.startswith("__"):  # which tools ask every module for
+        raise AttributeError(name)
+    del sys.modules[_DYNAMO], sys.modules[_TRACED]
+    return getattr(importlib.import_module(_DYNAMO), name)
 
 
 def _unmarked(function: Callable[..., Any] | None = None, *args: object, **options: object) -> Callable[..., Any]:
