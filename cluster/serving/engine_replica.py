@@ -52,6 +52,9 @@ class EngineReplica:
         self._version = version
         report_progress("importing torch and transformers")
         # Imported here, because only this process needs torch and the model library.
+        from outrider.engine.environment import import_transformers
+
+        import_transformers()
         from outrider.actors.heap import spare_collector
         from outrider.actors.lookahead.elastic import ElasticGroup
         from outrider.actors.replica import Replica

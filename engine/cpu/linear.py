@@ -66,8 +66,12 @@ class PanelWeight(torch.Tensor):
         outputs, size = weight.shape[-2:]
         panels = self._panels()
         *leading, count, steps, _, pair = panels.shape
-        filled = torch.nn.functional.pad(weight, (0, steps * pair - size, 0, count * PANEL - outputs))
-        panels.copy_(filled.view(*leading, count, PANEL, steps, pair).transpose(-3, -2))
+        padding = (0, steps * pair - size, 0, count * PANEL - outputs)
+        filled = torch.nn.functional.pad(weight, padding) if any(padding) else weight.contiguous()
+        filled = filled.view(*leading, count, PANEL, steps, pair)
+        if pair == 2:  # torch copies one number of four bytes several times as fast as two of two bytes
+            panels, filled = panels.view(torch.int32), filled.view(torch.int32)
+        panels.copy_(filled.transpose(-3, -2))
 
     def plain(self) -> torch.Tensor:
         """Return a copy in plain order."""

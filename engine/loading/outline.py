@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from outrider.engine.cpu.mixers import bind_mixers
 from outrider.engine.cpu.state_step import StateShape, Survey
+from outrider.engine.environment import without_compiler
 from outrider.engine.errors import ModelLoadError, first_line
 from outrider.engine.forward.attention import TREE_ATTENTION
 from outrider.engine.forward.batch import AttentionCall
@@ -115,13 +116,13 @@ def _outline(key: _Key) -> Outline:
     row = torch.zeros(1, 1, dtype=torch.int64, device="meta")
     try:
         # The stock model computes one row on torch's meta device: the arguments of its attention calls are recorded.
-        with torch.device("meta"):
+        with without_compiler(), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=TREE_ATTENTION).eval()
         do_not_warn(model)
         model.set_experts_implementation("batched_mm")  # its shapes do not depend on the router
         has_states = bool(bind_mixers(model))
         step = survey if has_states else listener
-        with torch.inference_mode():
+        with without_compiler(), torch.inference_mode():
             model(input_ids=row, position_ids=row, use_cache=False, logits_to_keep=row[0], tree_step=step)
         if has_states:
             survey.check()

@@ -128,6 +128,9 @@ def _given(context: typer.Context) -> dict[str, Any]:
 @contextlib.contextmanager
 def _engine(settings: Settings) -> Iterator[OfflineEngine | OfflineGroup]:
     """Yield the engine; end the command with one line if it cannot be loaded, or if its ranks or device fail."""
+    from outrider.engine.environment import import_transformers
+
+    import_transformers()
     from outrider.actors.ranks import GroupError
     from outrider.engine.errors import DeviceError, ModelLoadError
 

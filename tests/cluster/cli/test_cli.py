@@ -41,6 +41,24 @@ def test_imports_of_processes_without_a_model(modules: Sequence[str], heavy: set
     assert run.stdout.strip() == "set()", run.stderr
 
 
+def test_imports_of_processes_with_a_model(circle_model: Path) -> None:
+    heavy = {"torch._dynamo", "torch._inductor", "torch.distributed.tensor", "deepspeed", "ray"}
+    code = f"""if True:
+        import sys
+        from outrider.engine.environment import import_transformers
+        import_transformers()
+        from outrider.actors.offline import OfflineEngine
+        from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+        model = ModelOptions({str(circle_model)!r}, device="cpu")
+        OfflineEngine(model, EngineOptions(), SpeculationOptions(), brief=True)
+        print({heavy} & set(sys.modules))
+        import torch  # whose compiler is there for who asks for it
+        print(int(torch.compile(lambda given: given + 1, backend="eager")(torch.ones(1, dtype=int))))
+    """
+    run = outrider_apart(code=code)
+    assert run.stdout.split() == ["set()", "2"], run.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
