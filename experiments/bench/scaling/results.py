@@ -109,6 +109,7 @@ class Round:
     tokens: int
     wall_s: float  # from the first request to the last answer, HTTP included
     counts: Mapping[str, float]
+    latency_s: float = 0.0  # of all requests, one after the other
 
     @property
     def decode_rate(self) -> float:
@@ -158,7 +159,8 @@ def ask(url: str, body: Mapping[str, Any], prompts: Sequence[str], clients: int)
     """
     at = urlsplit(url)
 
-    def one(prompt: str) -> tuple[int, str]:
+    def one(prompt: str) -> tuple[int, str, float]:
+        began = time.perf_counter()
         with contextlib.closing(http.client.HTTPConnection(at.hostname or "", at.port, timeout=TIMEOUT_S)) as connection:
             data = json.dumps({**body, "messages": [{"role": "user", "content": prompt}]})
             connection.request("POST", "/v1/chat/completions", data, {"Content-Type": "application/json"})
@@ -166,14 +168,16 @@ def ask(url: str, body: Mapping[str, Any], prompts: Sequence[str], clients: int)
             answer = json.loads(response.read())
         if response.status != 200:
             raise RuntimeError(f"HTTP {response.status}: {answer}")
-        return answer["usage"]["completion_tokens"], answer["choices"][0]["message"]["content"] or ""
+        text = answer["choices"][0]["message"]["content"] or ""
+        return answer["usage"]["completion_tokens"], text, time.perf_counter() - began
 
     before, began = _counters(at.hostname or "", at.port), time.perf_counter()
     with ThreadPoolExecutor(clients) as pool:
         answers = list(pool.map(one, prompts))
     wall_s, after = time.perf_counter() - began, _counters(at.hostname or "", at.port)
     counts = {name: after[name] - before[name] for name in COUNTERS}
-    return Round(len(prompts), sum(tokens for tokens, _ in answers), wall_s, counts), [text for _, text in answers]
+    tokens, texts, latency_s = zip(*answers, strict=True)
+    return Round(len(prompts), sum(tokens), wall_s, counts, sum(latency_s)), list(texts)
 
 
 def _counters(host: str, port: int | None) -> dict[str, float]:
