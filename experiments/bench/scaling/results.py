@@ -35,7 +35,8 @@ KINDS = tuple(_NAMES)
 COUNTERS = {
     "steps": "outrider:steps_total", "rows": "outrider:step_rows_total", "forward_s": "outrider:forward_seconds_total",
     "exchange_s": "outrider:exchange_seconds_total", "exchange_bytes": "outrider:exchange_bytes_total",
-    "decode_s": "vllm:request_decode_time_seconds_sum", "request_steps": "outrider:request_steps_total",
+    "ttft_s": "vllm:time_to_first_token_seconds_sum", "decode_s": "vllm:request_decode_time_seconds_sum",
+    "request_steps": "outrider:request_steps_total",
     "tokens": "outrider:tokens_total", "drafted": "outrider:draft_tokens_total",
 }  # fmt: skip
 
