@@ -18,7 +18,9 @@ from outrider.decoding.budget.latency import LatencyCurve, StepLoad
 from outrider.decoding.replay import KnownText
 from outrider.decoding.request import PLAIN
 from outrider.engine.emulation.hardware import ModelShape
+from outrider.engine.text.tokenizer import load_tokenizer
 from outrider.experiments.bench.scaling.results import Entry, Form
+from outrider.experiments.bench.workloads import prompt_ids
 from outrider.experiments.simulation.cluster import SimulatedCluster
 from outrider.experiments.simulation.replica import KnownTarget, SimulatedReplica
 from outrider.experiments.simulation.steps import Host, Mode, Software, StepTimes
@@ -107,7 +109,12 @@ class Prediction:
         self._curve, self._shape, self._budget, self._hosts, self._gap_s = curve, shape, budget, hosts, gap_s
         cutter = TextTokenizer(Path(model))
         records = [PromptRecord(str(at), "all", prompt, (), output) for at, (prompt, output) in enumerate(texts.items())]
-        self._texts = [(text.id, text) for text in known_texts(records, cutter, max_tokens)]
+        tokenizer = load_tokenizer(model)
+        known = zip(records, known_texts(records, cutter, max_tokens), strict=True)
+        # Prompts are sent as the only message of a chat.
+        self._texts = [
+            (text.id, replace(text, prompt_ids=np.asarray(prompt_ids(record, tokenizer), np.int32))) for record, text in known
+        ]
         self._context = max(len(text.prompt_ids) + len(text.output_ids) for _, text in self._texts)
         self._vocabulary = cutter.vocab_size, cutter.end_token_id
 
