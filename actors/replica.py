@@ -334,7 +334,7 @@ class Replica:
                 # The consumer of the older stream may have disconnected unnoticed.
                 self._abort(other)
                 other.put(StreamTakenError(_LAST_EVENT, "another client has resumed this stream"))
-            self._engine.add(live.request)
+            self._engine.add(live.request, live.began_s)
         except (QueueFullError, RequestError) as error:
             live.put(error)
             return

@@ -277,8 +277,8 @@ class Engine:
         assert live.keys() >= set(self._drafter.tracked_requests()), (set(self._drafter.tracked_requests()), live.keys())
         self._executor.check_integrity(self._scheduler.running)
 
-    def add(self, request: Request) -> None:
-        """Queue a request.
+    def add(self, request: Request, began_s: float | None = None) -> None:
+        """Queue a request. ``began_s`` is the wall clock at its arrival, for an emulated device.
 
         Raises:
             ContextLengthError: prompt and ``max_tokens`` exceed the context.
@@ -321,6 +321,8 @@ class Engine:
         if request.as_published is None:
             request.as_published = self._as_published
         request.arrived_s = self._clock()
+        if self._emulated is not None:
+            self._emulated.began(request.request_id, began_s)
 
     def _admit(self, request: Request) -> None:
         """Have the drafter prepare for a request. Raises ``RequestError`` or ``QueueFullError`` for its options."""

@@ -322,7 +322,7 @@ EMULATED = (
     ),
     counter(
         "outrider:emulated_hidden_seconds",
-        "Wall seconds that are no emulated seconds, since emulation.time_dilation made the GPU slower.",
+        "Wall seconds of ended requests that are no emulated seconds, since emulation.time_dilation made the GPU slower.",
         _emulated(lambda one: one.hidden_s),
     ),
     gauge(

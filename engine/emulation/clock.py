@@ -27,6 +27,7 @@ class EmulatedClock:
         self.hidden_s = 0.0  # wall seconds that are no emulated seconds
         self._wall, self._sleep = wall, sleep
         self._lead_s = 0.0  # median seconds by which a sleep ends too late
+        self._last = 0.0, 0.0, 0.0  # wall seconds at which the last work began and ended, and ``hidden_s`` before it
 
     def now(self) -> float:
         """Return the emulated seconds since some moment."""
@@ -39,12 +40,13 @@ class EmulatedClock:
         Yields a list that holds the emulated seconds of the device afterwards, and the emulated seconds of the block beyond them.
         """
         booked: list[float] = []
-        began = self._wall()
+        began, hidden_s = self._wall(), self.hidden_s
         yield booked
         ends = began + self.dilation * seconds
         left = ends - self._wall()
         if left <= 0.0:  # the host was not ready when the device was
             self.hidden_s += (self.dilation - 1.0) * seconds
+            self._last = began, ends - left, hidden_s
             booked += [seconds, -left]
             return
         if left > self._lead_s:
@@ -54,7 +56,14 @@ class EmulatedClock:
         self._lead_s = min(max(self._lead_s + (_LEAD_STEP_S if ended > ends else -_LEAD_STEP_S), 0.0), _LONGEST_LEAD_S)
         took = ended - began
         self.hidden_s += took - took / self.dilation
+        self._last = began, ended, hidden_s
         booked += [took / self.dilation, 0.0]
+
+    def hidden_at(self, wall_s: float) -> float:
+        """Return ``hidden_s`` at a moment since the last work began: a request arrives while the device works."""
+        began, ended, hidden_s = self._last
+        share = min(max((wall_s - began) / (ended - began), 0.0), 1.0) if ended > began else 1.0
+        return hidden_s + share * (self.hidden_s - hidden_s)
 
     def wall(self) -> float:
         """Return the seconds of the wall clock, which all processes of a machine share."""
@@ -74,3 +83,4 @@ class EmulatedClock:
         last = max([began, *(at for at, _ in others)])
         reached = max([began - self.hidden_s, *(at - hidden_s - hidden for at, hidden in others)])
         self.hidden_s = last - reached
+        self._last = self._last[0], last, self._last[2]

@@ -48,7 +48,8 @@ class EmulatedDevice:
         self.roofline, self.known, self.drafter_s = roofline, known, drafter_s
         self.clock = clock or EmulatedClock(dilation)
         self._forwards = self._late = 0
-        self._device_s = self._late_s = self._bytes = 0.0
+        self._device_s = self._late_s = self._bytes = self._hidden_s = 0.0
+        self._live: dict[str, float] = {}  # ``hidden_s`` of the clock when a request arrived, by its id
         self._ratios: deque[float] = deque(maxlen=_KEPT)
 
     @classmethod
@@ -80,12 +81,20 @@ class EmulatedDevice:
             self._late_s += late
         self._ratios.append((taken + late) / seconds)
 
+    def began(self, request_id: str, wall_s: float | None) -> None:
+        """Store the arrival of a request; ``wall_s`` is now if it is None."""
+        self._live[request_id] = self.clock.hidden_at(self.clock.wall() if wall_s is None else wall_s)
+
+    def ended(self, request_id: str) -> None:
+        """Count the seconds that dilation hid from a request."""
+        self._hidden_s += self.clock.hidden_s - self._live.pop(request_id, self.clock.hidden_s)
+
     def counts(self) -> EmulatedCounts:
         """Return the counters."""
         ratios, roofline = list(self._ratios), self.roofline
         return EmulatedCounts(
             roofline.card.name, roofline.model.name, self.clock.dilation, self._forwards, self._device_s,
-            self._late, self._late_s, statistics.median(ratios) if ratios else 0.0, self.clock.hidden_s, self._bytes,
+            self._late, self._late_s, statistics.median(ratios) if ratios else 0.0, self._hidden_s, self._bytes,
         )  # fmt: skip
 
 
@@ -96,6 +105,11 @@ class EmulatedExecutor(LocalExecutor):
         super().__init__(runner)
         self.emulated = device
         self.clock = device.clock.now
+
+    def end(self, request: Request) -> None:
+        """See ``Executor``."""
+        self.emulated.ended(request.request_id)
+        super().end(request)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         with self.emulated.working(batch):

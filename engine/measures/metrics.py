@@ -109,7 +109,7 @@ class EmulatedCounts:
     late: int  # forwards whose computation on the processor took longer than the device time
     late_s: float  # emulated seconds beyond it, which count as the host's
     ratio: float  # median of taken over roofline seconds, of the latest forwards; 0.0 before the first
-    hidden_s: float  # wall seconds that are no emulated seconds
+    hidden_s: float  # wall seconds of all ended requests that are no emulated seconds
     exchange_bytes: float  # between the devices of a tensor-parallel or pipeline group
 
 

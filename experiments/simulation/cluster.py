@@ -15,7 +15,7 @@ from outrider.experiments.simulation.replica import TENANT, Piece, SimulatedRepl
 
 
 class SimulatedCluster:
-    """Replicas behind a router that picks the less loaded of two at random, as Ray Serve does.
+    """Replicas behind a router that picks the least loaded one, as ``cluster.serving.replica_chooser`` for new prompts.
 
     The tokens of a replica are drafted from by the others ``lag_s`` after the end of its step. A step is computed when it begins;
     requests that arrive during it wait for the next one. A client that sends its next request at the end of a step, without a
@@ -97,9 +97,8 @@ class SimulatedCluster:
             self._idle.pop(number).succeed()
 
     def _pick(self) -> int:
-        """Return the less loaded of two random replicas; of equals the first drawn."""
-        count = len(self._replicas)
-        drawn = self._random.sample(range(count), min(2, count))
+        """Return the least loaded replica; of equals a random one."""
+        drawn = self._random.sample(range(len(self._replicas)), len(self._replicas))
         return min(drawn, key=lambda number: self._replicas[number].load + self._queued[number])
 
     def _serve(self, number: int) -> Generator[simpy.Event, object, None]:

@@ -33,7 +33,7 @@ from outrider.engine.text.tokenizer import load_tokenizer
 from outrider.experiments.bench.figure import panel
 from outrider.experiments.bench.record import ROOT, Kept, git_state, spread
 from outrider.experiments.bench.run import Results, Run
-from outrider.experiments.bench.scaling.prediction import Prediction, Totals, fitted_host
+from outrider.experiments.bench.scaling.prediction import Prediction, Totals, decode_forward_s, fitted_host
 from outrider.experiments.bench.scaling.results import KINDS, Form, ask
 from outrider.experiments.bench.workloads import fitting_records, interleaved
 from outrider.experiments.service.served import Served, served
@@ -43,14 +43,16 @@ FORMS = tuple(kind for kind in KINDS if kind != "threads")
 _TITLES = {
     "replicas": "replicas", "lookahead": "LP", "elastic": "elastic LP", "tensor": "TP", "pipeline": "PP",
 }  # fmt: skip
+_SPLITS = ("tensor", "pipeline")
 CHECKED = (1.0, 4.0)  # dilations whose figures must agree
 AGREES = 0.05
 FEWEST = 8  # prompts of a cell
 _DELAYS_MS = (0.0, 1.0)  # of the drafter
 HOLDS = 0.15
-_HIDDEN, _RATIO = "outrider:emulated_hidden_seconds_total", "outrider:emulated_step_ratio"
+_RATIO = "outrider:emulated_step_ratio"
 _SUMS = {
-    "ttft_s": "vllm:time_to_first_token_seconds_sum", "device_s": "outrider:emulated_device_seconds_total",
+    "hidden_s": "outrider:emulated_hidden_seconds_total",
+    "device_s": "outrider:emulated_device_seconds_total",
     "forwards": "outrider:emulated_forwards_total", "late": "outrider:emulated_late_forwards_total",
     "device_bytes": "outrider:emulated_exchange_bytes_total",
 }  # fmt: skip
@@ -197,16 +199,15 @@ def _cell(
     body = {"model": model, "max_tokens": max_tokens, "temperature": 0, "cache": "off", "speculation": spoken}
     records = asked(records, clients)
     prompts = [record.prompt for record in records]
-    ask(server.url, body, prompts[:clients], clients)
+    ask(server.url, body, prompts[: min(clients, FEWEST)], clients)
     before, cpu_s = _readings(server.url), processor_s(server)
     done, texts = ask(server.url, body, prompts, clients)
     cpu_s, after = processor_s(server) - cpu_s, _readings(server.url)
     sums = {name: _sum(after, sample) - _sum(before, sample) for name, sample in _SUMS.items()}
-    hidden = [value - before.get(_HIDDEN, {}).get(engine, 0.0) for engine, value in after.get(_HIDDEN, {}).items()]
     differing = sum(not (record.output or "").startswith(text) for record, text in zip(records, texts, strict=True))
     return {
-        "requests": done.requests, "tokens": done.tokens, "wall_s": done.wall_s, "hidden_s": max(hidden, default=0.0),
-        "cpu_s": cpu_s, "cores": os.cpu_count(), "differing": differing,
+        "requests": done.requests, "tokens": done.tokens, "wall_s": done.wall_s, "latency_s": done.latency_s, "cpu_s": cpu_s,
+        "cores": os.cpu_count(), "differing": differing,
         "ratio": statistics.median(after.get(_RATIO, {"": 0.0}).values()), **done.counts, **sums,
     }  # fmt: skip
 
@@ -240,8 +241,11 @@ def processor_s(server: Served) -> float:
 
 
 def seconds_of(cell: Cell) -> float:
-    """Return the emulated seconds of a cell: the wall seconds without those that dilation hid on the busiest engine."""
-    return float(cell["wall_s"] - cell["hidden_s"])
+    """Return the emulated seconds of a cell: the share of its wall seconds that dilation did not hide from its requests.
+
+    Example: requests wait 8 s each for an answer, of which dilation hid 7. A cell of 80 wall seconds has 10 emulated ones.
+    """
+    return float(cell["wall_s"] * (1.0 - cell["hidden_s"] / cell["latency_s"]))
 
 
 def _figures(cells: Sequence[Cell]) -> dict[str, list[float]]:
@@ -318,23 +322,28 @@ class EmulatedPrediction(Prediction):
 
     def __init__(
         self, roofline: DeviceRoofline, records: Sequence[PromptRecord], model: str, budget: int, hosts: Mapping[str, Host],
-        gap_s: float, exchange_s: float, group_s: Mapping[str, float], max_tokens: int,
+        gap_s: float, group_s: Mapping[tuple[str, str], float], max_tokens: int,
     ) -> None:  # fmt: skip
+        """Predict as ``Prediction``. ``group_s``: what two ranks add to the host's time of a step, by form and strategy."""
         texts = {record.prompt: record.output or "" for record in records}
         super().__init__(roofline.curve(), roofline.model, texts, model, budget, hosts, gap_s, max_tokens)
-        self._roofline, self._exchange_s, self._group_s = roofline, exchange_s, group_s
+        self._roofline, self._group_s = roofline, group_s
 
     def _asked(self, clients: int) -> Sequence[tuple[str, KnownText]]:
         return asked(super()._asked(clients), clients)
 
-    def _times(self, form: Form, clients: int, host: Host) -> tuple[int, StepTimes]:
-        if form.kind not in ("tensor", "pipeline"):
-            replicas, times = super()._times(form, clients, host)
-            return replicas, dataclasses.replace(times, exchange_s=self._exchange_s)
-        split = cast(Split, form.kind)
-        curve = dataclasses.replace(self._roofline, split=split, ranks=form.ranks).curve()
-        slower = dataclasses.replace(host, step_s=host.step_s + self._group_s.get(form.kind, 0.0) * form.ranks / 2)
-        return 1, StepTimes("tensor", form.ranks, curve, slower)
+    def _times(self, form: Form, clients: int, label: str) -> tuple[int, StepTimes]:
+        replicas, times = super()._times(form, clients, label)
+        if form.kind not in _SPLITS:
+            exchange_s = self._group_s.get(("lookahead", label), 2 * EXCHANGE_S) / 2
+            return replicas, dataclasses.replace(times, exchange_s=exchange_s)
+        step_s = times.host.step_s + self._group_s.get((form.kind, label), 0.0) * form.ranks / 2
+        host = dataclasses.replace(times.host, step_s=step_s)
+        return 1, StepTimes("tensor", form.ranks, _split(self._roofline, form).curve(), host)
+
+
+def _split(roofline: DeviceRoofline, form: Form) -> DeviceRoofline:
+    return dataclasses.replace(roofline, split=cast(Split, form.kind), ranks=form.ranks) if form.kind in _SPLITS else roofline
 
 
 def validated(
@@ -342,7 +351,11 @@ def validated(
     records: Sequence[PromptRecord], model: str, args: argparse.Namespace,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the tokens per second of each row as emulated and as simulated, and the share of errors up to ``HOLDS``."""
-    totals = {key: _totals(own) for key, own in _grouped(cells, "form", "strategy", "clients").items()}
+    by_label = {form.label: form for form in forms}
+    totals = {
+        key: _totals(own, _split(roofline, by_label[key[0]]), by_label[key[0]])
+        for key, own in _grouped(cells, "form", "strategy", "clients").items()
+    }
     one, most = forms[0].label, max(args.clients)
     plain, many = totals[one, PLAIN, 1], totals[one, PLAIN, most]
     labels = [PLAIN, *(choice.label for choice in _choices(args))]
@@ -350,19 +363,12 @@ def validated(
     for label in labels:
         hosts[label], gap_s = fitted_host(plain, many, totals[one, label, 1])
     pairs = {form.kind: form.label for form in forms if form.workers == 2}
-    alone_s = plain.step_s - plain.forward_s
-    group_s: dict[str, float] = {
-        kind: max(0.0, pair.step_s - pair.forward_s - alone_s)
-        for kind in ("tensor", "pipeline") if kind in pairs for pair in [totals.get((pairs[kind], PLAIN, 1))] if pair is not None
+    group_s = {
+        (kind, label): max(0.0, totals[pairs[kind], label, 1].host_s - totals[one, label, 1].host_s)
+        for kind in ("lookahead", *_SPLITS) for label in labels if (pairs.get(kind), label, 1) in totals
     }  # fmt: skip
-    shared = [
-        cell for cell in cells if cell["form"] == pairs.get("lookahead") and cell["strategy"] != PLAIN and cell["clients"] == 1
-    ]
-    steps = sum(cell["steps"] for cell in shared)
-    exchange_s = sum(cell["exchange_s"] for cell in shared) / steps / 2 if steps else EXCHANGE_S
     budget = args.budget or (63 if roofline.form == "strict" else 64)
-    prediction = EmulatedPrediction(roofline, records, model, budget, hosts, gap_s, exchange_s, group_s, args.max_tokens)
-    by_label = {form.label: form for form in forms}
+    prediction = EmulatedPrediction(roofline, records, model, budget, hosts, gap_s, group_s, args.max_tokens)
     choices = {choice.label: choice for choice in (*chosen_strategies([PLAIN]), *_choices(args))}
     told: dict[str, Any] = {}
     left_out: dict[str, str] = {}
@@ -378,17 +384,20 @@ def validated(
     fitted = {label: dataclasses.asdict(host) for label, host in hosts.items()}
     return {
         "rows": told, "left_out": left_out, "held": held, "told": len(told),
-        "fitted": {"hosts": fitted, "gap_s": gap_s, "exchange_s": exchange_s, "group_s": group_s},
+        "fitted": {"hosts": fitted, "gap_s": gap_s, "group_s": {", ".join(key): value for key, value in group_s.items()}},
     }  # fmt: skip
 
 
-def _totals(cells: Sequence[Cell]) -> Totals:
+def _totals(cells: Sequence[Cell], roofline: DeviceRoofline, form: Form) -> Totals:
     def total(name: str) -> float:
         return float(sum(cell[name] for cell in cells))
 
-    forward_s = total("device_s") / max(1.0, total("forwards"))
-    seconds = sum(seconds_of(cell) for cell in cells)
-    return Totals(seconds, total("requests"), total("steps"), total("request_steps"), total("decode_s"), forward_s)
+    steps, request_steps = total("steps"), total("request_steps")
+    drafted = total("drafted") / request_steps / (form.ranks if form.kind == "lookahead" else 1)
+    return Totals(
+        len(cells), sum(map(seconds_of, cells)), total("requests"), steps, request_steps, total("ttft_s"), total("decode_s"),
+        total("device_s") / max(1.0, total("forwards")), decode_forward_s(roofline.curve(), request_steps / steps, drafted),
+    )  # fmt: skip
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

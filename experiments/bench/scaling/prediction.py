@@ -18,7 +18,9 @@ from outrider.decoding.budget.latency import LatencyCurve, StepLoad
 from outrider.decoding.replay import KnownText
 from outrider.decoding.request import PLAIN
 from outrider.engine.emulation.hardware import ModelShape
+from outrider.engine.text.tokenizer import load_tokenizer
 from outrider.experiments.bench.scaling.results import Entry, Form
+from outrider.experiments.bench.workloads import prompt_ids
 from outrider.experiments.simulation.cluster import SimulatedCluster
 from outrider.experiments.simulation.replica import KnownTarget, SimulatedReplica
 from outrider.experiments.simulation.steps import Host, Mode, Software, StepTimes
@@ -30,21 +32,24 @@ _SOFTWARE = Software()
 class Totals:
     """Counts of all requests of a form, strategy and number of concurrent requests on one worker."""
 
-    seconds: float  # from the first request to the last answer
+    rounds: int
+    seconds: float  # of all rounds, each from the first request to the last answer
     requests: float
     steps: float
     request_steps: float
+    ttft_s: float  # of all requests
     decode_s: float  # of all requests, after their first token
     forward_s: float  # of one forward, without the host
+    decode_forward_s: float  # the same after the first token
 
     @property
-    def step_s(self) -> float:
-        """Return the seconds of a step of a request that is alone, after its first token."""
-        return self.decode_s / max(1.0, self.request_steps - self.requests)
+    def host_s(self) -> float:
+        """Return the seconds of the host in a step of a request that is alone, after its first token."""
+        return max(0.0, self.decode_s / max(1.0, self.request_steps - self.requests) - self.decode_forward_s)
 
 
 def fitted_host(plain: Totals, many: Totals, drafting: Totals) -> tuple[Host, float]:
-    """Return the host's times, and the seconds between a request and the next of the same client.
+    """Return the host's times, and the seconds of a request outside the engine.
 
     Args:
         plain: plain decoding of one request at a time.
@@ -54,27 +59,31 @@ def fitted_host(plain: Totals, many: Totals, drafting: Totals) -> tuple[Host, fl
     Example: a forward of 10 ms. Steps of one request take 10.5 ms, those of four together 12: half a millisecond a request and
     nothing else. With drafts they take 10.8 ms: 0.3 ms of drafting.
     """
-    alone_s = max(0.0, plain.step_s - plain.forward_s)
-    gap_s = max(0.0, plain.seconds - plain.steps * (alone_s + plain.forward_s)) / plain.requests
+    alone_s = plain.host_s
+    gap_s = max(0.0, plain.seconds - plain.ttft_s - plain.decode_s) / plain.requests
     together = many.request_steps / many.steps
     request_s = alone_s
     if together > 1.0:
-        other_s = many.seconds / many.steps - many.forward_s
+        # One client's request is outside the engine while another's is computed, except at the beginning and the end of a round.
+        other_s = (many.seconds - many.rounds * gap_s) / many.steps - many.forward_s
         request_s = min(max((other_s - alone_s) / (together - 1.0), 0.0), other_s / together)
-    propose_s = max(0.0, drafting.step_s - drafting.forward_s - alone_s)
-    return Host(max(0.0, alone_s - request_s), request_s, propose_s), gap_s
+    return Host(max(0.0, alone_s - request_s), request_s, max(0.0, drafting.host_s - alone_s)), gap_s
 
 
 def totals_of(entry: Entry, curve: LatencyCurve) -> Totals:
     """Return the totals of an entry of one worker, whose forwards take what ``curve`` says."""
     rounds = [one for own in entry.rounds.values() for one in own]
     steps, request_steps = entry.total("steps"), entry.total("request_steps")
-    sequences = request_steps / steps
-    rows = sequences * (1.0 + entry.total("drafted") / request_steps)
-    load = StepLoad(max(1, round(sequences)), max(1, round(sequences)), round(sequences * curve.context))
-    forward_s = float(curve.seconds(np.array([rows], np.float64), load)[0])
+    forward_s = decode_forward_s(curve, request_steps / steps, entry.total("drafted") / request_steps)
     seconds, requests = sum(one.wall_s for one in rounds), sum(one.requests for one in rounds)
-    return Totals(seconds, requests, steps, request_steps, entry.total("decode_s"), forward_s)
+    times = entry.total("ttft_s"), entry.total("decode_s")
+    return Totals(len(rounds), seconds, requests, steps, request_steps, *times, forward_s, forward_s)
+
+
+def decode_forward_s(curve: LatencyCurve, sequences: float, drafted: float) -> float:
+    """Return the seconds of a forward of so many sequences, each with ``drafted`` rows besides the root."""
+    load = StepLoad(max(1, round(sequences)), max(1, round(sequences)), round(sequences * curve.context))
+    return float(curve.seconds(np.array([sequences * (1.0 + drafted)], np.float64), load)[0])
 
 
 def fitted_hosts(entries: Sequence[Entry], curve: LatencyCurve) -> tuple[dict[str, Host], float]:
@@ -100,7 +109,12 @@ class Prediction:
         self._curve, self._shape, self._budget, self._hosts, self._gap_s = curve, shape, budget, hosts, gap_s
         cutter = TextTokenizer(Path(model))
         records = [PromptRecord(str(at), "all", prompt, (), output) for at, (prompt, output) in enumerate(texts.items())]
-        self._texts = [(text.id, text) for text in known_texts(records, cutter, max_tokens)]
+        tokenizer = load_tokenizer(model)
+        known = zip(records, known_texts(records, cutter, max_tokens), strict=True)
+        # Prompts are sent as the only message of a chat.
+        self._texts = [
+            (text.id, replace(text, prompt_ids=np.asarray(prompt_ids(record, tokenizer), np.int32))) for record, text in known
+        ]
         self._context = max(len(text.prompt_ids) + len(text.output_ids) for _, text in self._texts)
         self._vocabulary = cutter.vocab_size, cutter.end_token_id
 
@@ -110,7 +124,7 @@ class Prediction:
         Raises:
             ValueError: the strategy or the form cannot be simulated; with the reason.
         """
-        replicas, times = self._times(form, clients, self._hosts[choice.label])
+        replicas, times = self._times(form, clients, choice.label)
         target = KnownTarget(*self._vocabulary, self._context, times.curve)
         options = EngineOptions(max_running=max(clients, EngineOptions().max_running), max_waiting=len(self._texts))
         every = [SimulatedReplica(choice, times, target, options, self._budget, False) for _ in range(replicas)]
@@ -121,8 +135,8 @@ class Prediction:
         """Return the texts that this number of clients asks for."""
         return self._texts
 
-    def _times(self, form: Form, clients: int, host: Host) -> tuple[int, StepTimes]:
-        """Return the number of replicas and their step times."""
+    def _times(self, form: Form, clients: int, label: str) -> tuple[int, StepTimes]:
+        """Return the number of replicas and the times of their steps with a strategy."""
         mode: Mode = "lookahead"
         replicas, width, curve = 1, form.ranks, self._curve
         if form.kind == "threads":
@@ -136,7 +150,7 @@ class Prediction:
             mode, curve = "tensor", self._sliced(form.ranks)
         elif form.kind == "pipeline":
             mode = "pipeline"
-        return replicas, StepTimes(mode, width, curve, host, hop_s=_SOFTWARE.hop_s)
+        return replicas, StepTimes(mode, width, curve, self._hosts[label], hop_s=_SOFTWARE.hop_s)
 
     def _sliced(self, ranks: int) -> LatencyCurve:
         """Return the curve of tensor parallelism: each rank takes its part of the time, plus two sums per layer."""

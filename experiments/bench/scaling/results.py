@@ -35,7 +35,8 @@ KINDS = tuple(_NAMES)
 COUNTERS = {
     "steps": "outrider:steps_total", "rows": "outrider:step_rows_total", "forward_s": "outrider:forward_seconds_total",
     "exchange_s": "outrider:exchange_seconds_total", "exchange_bytes": "outrider:exchange_bytes_total",
-    "decode_s": "vllm:request_decode_time_seconds_sum", "request_steps": "outrider:request_steps_total",
+    "ttft_s": "vllm:time_to_first_token_seconds_sum", "decode_s": "vllm:request_decode_time_seconds_sum",
+    "request_steps": "outrider:request_steps_total",
     "tokens": "outrider:tokens_total", "drafted": "outrider:draft_tokens_total",
 }  # fmt: skip
 
@@ -109,6 +110,7 @@ class Round:
     tokens: int
     wall_s: float  # from the first request to the last answer, HTTP included
     counts: Mapping[str, float]
+    latency_s: float = 0.0  # of all requests, one after the other
 
     @property
     def decode_rate(self) -> float:
@@ -158,7 +160,8 @@ def ask(url: str, body: Mapping[str, Any], prompts: Sequence[str], clients: int)
     """
     at = urlsplit(url)
 
-    def one(prompt: str) -> tuple[int, str]:
+    def one(prompt: str) -> tuple[int, str, float]:
+        began = time.perf_counter()
         with contextlib.closing(http.client.HTTPConnection(at.hostname or "", at.port, timeout=TIMEOUT_S)) as connection:
             data = json.dumps({**body, "messages": [{"role": "user", "content": prompt}]})
             connection.request("POST", "/v1/chat/completions", data, {"Content-Type": "application/json"})
@@ -166,14 +169,16 @@ def ask(url: str, body: Mapping[str, Any], prompts: Sequence[str], clients: int)
             answer = json.loads(response.read())
         if response.status != 200:
             raise RuntimeError(f"HTTP {response.status}: {answer}")
-        return answer["usage"]["completion_tokens"], answer["choices"][0]["message"]["content"] or ""
+        text = answer["choices"][0]["message"]["content"] or ""
+        return answer["usage"]["completion_tokens"], text, time.perf_counter() - began
 
     before, began = _counters(at.hostname or "", at.port), time.perf_counter()
     with ThreadPoolExecutor(clients) as pool:
         answers = list(pool.map(one, prompts))
     wall_s, after = time.perf_counter() - began, _counters(at.hostname or "", at.port)
     counts = {name: after[name] - before[name] for name in COUNTERS}
-    return Round(len(prompts), sum(tokens for tokens, _ in answers), wall_s, counts), [text for _, text in answers]
+    tokens, texts, latency_s = zip(*answers, strict=True)
+    return Round(len(prompts), sum(tokens), wall_s, counts, sum(latency_s)), list(texts)
 
 
 def _counters(host: str, port: int | None) -> dict[str, float]:

@@ -60,6 +60,17 @@ def test_dilation_hides_device_time_and_no_host_time(dilation: float) -> None:
         assert clock.hidden_s - hidden_s == pytest.approx((dilation - 1) * device_s)
 
 
+def test_a_request_that_arrives_while_the_device_works() -> None:
+    clock, wall = clock_of(4.0)
+    wall.at += 0.002
+    with clock.working(0.010):
+        pass
+    assert [clock.hidden_at(at) for at in (0.001, 0.012, 0.042, 0.050)] == pytest.approx([0.0, 0.0075, 0.03, 0.03])
+    wall.at += 0.002
+    clock.join(0.0, 0.043, [(0.044, 0.030)])
+    assert clock.hidden_at(0.050) == clock.hidden_s and clock.hidden_at(0.001) == 0.0
+
+
 @pytest.mark.parametrize("dilation", [1.0, 4.0])
 def test_a_model_slower_than_the_device_counts_as_host_time(dilation: float) -> None:
     clock, wall = clock_of(dilation)

@@ -28,7 +28,8 @@ def cell(form: str, strategy: str, seconds: float, clients: int = 1, **changed: 
     steps = request_steps // clients
     found = {
         "form": form, "strategy": strategy, "clients": clients, "dilation": 8.0, "delay_ms": 0.0, "repeat": 0, "requests": 4,
-        "tokens": 120, "wall_s": 8 * seconds, "hidden_s": 7 * seconds, "cpu_s": seconds, "cores": 2, "differing": 0,
+        "tokens": 120, "wall_s": 8 * seconds, "latency_s": 8 * seconds * clients, "hidden_s": 7 * seconds * clients,
+        "cpu_s": seconds, "cores": 2, "differing": 0,
         "ratio": 1.001, "steps": steps, "request_steps": request_steps, "drafted": 0, "decode_s": seconds * clients,
         "ttft_s": 0.08, "device_s": 0.9 * seconds, "forwards": steps, "late": 0, "device_bytes": 100.0 * steps,
         "exchange_bytes": 0.0, "exchange_s": 0.0,

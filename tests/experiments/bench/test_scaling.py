@@ -91,12 +91,13 @@ def test_a_prediction_follows_the_calibration(tiny_model: Path) -> None:
 
 
 def test_the_host_s_times_are_fitted_to_one_worker() -> None:
-    plain = Totals(seconds=1.10, requests=4, steps=100, request_steps=100, decode_s=96 * 0.0105, forward_s=0.010)
-    many = Totals(seconds=0.30, requests=4, steps=25, request_steps=100, decode_s=1.0, forward_s=0.010)
-    drafting = Totals(seconds=0.5, requests=4, steps=44, request_steps=44, decode_s=40 * 0.0108, forward_s=0.010)
+    # A prompt takes 20 ms, and a request is outside the engine for 5.
+    plain = Totals(1, 96 * 0.0105 + 4 * 0.025, 4, 100, 100, 4 * 0.020, 96 * 0.0105, 0.0104, 0.010)
+    many = Totals(2, 2 * (25 * 0.0124 + 0.005), 8, 50, 200, 1.0, 2.0, 0.0104, 0.010)
+    drafting = Totals(1, 0.5, 4, 44, 44, 4 * 0.020, 40 * 0.0108, 0.0104, 0.010)
     host, gap_s = fitted_host(plain, many, drafting)
     assert (host.step_s, host.request_s, host.propose_s) == pytest.approx((0.0, 0.0005, 0.0003))
-    assert gap_s == pytest.approx((1.10 - 100 * 0.0105) / 4)
+    assert gap_s == pytest.approx(0.005)
     host, _ = fitted_host(plain, plain, plain)  # nothing else is known: all of it is each request's
     assert (host.step_s, host.request_s, host.propose_s) == pytest.approx((0.0, 0.0005, 0.0))
 

@@ -68,11 +68,11 @@ def test_a_full_replica_lets_others_wait() -> None:
     assert [journey.last_s for journey in simulated.journeys.values()] == pytest.approx([0.04, 0.08, 0.12])
 
 
-def test_the_router_picks_the_less_loaded_of_two() -> None:
-    simulated = cluster(2, max_running=1)
-    found = simulated.open_loop(texts(4, 4), (0.0, 0.0, 0.0, 0.0))
-    assert sorted(journey.last_s for journey in simulated.journeys.values()) == pytest.approx([0.04, 0.04, 0.08, 0.08])
-    assert found["tokens_per_s"] == pytest.approx(200.0)
+def test_the_router_picks_the_least_loaded() -> None:
+    simulated = cluster(4, max_running=1)
+    found = simulated.open_loop(texts(8, 4), (0.0,) * 8)
+    assert sorted(journey.last_s for journey in simulated.journeys.values()) == pytest.approx([0.04] * 4 + [0.08] * 4)
+    assert found["tokens_per_s"] == pytest.approx(400.0)
 
 
 def test_clients_ask_one_after_the_other() -> None:
