@@ -176,8 +176,7 @@ _METHODS = {
     "trie": "`trie`",
 }
 _PEERS = (peers, "2026-11-27-peers.json")
-_PAPERS = {name: f"2026-11-29-bench-paper-{name}.json" for name in ("llma", "trie", "ngrammys", "jacobi")}
-_PAPERS |= {"mjsd": "2026-11-26-bench-paper-mjsd.json"}
+_PAPERS = {name: f"2026-11-29-bench-paper-{name}.json" for name in ("llma", "trie", "ngrammys", "jacobi", "mjsd")}
 # document -> name of a table -> the function that builds it of the results of these records
 DOCUMENTS: dict[str, dict[str, tuple[Callable[..., Table], *tuple[str, ...]]]] = {
     "README.md": {
