@@ -13,6 +13,7 @@ import numpy as np
 
 from outrider.decoding.arrays import Int32Array
 from outrider.decoding.sources.text_keys import text_key
+from outrider.decoding.tree import ChoiceTree
 from outrider.decoding.verify.grammar import Grammar
 
 PUBLIC = "*"  # tenant whose texts all tenants may draft from
@@ -248,6 +249,7 @@ class StepOutput:
     report: StepReport | None = None  # if requested
     # If requested, in the first output with tokens: one for each prompt token from the second on.
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    scores: tuple[tuple[float, ...], ...] | None = None  # of a request's choices: the log-probability of each token
     fault_field: str | None = None  # set with error: the faulty field of the request; None: a step failed
     alone: bool | None = None  # set without tokens: whether the next step runs this quarantined request alone
 
@@ -338,11 +340,14 @@ class Request:
         embedding: the client's embedding as sign bits (``decoding.sources.embeddings.signs_of``).
         salt: KV is shared only with requests of the same tenant and salt; texts of other requests are not used for drafts, and
             the output is not kept for them. Empty for none.
+        choices: token sequences to score as continuations of the prompt, of 1 to ``max_tokens`` tokens each. They are branches of
+            one tree, and the request ends with their log-probabilities (``StepOutput.scores``) instead of output.
         quarantined: the request was running when an engine ended or a step failed. It is computed alone until it has emitted
             ``QUARANTINE_TOKENS`` more tokens.
 
     Raises:
-        ValueError: the prompt is empty, ``emitted`` leaves no room for one more token, or ``max_draft_tokens`` is negative.
+        ValueError: the prompt is empty, ``emitted`` leaves no room for one more token, ``max_draft_tokens`` is negative, or
+            a choice is empty or longer than ``max_tokens``.
     """
 
     __slots__ = (
@@ -356,6 +361,7 @@ class Request:
         "arrived_s",
         "as_published",
         "cache_namespace",
+        "choices",
         "embedding",
         "fault",
         "fault_field",
@@ -412,13 +418,17 @@ class Request:
         prompt_logprobs: int | None = None,
         embedding: Int32Array | None = None,
         salt: str = "",
+        choices: Sequence[Sequence[int]] = (),
         quarantined: bool = False,
     ) -> None:
         _check(prompt_ids, params, emitted, max_draft_tokens)
+        if not all(0 < len(choice) <= params.max_tokens for choice in choices):
+            raise ValueError(f"choices must have 1 to max_tokens={params.max_tokens} tokens each")
+        self.choices = ChoiceTree.of(int(prompt_ids[-1]), choices) if choices else None
         self.request_id, self.params, self.priority = request_id, params, priority
         self.account, self.weight = account, weight
         self.strategy, self.as_published = strategy, as_published
-        self.max_draft_tokens = 0 if strategy == PLAIN else max_draft_tokens
+        self.max_draft_tokens = 0 if strategy == PLAIN or choices else max_draft_tokens
         self.tenant, self.public, self.siblings, self.report = tenant, public, siblings, report
         self.adapter, self.cache_namespace = adapter, None if salt else cache_namespace_of(tenant, adapter)
         self.kv_namespace = kv_namespace_of(tenant, adapter, salt)

@@ -141,6 +141,38 @@ class DraftTree:
 
 
 @dataclass(frozen=True, slots=True)
+class ChoiceTree:
+    """Continuations of one text to score, as branches of one tree. Common beginnings share rows, and no row may be accepted.
+
+    Example: root 7 with the choices 1 2 and 1 3 is the tree 7 1. Row 0 scores the token 1, row 1 scores the tokens 2 and 3.
+    """
+
+    tree: DraftTree
+    scored: tuple[tuple[tuple[int, int], ...], ...]  # by choice: pairs of (row whose logits score the token, token)
+
+    @classmethod
+    def of(cls, root: int, choices: Sequence[Sequence[int]]) -> ChoiceTree:
+        """Build the tree of choices of at least one token each."""
+        tree = tree_of(root, [(choice[:-1], 0) for choice in choices], sum(map(len, choices)))
+        tree.num_candidates = 1
+        pairs = zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
+        rows = {pair: row for row, pair in enumerate(pairs)}
+        scored = []
+        for choice in choices:
+            row, found = 0, list[tuple[int, int]]()
+            for token in choice:
+                found.append((row, token))
+                row = rows.get((row, token), -1)  # -1: behind the last token
+            scored.append(tuple(found))
+        return cls(tree, tuple(scored))
+
+    @property
+    def rows(self) -> int:
+        """Return the number of rows below the root."""
+        return len(self.tree) - 1
+
+
+@dataclass(frozen=True, slots=True)
 class TreePart:
     """Rows of a tree that one rank computes."""
 

@@ -283,7 +283,8 @@ class Engine:
         Raises:
             ContextLengthError: prompt and ``max_tokens`` exceed the context.
             RequestError: the request uses an id that is in use, tokens outside the vocabulary, stop strings without a tokenizer,
-                a priority, strategy or adapter that this engine does not have, or a grammar that the model cannot follow.
+                a priority, strategy or adapter that this engine does not have, a grammar that the model cannot follow, or choices
+                that do not fit into a step.
             QueueFullError: too many requests wait.
         """
         params, limit = request.params, self.info.max_model_len
@@ -297,6 +298,7 @@ class Engine:
             )
         if request.prompt_ids.min() < 0 or request.prompt_ids.max() >= self.info.vocab_size:
             raise RequestError("prompt", f"token ids must be between 0 and {self.info.vocab_size - 1}")
+        self._check_choices(request)
         self.info.check_strategy(request.strategy)
         self.info.check_adapter(request.adapter)
         if params.stop and self.tokenizer is None:
@@ -323,6 +325,20 @@ class Engine:
         request.arrived_s = self._clock()
         if self._emulated is not None:
             self._emulated.began(request.request_id, began_s)
+
+    def _check_choices(self, request: Request) -> None:
+        if request.choices is None:
+            return
+        if max(token for choice in request.choices.scored for _, token in choice) >= self.info.vocab_size:
+            raise RequestError("choices", f"token ids must be between 0 and {self.info.vocab_size - 1}")
+        rows, most = request.choices.rows, self._scheduler.most_choice_rows
+        if rows > most:
+            limits = "speculation.largest_tree, or max_draft_tokens if it is set, and engine.max_step_tokens limit it"
+            raise RequestError("choices", f"their tree has {rows} tokens, the maximum is {most} ({limits}): send less")
+        rope, length = self._executor.rope, request.num_prompt + request.params.max_tokens
+        if rope is not None and length > rope.border and (rope.dynamic or request.num_prompt <= rope.border):
+            message = f"with the prompt they are longer than {rope.border} tokens, where the model's RoPE frequencies change"
+            raise RequestError("choices", f"{message}: send less")
 
     def _admit(self, request: Request) -> None:
         """Have the drafter prepare for a request. Raises ``RequestError`` or ``QueueFullError`` for its options."""
@@ -455,6 +471,10 @@ class Engine:
 
     def _commit(self, work: ScheduledRequest, outcome: VerifyResult, now_s: float) -> StepOutput:
         request, tree, acceptance = work.request, outcome.tree, outcome.acceptance
+        if outcome.scores is not None:
+            self._count(request, tree, (), 0, now_s)
+            self._release(request, FinishReason.STOP)
+            return StepOutput(request.request_id, (), "", FinishReason.STOP, None, request.stats, scores=outcome.scores)
         tokens = [*(tree.tokens[list(acceptance.rows)].tolist() if acceptance.rows else ()), acceptance.next_token]
         pieces, reason = self._outputs.read(request, tokens)
         kept, text = len(pieces), "".join(pieces)

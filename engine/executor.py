@@ -20,7 +20,7 @@ from outrider.decoding.sampling.penalties import LogitRules
 from outrider.decoding.sampling.ranking import argmax_rows, blocks_of, compile_ranking
 from outrider.decoding.sampling.row_draw import compile_draws
 from outrider.decoding.sampling.sampler import choose, token_logprobs
-from outrider.decoding.tree import DraftTree, Rule
+from outrider.decoding.tree import ChoiceTree, DraftTree, Rule
 from outrider.decoding.tree_rows import compile_rows
 from outrider.decoding.verify.exact import verify_exact
 from outrider.decoding.verify.target_probabilities import HostRows, LogitRows, TargetDistributions
@@ -33,7 +33,7 @@ from outrider.engine.text.grammar import Grammars
 
 logger = logging.getLogger(__name__)
 
-_SCORED_TOGETHER = 64  # prompt rows whose log-softmax is in memory at once
+_SCORED_TOGETHER = 64  # rows whose log-softmax is in memory at once
 _COMPILING = ThreadPoolExecutor(2, thread_name_prefix="grammars")
 
 
@@ -45,6 +45,7 @@ class VerifyResult:
     acceptance: Acceptance  # rows of ``tree``
     target: TargetRows  # model output at each row of ``tree``
     logprobs: tuple[TokenLogprob, ...] | None = None  # one per emitted token, if requested
+    scores: tuple[tuple[float, ...], ...] | None = None  # of the request's choices: the log-probability of each token
 
 
 class Executor(Protocol):
@@ -105,6 +106,9 @@ class Verifier:
         """Verify a tree; ``root`` has the root's [vocab] logits on the host if they are needed there."""
         request, tree, ids = work.request, work.tree, target.ids
         assert tree is not None
+        if request.choices is not None:
+            scores = _choice_scores(request.choices, target.logits)
+            return VerifyResult(tree, Acceptance((), int(ids[0])), target, scores=scores)
         logits: LogitRows | None = None
         if _reads_logits(work):
             logits = target.logits if root is None else HostRows(target.logits, root)
@@ -332,6 +336,17 @@ def _prompt_rows(work: ScheduledRequest) -> int:
         return 0
     # The row of token i scores token i + 1. The last token's row is the root of the tree.
     return max(0, min(work.end, work.request.num_prompt - 1) - work.start)
+
+
+def _choice_scores(choices: ChoiceTree, logits: torch.Tensor) -> tuple[tuple[float, ...], ...]:
+    """Return the log-probability of each token of each choice; ``logits``, [n, vocab], are of the rows of the tree."""
+    pairs = list(dict.fromkeys(pair for choice in choices.scored for pair in choice))
+    found: dict[tuple[int, int], float] = {}
+    for begin in range(0, len(pairs), _SCORED_TOGETHER):
+        part = pairs[begin : begin + _SCORED_TOGETHER]
+        entries = token_logprobs(logits[[row for row, _ in part]], [token for _, token in part], 0)
+        found |= zip(part, (entry.logprob for entry in entries), strict=True)
+    return tuple(tuple(found[pair] for pair in choice) for choice in choices.scored)
 
 
 def _scores(logits: torch.Tensor, tokens: list[int], count: int) -> list[TokenLogprob]:

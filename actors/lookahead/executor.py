@@ -184,7 +184,10 @@ class LookaheadParallelExecutor:
             rank_states = self._membership.ready(works)
             moved = _moved(rank_states)
             shared = self._choice is None or self._choice.shared
-            parts = [[] if work.tree is None else _parts(work.tree, 1 + len(rank_states), shared) for work in works]
+            parts = [
+                [] if work.tree is None else _parts(work.tree, 1 + len(rank_states), shared and work.request.choices is None)
+                for work in works
+            ]
             self._steps += 1
             partitioned = self._partition(works, parts, rank_states, top_k)
             own = self._compute(works, [part[0].tree if part else None for part in parts], top_k if rank_states else 0)

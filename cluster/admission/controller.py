@@ -277,8 +277,9 @@ class AdmissionController:
         if ticket.rates.tokens is None:
             return None
         references = {id(text): len(text) for job in jobs for text in job.references}  # choices share reference texts
-        spending = TokenUsage(sum(len(job.prompt_ids) for job in jobs[::n]) + sum(references.values()))
-        most = spending.input_tokens + sum(job.params.max_tokens for job in jobs)
+        scored = sum(len(choice) for job in jobs for choice in job.choices)
+        spending = TokenUsage(sum(len(job.prompt_ids) for job in jobs[::n]) + sum(references.values()) + scored)
+        most = spending.input_tokens + sum(job.params.max_tokens for job in jobs if not job.choices)
         ticket.taken.append((ticket.account.reserve(most, ticket.rates.tokens, time.monotonic()), spending))
         return spending
 

@@ -17,7 +17,7 @@ from outrider.cluster.http.errors import ApiError
 from outrider.cluster.http.turns import SENDER, Sender
 
 GENERATING = frozenset({
-    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/compare",
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/compare", "/v1/score",
 })  # fmt: skip
 _KEYED = ("/v1/", "/tokenize", "/detokenize")
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})

@@ -25,6 +25,7 @@ from outrider.cluster.http.answers.predicted import Predicted
 from outrider.cluster.http.answers.respond import ResponseForm, respond
 from outrider.cluster.http.answers.responses import ResponseBuilder, respond_items
 from outrider.cluster.http.answers.resume import StreamHeaders, no_resuming
+from outrider.cluster.http.answers.scores import Scores, scores_of
 from outrider.cluster.http.answers.stream_guard import StreamGuard
 from outrider.cluster.http.checked_bodies import checking_route
 from outrider.cluster.http.compare import Baseline, CompareService, Comparison
@@ -38,7 +39,7 @@ from outrider.cluster.http.text_api import Detokenized, FileText, TextService, T
 from outrider.cluster.http.text_threads import TextThreads
 from outrider.cluster.http.types.anthropic import CountTokensRequest, MessagesRequest
 from outrider.cluster.http.types.anthropic import own_name as anthropic_name
-from outrider.cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
+from outrider.cluster.http.types.openai import ChatCompletionRequest, CompletionRequest, ScoreRequest
 from outrider.cluster.http.types.responses import ResponsesRequest, own_name
 from outrider.cluster.observe.audit import Auditor, Forget, keeps_nothing
 from outrider.cluster.observe.metrics import MetricsService
@@ -241,6 +242,22 @@ class Service:
         form = ResponseForm(bool(body.stream), body.include_usage, body.reports_usage, echoes, shape=shape, ids=ids)
         return await respond(answer, generation, form)
 
+    async def score(
+        self,
+        body: ScoreRequest,
+        authorization: Authorization = None,
+        session_id: SessionId = None,
+        last_event_id: NoEventId = None,
+    ) -> Scores:
+        """Return the log-probabilities of choices behind a prompt."""
+        no_resuming(last_event_id)
+        planner = await self._answering.planner("score-", body, authorization, session_id)
+        with renamed_errors(lambda field: body.choices_field if field == "choices" else field, body.prompt_field):
+            admitted = self.admission.admit(await planner.score(body), body)
+            self.metrics.asked(1, planner.info.served_name)
+            generation = self._answering.generation(self._engine, admitted)
+            return await scores_of(generation, admitted.jobs, planner.beginning, body.model, self._token_bytes)
+
     def _card(self, info: ModelInfo, name: str) -> dict[str, Any]:
         form = self._answering.chat_format
         origins: dict[str, tuple[str, str | None]] = dict.fromkeys(info.aliases, (info.served_name, None))
@@ -292,6 +309,7 @@ def create_api(
     app.post("/v1/responses", responses=documents.RESPONSES, response_model=None)(service.response)
     app.post("/v1/messages", responses=documents.MESSAGES, response_model=None)(service.message)
     app.post("/v1/messages/count_tokens", responses=documents.ANTHROPIC_ERRORS)(service.count_tokens)
+    app.post("/v1/score", responses=documents.ERRORS, response_model_exclude_none=True)(service.score)
     app.post("/v1/embeddings", responses=documents.ERRORS, response_model=None, include_in_schema=False)(service.embeddings)
     app.post("/tokenize", responses=_described(Tokens), response_model=None)(service.text.tokenize)
     app.post("/detokenize", responses=_described(Detokenized), response_model=None)(service.text.detokenize)

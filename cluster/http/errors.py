@@ -18,7 +18,13 @@ from starlette.types import Scope
 
 from outrider.cluster.http.request_ids import request_id
 from outrider.cluster.http.types.anthropic import CountTokensRequest, MessagesRequest
-from outrider.cluster.http.types.openai import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from outrider.cluster.http.types.openai import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ScoreRequest,
+    TokenizeRequest,
+)
 from outrider.cluster.http.types.responses import ResponsesRequest
 from outrider.cluster.http.types.strict import Strict
 from outrider.engine.errors import ContextLengthError, QueueFullError, RequestError, StreamTakenError
@@ -33,6 +39,7 @@ _BODIES: dict[str, type[Strict]] = {
     "/responses": ResponsesRequest,
     "/messages": MessagesRequest,
     "/count_tokens": CountTokensRequest,
+    "/score": ScoreRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }  # by the end of the URL path

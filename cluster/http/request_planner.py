@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import hashlib
+import itertools
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,13 +23,19 @@ from outrider.cluster.http.errors import ApiError
 from outrider.cluster.http.request_ids import rename_request
 from outrider.cluster.http.text_threads import SHORT, TextThreads
 from outrider.cluster.http.turns import SENDER, Turns
-from outrider.cluster.http.types.openai import MAX_REPORTED_VALUES, ChatCompletionRequest, CompletionRequest, RequestFields
+from outrider.cluster.http.types.openai import (
+    MAX_REPORTED_VALUES,
+    ChatCompletionRequest,
+    CompletionRequest,
+    RequestFields,
+    ScoreRequest,
+)
 from outrider.cluster.http.types.structural_tag import CallMarks
 from outrider.cluster.http.types.tool_grammar import BOUND_FORMS, faulty_tool
 from outrider.cluster.serving.generation import EnginePort, Generation, GenerationJob, Listener
 from outrider.decoding.arrays import Int32Array
 from outrider.decoding.drafters.registry import strategy_text
-from outrider.decoding.request import SamplingParams, ThinkingBudget
+from outrider.decoding.request import PLAIN, SamplingParams, ThinkingBudget
 from outrider.decoding.sources.embeddings import signs_of
 from outrider.engine.errors import ContextLengthError, RequestError
 from outrider.engine.loading.model_info import ModelInfo
@@ -170,6 +177,43 @@ class RequestPlanner:
             await asyncio.sleep(0)  # all prompts together may be as large as a body: do not block the event loop
         return await self._jobs(body, prompts)
 
+    async def score(self, body: ScoreRequest) -> list[GenerationJob]:
+        """Return one job per prompt, with the choices to score. Raises the errors of ``chat``."""
+        jobs: list[GenerationJob] = []
+        for prompt, choices in body.pairs:
+            first = len(jobs)  # of several prompts each has one choice
+            fields = [body.prompt_field, *(f"{body.choices_field}[{first + at}]" for at in range(len(choices)))]
+            texts: list[list[int]] = []
+            for field, choice in zip(fields, ("", *choices), strict=True):
+                ids = await self._threads.run(self._joined, prompt, choice)
+                self._check_ids(field, ids)
+                self._check_length(field, ids)
+                if len(ids) > (context := self.info.max_model_len):
+                    message = f"the context is {context} tokens, but the prompt and the choice have {len(ids)}: shorten them"
+                    raise ContextLengthError(field, message)
+                texts.append(ids)
+            jobs.append(await self._threads.run(self._scoring, body, first, texts, fields))
+        return jobs
+
+    def _joined(self, prompt: str | ChatCompletionRequest, choice: str) -> list[int]:
+        return token_ids(self._tokenizer, prompt + choice) if isinstance(prompt, str) else self._render(prompt, choice)
+
+    def _scoring(self, body: ScoreRequest, index: int, texts: list[list[int]], fields: Sequence[str]) -> GenerationJob:
+        """Return the job of a prompt; ``texts`` are the prompt alone and with each choice. What they share is not scored."""
+        # A choice is tokenized with its prompt, as the model would read it: a token may hold the end of the one and the beginning
+        # of the other. Then it is scored with every choice, so that all are probabilities of the same part of the text.
+        shared = sum(1 for _ in itertools.takewhile(lambda tokens: len(set(tokens)) == 1, zip(*texts, strict=False)))
+        if not shared:
+            raise RequestError(fields[0], "must have a token before those that depend on the choices: make it longer")
+        choices = tuple(tuple(ids[shared:]) for ids in texts[1:])
+        if () in choices:
+            raise RequestError(fields[1 + choices.index(())], "has no token of its own behind the prompt: leave it out")
+        return GenerationJob(
+            f"{self.beginning.answer_id}/{index}", np.asarray(texts[0][:shared], np.int32),
+            SamplingParams(max_tokens=max(map(len, choices))), (), self._sharing.tenant, self._sharing.public, self._adapter,
+            strategy=PLAIN, priority=body.priority or 0, salt=body.cache_salt or "", session=self._session, choices=choices,
+        )  # fmt: skip
+
     async def echoes(self, body: CompletionRequest) -> list[str]:
         """Return the prompt text that each choice begins with, as the client sent it; empty without ``echo``."""
         if not body.echo:
@@ -197,11 +241,11 @@ class RequestPlanner:
         """Return the generator of event ids for a planned stream; see ``ResumePoint.events``."""
         return self.beginning.events(jobs, self.info, paced)
 
-    def _render(self, body: ChatCompletionRequest) -> list[int]:
+    def _render(self, body: ChatCompletionRequest, ending: str = "") -> list[int]:
         turns = [message.turn() for message in body.messages]
         return render_chat(
             self._tokenizer, turns, body.shown_tools, body.opens_message, self._variables(body),
-            bool(body.continue_final_message), body.documents or (),
+            bool(body.continue_final_message), body.documents or (), ending,
         )  # fmt: skip
 
     def _truncated(self, body: ChatCompletionRequest | CompletionRequest, ids: list[int], least: int) -> list[int]:
@@ -364,10 +408,8 @@ class RequestPlanner:
 
     def _bounded(self, body: ChatCompletionRequest | CompletionRequest, job: GenerationJob) -> GenerationJob:
         """Apply ``limits.max_prompt_tokens`` and ``limits.max_output_tokens``: lower a default, refuse a larger request."""
-        prompt, most = self._limits.max_prompt_tokens, self._limits.max_output_tokens
-        if prompt is not None and len(job.prompt_ids) > prompt:
-            message = f"the prompt has {len(job.prompt_ids)} tokens, the maximum is {prompt}: shorten it"
-            raise ApiError(400, message, param=body.PROMPT, code="context_length_exceeded")
+        most = self._limits.max_output_tokens
+        self._check_length(body.PROMPT, job.prompt_ids)
         if most is None or job.params.max_tokens <= most:
             return job
         for field, value in (body.most_tokens, ("min_tokens", body.min_tokens)):
@@ -452,6 +494,12 @@ class RequestPlanner:
                 f"answer is {MAX_REPORTED_VALUES}: lower n, {length}, or the alternatives"
             )
             raise RequestError(max(sizes, key=lambda field: sizes[field]), message)
+
+    def _check_length(self, field: str, ids: Sequence[int] | Int32Array) -> None:
+        most = self._limits.max_prompt_tokens
+        if most is not None and len(ids) > most:
+            message = f"the prompt has {len(ids)} tokens, the maximum is {most}: shorten it"
+            raise ApiError(400, message, param=field, code="context_length_exceeded")
 
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:
         if ids and max(ids) >= self.info.vocab_size:

@@ -42,6 +42,7 @@ class GenerationJob:
     prompt_logprobs: int | None = None  # alternatives per log-probability of the prompt; None for no log-probabilities
     embedding: Int32Array | None = None  # the client's embedding, in the form of ``decoding.sources.embeddings.signs_of``
     salt: str = ""  # KV is shared with jobs of the same tenant and salt only, and texts with none; empty for no salt
+    choices: tuple[tuple[int, ...], ...] = ()  # continuations of the prompt to score, instead of generating
     quarantined: bool = False  # a replica ended, or a step failed, while computing it: it is computed alone for a while
     announced: bool = False  # a replica ended: outputs report when it is computed alone, as the next replica may end, too
     session: str | None = None  # session of the tenant: its requests go to one replica if possible

@@ -104,9 +104,14 @@ class StepPlanner:
         self._drafter.ranks = width
         shares, now = self._scheduler.schedule(width), self._clock()
         left_out = self._left_out([share.request for share in shares], now)
-        drafted = [share for share in shares if share.draft_rows > 0 and not self._is_slow(share.request)]
+        drafting = [share for share in shares if share.draft_rows > 0]
+        drafted = [share for share in drafting if share.request.choices is None and not self._is_slow(share.request)]
         drafts = self._draft(drafted, step_load(shares, self._propose_s), now)
         rows = sum(-(-(len(tree.tokens) - 1) // width) for tree in drafts.values())
+        for share in drafting:
+            if (choices := share.request.choices) is not None:  # a tree that ranks do not share
+                drafts[share.request.request_id] = choices.tree
+                rows += choices.rows
         works = []
         for share in self._scheduler.top_up(shares, rows):
             request = share.request

@@ -310,9 +310,10 @@ class Scheduler:
         computed = [alone] if alone is not None else self._going_ahead(others) or others
         decoding = [request for request in computed if request.num_computed == request.num_tokens - 1]
         prefilling = [request for request in computed if request.num_computed < request.num_tokens - 1]
-        self._decoding, self._prefilling = len(decoding), prefilling
         budget = self._most_rows
         for_decoding = budget - budget // 4 if prefilling else budget
+        decoding = _with_room(decoding, for_decoding)
+        self._decoding, self._prefilling = len(decoding), prefilling
         # Draft trees are partitioned among the ranks; roots and prefill rows are computed on every rank. Ancestors that a rank
         # repeats and tokens accepted on other ranks in the last step are beyond ``max_step_tokens``.
         drafts = self._draft_rows(decoding, for_decoding)
@@ -323,6 +324,11 @@ class Scheduler:
         """Return the rows that may be drafted for a request in a step, on each rank, if the step has room."""
         return self._largest_tree if request.as_published else self._max_draft_rows
 
+    @property
+    def most_choice_rows(self) -> int:
+        """Return the most rows of a tree of choices, below its root: a step has room for it beside all other requests."""
+        return min(self._largest_tree, self.options.max_step_tokens - self.options.max_running)
+
     def _draft_rows(self, decoding: Sequence[Request], rows: int) -> list[int]:
         """Return the rows to draft for each request on each rank, for a step of ``rows`` rows with all roots.
 
@@ -330,7 +336,8 @@ class Scheduler:
         """
         if not decoding:
             return []
-        equal = max(0, rows // len(decoding) - 1)
+        scored = sum(request.choices.rows for request in decoding if request.choices is not None)
+        equal = max(0, (rows - scored) // len(decoding) - 1)
         drafts = [_bounded(request, min(self.draft_limit(request), equal)) for request in decoding]
         left = rows - len(decoding) - sum(drafts)
         wanting = [at for at, request in enumerate(decoding) if request.as_published]
@@ -371,7 +378,7 @@ class Scheduler:
         return decoding + self._prefill_shares(self._most_rows - len(decoding) - drafted)
 
     def _prefill_shares(self, budget: int) -> list[RowAllotment]:
-        prefilling = self._prefilling
+        prefilling, budget = self._prefilling, max(0, budget)
         if len(self._came_s) > 1:
             since = self._clock() - OF_LATE_S
             self._came_s = {account: came_s for account, came_s in self._came_s.items() if came_s >= since}
@@ -439,10 +446,29 @@ class Scheduler:
 
 
 def _bounded(request: Request, rows: int) -> int:
-    """Return the rows to draft for a request on each rank, at most ``rows``."""
+    """Return the rows to draft for a request on each rank, at most ``rows``, or those of its choices."""
+    if request.choices is not None:
+        return request.choices.rows
     if request.remaining <= 1:  # the bonus token is the only one left: no draft is needed
         return 0
     return rows if request.max_draft_tokens is None else min(rows, request.max_draft_tokens)
+
+
+def _with_room(decoding: Sequence[Request], rows: int) -> list[Request]:
+    """Return the requests to compute in a step of ``rows`` rows: of those with choices the first, and others whose trees fit."""
+    left, found, is_first = rows - len(decoding), list[Request](), True
+    for request in decoding:
+        if request.choices is not None:
+            if request.choices.rows > left and not is_first:
+                continue
+            left, is_first = left - request.choices.rows, False
+        found.append(request)
+    return found
+
+
+def _lacking_rows(request: Request) -> int:
+    """Return the rows that a prefill lacks. Choices are scored in a step of their own, with the last token as the root."""
+    return request.num_tokens - request.num_computed - (request.choices is not None)
 
 
 def _shared_prefill(requests: Sequence[Request], budget: int) -> list[int]:
@@ -467,7 +493,7 @@ def _shared_prefill(requests: Sequence[Request], budget: int) -> list[int]:
 
 
 def _lacking(requests: Sequence[Request], own: Sequence[int]) -> int:
-    return sum(requests[at].num_tokens - requests[at].num_computed for at in own)
+    return sum(_lacking_rows(requests[at]) for at in own)
 
 
 def _prefill(requests: Sequence[Request], budget: int) -> list[int]:
@@ -476,7 +502,7 @@ def _prefill(requests: Sequence[Request], budget: int) -> list[int]:
     Example: 16 rows, and prefills that lack 100, 40 and 6 tokens: the third may pass, and so may the second, but the third lacks
     less. It gets 6 rows of the 8, the second gets 2, the first 8.
     """
-    first, left = requests[0], [request.num_tokens - request.num_computed for request in requests]
+    first, left = requests[0], list(map(_lacking_rows, requests))
     rows = [0] * len(requests)
 
     def give(at: int, most: int) -> int:

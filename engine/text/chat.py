@@ -44,6 +44,7 @@ def render_chat(
     variables: Mapping[str, Any] | None = None,
     continue_final_message: bool = False,
     documents: Sequence[Mapping[str, Any]] = (),
+    ending: str = "",
 ) -> list[int]:
     """Return the prompt token ids after which the model writes the assistant's next message.
 
@@ -55,6 +56,7 @@ def render_chat(
         variables: template variables, such as ``enable_thinking``.
         continue_final_message: the prompt ends within the last message, which the model continues.
         documents: documents of templates for retrieval, such as ``{"title": ..., "text": ...}``.
+        ending: text behind the prompt.
 
     Raises:
         RequestError: there are no messages, the template refuses them, or it does not use the tools, documents or variables.
@@ -83,7 +85,7 @@ def render_chat(
     except (TemplateError, TypeError, RecursionError, ValueError) as error:  # errors of templates on unexpected input
         raise RequestError("messages", f"the model's chat template refuses these messages: {error}") from error
     # The template writes the special tokens itself, so encoding must not add them again.
-    ids = token_ids(tokenizer, str(text), special_tokens=False)
+    ids = token_ids(tokenizer, f"{text}{ending}", special_tokens=False)
     return _begin(tokenizer) + ids if template else ids  # at most one beginning of sequence
 
 

@@ -42,6 +42,14 @@ class TokenBytes:
             known = self._known[token_id] = self._decoded(token_id, piece)
         return known
 
+    def name(self, token_id: int) -> str:
+        """Return the token's text, or its bytes in OpenAI's notation if they are not valid UTF-8."""
+        data = self(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
     def _decoded(self, token_id: int, piece: str) -> bytes:
         if token_id in self._added:
             return self._added[token_id].encode()
@@ -68,7 +76,7 @@ class LogprobWriter:
         if self._kind == "chat":
             return {"content": [to_json(self._chat_entry(entry)) for entry in entries], "refusal": None}
         return {
-            "tokens": [self._name(entry.token_id) for entry in entries],
+            "tokens": [self._bytes.name(entry.token_id) for entry in entries],
             "token_logprobs": [finite(entry.logprob) for entry in entries],
             "top_logprobs": [to_json(self._alternatives(entry, count)) for entry in entries],
             "text_offset": [self._offset(entry.token_id) for entry in entries],
@@ -76,7 +84,7 @@ class LogprobWriter:
 
     def begin_prompt(self, first: int) -> dict[str, Any]:
         """Return the first token of an echoed prompt as the beginning of ``logprobs``; write the others with ``write``."""
-        name, offset = self._name(first), self._offset(first)
+        name, offset = self._bytes.name(first), self._offset(first)
         return {"tokens": [name], "token_logprobs": [None], "top_logprobs": [b"null"], "text_offset": [offset]}
 
     def end_prompt(self, text: str) -> None:
@@ -95,16 +103,8 @@ class LogprobWriter:
         """Return the alternatives by text, always including the emitted token, like OpenAI."""
         found: dict[str, float] = {}
         for token, logprob in (*entry.top[:count], (entry.token_id, entry.logprob)):
-            found.setdefault(self._name(token), finite(logprob))  # of tokens with equal text, keep the more likely
+            found.setdefault(self._bytes.name(token), finite(logprob))  # of tokens with equal text, keep the more likely
         return found
-
-    def _name(self, token_id: int) -> str:
-        """Return the token's text, or its bytes in OpenAI's notation if they are not valid UTF-8."""
-        data = self._bytes(token_id)
-        try:
-            return data.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def _offset(self, token_id: int) -> int:
         """Return the start of the token's text in the choice's text; inside a character, the character's start."""

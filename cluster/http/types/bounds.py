@@ -11,12 +11,18 @@ from pydantic import TypeAdapter
 
 from outrider.cluster.http.compare import CompareRequest
 from outrider.cluster.http.types.anthropic import MessagesRequest
-from outrider.cluster.http.types.openai import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from outrider.cluster.http.types.openai import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ScoreRequest,
+    TokenizeRequest,
+)
 from outrider.cluster.http.types.responses import ResponsesRequest
 
 BODIES: tuple[Any, ...] = (
-    ChatCompletionRequest, CompletionRequest, ResponsesRequest, MessagesRequest, CompareRequest, TokenizeRequest,
-    DetokenizeRequest,
+    ChatCompletionRequest, CompletionRequest, ResponsesRequest, MessagesRequest, CompareRequest, ScoreRequest,
+    TokenizeRequest, DetokenizeRequest,
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's API, and of vLLM's ``/tokenize`` and ``/detokenize``; unsupported parameters are errors."""
+"""Requests of OpenAI's API, and of vLLM's ``/v1/score``, ``/tokenize`` and ``/detokenize``; unsupported parameters are errors."""
 
 from __future__ import annotations
 
@@ -76,12 +76,14 @@ _COMPLETION_NO_OPS: dict[str, tuple[Any, ...]] = _COMMON_NO_OPS | {
     "prompt_embeds": (),
     "thinking_token_budget": (),
 }
+_SCORE_NO_OPS: dict[str, tuple[Any, ...]] = {"n": (1,), "stream": (False,)}
 
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS, allow_inf_nan=False)]
 Component = Annotated[float, Field(ge=-MAX_COMPONENT, le=MAX_COMPONENT, allow_inf_nan=False)]
 Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
-Filled = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
+Filled = Annotated[str, Field(min_length=1, max_length=MAX_TEXT), ENCODABLE]
+FilledList = Annotated[list[Filled], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS), ENCODABLE]
 Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)]
 Tokens = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
@@ -428,6 +430,59 @@ class ChatCompletionRequest(CompletionFields):
         if old is not None and new is not None and old != new:
             raise unsupported("max_completion_tokens", "max_completion_tokens and max_tokens differ; send one")
         return self
+
+
+class ScoreRequest(RequestFields):
+    """Body of ``POST /v1/score``: choices that may continue a prompt or a chat, or vLLM's pairs of texts."""
+
+    NO_OPS = _SCORE_NO_OPS
+
+    prompt: Filled | None = None
+    messages: Messages | None = None
+    choices: FilledList | None = None  # with prompt or messages
+    text_1: FilledList | None = None  # one for all of text_2, or one for each; a single string is accepted too
+    text_2: FilledList | None = None
+
+    @field_validator("text_1", "text_2", mode="before", json_schema_input_type=Filled | FilledList | None)
+    @classmethod
+    def _as_list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _check_input(self) -> ScoreRequest:
+        given = [name for name in ("prompt", "messages", "text_1") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise unsupported(given[1] if given else "prompt", "send either prompt, messages or text_1")
+        field, other = self.choices_field, "choices" if self.choices is not None else "text_2"
+        if getattr(self, field) is None:
+            raise unsupported(field, f"{field} is required with {self.prompt_field}")
+        if field != other:
+            raise unsupported(other, f"{other} does not belong to {self.prompt_field}; send {field} alone")
+        if self.choices is not None and len(set(self.choices)) < len(self.choices):
+            raise unsupported("choices", "choices must name each choice once")
+        if len(self.text_1 or ()) not in (0, 1, len(self.text_2 or ())):
+            raise unsupported("text_1", "text_1 must be one text, or as many as text_2")
+        return self
+
+    @property
+    def prompt_field(self) -> str:
+        """Return the field with the prompt."""
+        return "text_1" if self.text_1 is not None else "prompt" if self.messages is None else "messages"
+
+    @property
+    def choices_field(self) -> str:
+        """Return the field with the choices."""
+        return "choices" if self.text_1 is None else "text_2"
+
+    @property
+    def pairs(self) -> list[tuple[str | ChatCompletionRequest, list[str]]]:
+        """Return each prompt with its choices."""
+        choices = self.choices or self.text_2 or []
+        if self.text_1 is not None and len(self.text_1) > 1:
+            return [(text, [choice]) for text, choice in zip(self.text_1, choices, strict=True)]
+        if self.messages is not None:
+            return [(ChatCompletionRequest(model=self.model, messages=self.messages), choices)]
+        return [(self.prompt or (self.text_1 or [""])[0], choices)]
 
 
 class TokenizeRequest(Strict):

@@ -20,7 +20,7 @@ from tests.cluster.circle import CHAT, MESSAGES, TEXT, TOKENIZER, LocalEngine, b
 
 ROUTES = {
     "/health", "/ping", "/ready", "/version", "/v1/models", "/v1/models/{name}", "/v1/completions", "/v1/chat/completions",
-    "/v1/compare", "/tokenize", "/detokenize", "/tokenizer_info",
+    "/v1/score", "/v1/compare", "/tokenize", "/detokenize", "/tokenizer_info",
 }  # fmt: skip
 
 
