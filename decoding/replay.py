@@ -9,8 +9,8 @@ import numpy as np
 
 from outrider.decoding.arrays import Int32Array
 from outrider.decoding.drafters.base import Drafter, TargetRows, count_step
-from outrider.decoding.request import Acceptance, Request, SamplingParams
-from outrider.decoding.tree import DraftTree
+from outrider.decoding.request import Request, SamplingParams
+from outrider.decoding.tree import Acceptance, DraftTree
 from outrider.decoding.verify.exact import verify_exact
 
 UNKNOWN = -1  # value in ``TargetRows.ids`` of rows whose target token a replay cannot know

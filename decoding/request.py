@@ -198,19 +198,6 @@ class SpecStats:
         return emitted / self.steps if self.steps else 0.0
 
 
-@dataclass(slots=True)  # not frozen: frozen instances are slower to create, and every request gets one per step
-class Acceptance:
-    """Verification result of one tree: accepted rows in order of depth, and the target's own next token (bonus token)."""
-
-    rows: tuple[int, ...]
-    next_token: int
-
-    @property
-    def count(self) -> int:
-        """Return the number of emitted tokens: accepted drafts and the bonus token."""
-        return len(self.rows) + 1
-
-
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """Log-probability of a token before bias, penalties, temperature and truncation (vLLM's ``raw_logprobs``), natural log."""

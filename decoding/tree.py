@@ -11,7 +11,6 @@ import numpy as np
 from outrider.decoding.arrays import Float64Array, Int8Array, Int32Array
 
 if TYPE_CHECKING:
-    from outrider.decoding.request import Acceptance
     from outrider.decoding.verify.grammar import Grammar
 
 # ``DraftTree.sources`` holds indices into this tuple. Append only: records store the indices.
@@ -241,6 +240,19 @@ def permitted(tree: DraftTree, grammar: Grammar) -> DraftTree:
     for row in range(tree.num_candidates, len(tokens)):  # window rows are never emitted, but need their ancestors
         kept[row] = kept[parents[row]]
     return tree if kept.all() else tree.take(np.flatnonzero(kept).astype(np.int32))
+
+
+@dataclass(slots=True)  # not frozen: frozen instances are slower to create, and every request gets one per step
+class Acceptance:
+    """Verification result of one tree: accepted rows in order of depth, and the target's own next token (bonus token)."""
+
+    rows: tuple[int, ...]
+    next_token: int
+
+    @property
+    def count(self) -> int:
+        """Return the number of emitted tokens: accepted drafts and the bonus token."""
+        return len(self.rows) + 1
 
 
 class RowDistributions(Protocol):

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from outrider.decoding.drafters.base import TargetRows
-from outrider.decoding.request import Acceptance, Request, SamplingParams, TokenLogprob
+from outrider.decoding.request import Request, SamplingParams, TokenLogprob
 from outrider.decoding.sampling.nucleus import compile_nucleus
 from outrider.decoding.sampling.penalties import LogitRules
 from outrider.decoding.sampling.ranking import argmax_rows, blocks_of, compile_ranking
 from outrider.decoding.sampling.row_draw import compile_draws
 from outrider.decoding.sampling.sampler import choose, token_logprobs
-from outrider.decoding.tree import ChoiceTree, DraftTree, Rule
+from outrider.decoding.tree import Acceptance, ChoiceTree, DraftTree, Rule
 from outrider.decoding.tree_rows import compile_rows
 from outrider.decoding.verify.exact import verify_exact
 from outrider.decoding.verify.target_probabilities import HostRows, LogitRows, TargetDistributions

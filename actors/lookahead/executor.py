@@ -20,8 +20,8 @@ from outrider.actors.lookahead.width import WidthChoice, WidthChoices
 from outrider.configs.slices import ParallelismOptions
 from outrider.decoding.arrays import Int32Array
 from outrider.decoding.drafters.base import TargetRows
-from outrider.decoding.request import Acceptance, Request
-from outrider.decoding.tree import DraftTree, TreePart
+from outrider.decoding.request import Request
+from outrider.decoding.tree import Acceptance, DraftTree, TreePart
 from outrider.decoding.tree_rows import compile_partition
 from outrider.engine.errors import one_line
 from outrider.engine.executor import LocalExecutor, VerifyResult

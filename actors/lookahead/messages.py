@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from outrider.actors.wire import Message
 from outrider.decoding.arrays import Int32Array
-from outrider.decoding.request import Acceptance, SamplingParams, TokenLogprob
+from outrider.decoding.request import SamplingParams, TokenLogprob
+from outrider.decoding.tree import Acceptance
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from outrider.decoding.arrays import Float64Array
 from outrider.decoding.budget.latency import LatencyCurve, StepLoad
 from outrider.decoding.budget.row_pricing import RowPricing
 from outrider.decoding.budget.tree_builder import TreeRows
-from outrider.decoding.request import Acceptance, BudgetCounts
-from outrider.decoding.tree import DraftTree
+from outrider.decoding.request import BudgetCounts
+from outrider.decoding.tree import Acceptance, DraftTree
 
 _MOST_STEPS = 16  # longest pause, in steps
 _WORTH_GAIN = 0.25  # smoothing factor of a request's expected savings

@@ -24,13 +24,13 @@ from outrider.decoding.budget.latency import StepLoad
 from outrider.decoding.budget.tree_builder import TreeRows, Workspace, build_tree
 from outrider.decoding.drafters.base import Drafter, Target, TargetRows
 from outrider.decoding.drafters.options import check_options
-from outrider.decoding.request import Acceptance, BudgetCounts, Request, SamplingParams
+from outrider.decoding.request import BudgetCounts, Request, SamplingParams
 from outrider.decoding.sources.history import Histories, History, compile_recall
 from outrider.decoding.sources.log.chains import BLOCK, MAX_MATCH
 from outrider.decoding.sources.log.token_log import TokenLog, compile_log
 from outrider.decoding.sources.ranked.contexts import NO_CONTEXTS, NO_SIGNS
 from outrider.decoding.sources.ranked.successors import LearningSteps, SuccessorTables
-from outrider.decoding.tree import SOURCES, DraftTree
+from outrider.decoding.tree import SOURCES, Acceptance, DraftTree
 
 _SOURCE_OF_KIND = np.zeros(NUM_KINDS + 1, np.int8)  # the last entry is the root's
 _SOURCE_OF_KIND[[COPY, COPY_FRESH]] = SOURCES.index("copy")

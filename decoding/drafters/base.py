@@ -12,10 +12,10 @@ import numpy as np
 from outrider.decoding.arrays import Int32Array, Int64Array, SignedArray
 from outrider.decoding.budget.features import TOKEN_MASK
 from outrider.decoding.budget.latency import LatencyCurve, StepLoad
-from outrider.decoding.request import Acceptance, BudgetCounts, Request
+from outrider.decoding.request import BudgetCounts, Request
 from outrider.decoding.sources.history import Histories
 from outrider.decoding.sources.ranked.contexts import WORDS, signs_of
-from outrider.decoding.tree import SOURCES, DraftTree, tree_of
+from outrider.decoding.tree import SOURCES, Acceptance, DraftTree, tree_of
 
 if TYPE_CHECKING:
     import torch  # needed only for logits: a strategy's options are checked without torch

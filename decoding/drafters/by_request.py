@@ -10,8 +10,8 @@ from outrider.decoding.arrays import Int32Array
 from outrider.decoding.budget.draft_budget import RowBudget
 from outrider.decoding.budget.latency import LatencyCurve, StepLoad
 from outrider.decoding.drafters.base import Drafter, Target, TargetRows, TooManySettingsError
-from outrider.decoding.request import Acceptance, BudgetCounts, Request
-from outrider.decoding.tree import DraftTree
+from outrider.decoding.request import BudgetCounts, Request
+from outrider.decoding.tree import Acceptance, DraftTree
 
 # Returns a new drafter, and its row budget if it has one, for a strategy with options such as ``jacobi:window=5``.
 Build = Callable[[str], tuple[Drafter, RowBudget | None]]

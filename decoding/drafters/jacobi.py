@@ -10,9 +10,9 @@ import numpy as np
 from outrider.decoding.arrays import Int32Array
 from outrider.decoding.drafters.base import RequestDrafter, Target, TargetRows
 from outrider.decoding.drafters.options import check_options
-from outrider.decoding.request import Acceptance, Request
+from outrider.decoding.request import Request
 from outrider.decoding.sources.jacobi_window import JacobiBlock, JacobiWindow, Ngram, NgramPool, PromptTokens, WindowRows
-from outrider.decoding.tree import SOURCES, DraftTree, tree_of
+from outrider.decoding.tree import SOURCES, Acceptance, DraftTree, tree_of
 
 _SOURCE = SOURCES.index("jacobi")
 

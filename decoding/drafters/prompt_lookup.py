@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from outrider.decoding.arrays import Int32Array
 from outrider.decoding.drafters.base import CopyDrafter, RequestDrafter, Target, TargetRows
 from outrider.decoding.drafters.options import check_options
-from outrider.decoding.request import Acceptance, Request
+from outrider.decoding.request import Request
 from outrider.decoding.sources.ngrams import NgramIndex
-from outrider.decoding.tree import SOURCES, DraftTree, tree_of
+from outrider.decoding.tree import SOURCES, Acceptance, DraftTree, tree_of
 
 _COPIED, _RANKED = SOURCES.index("prompt_lookup"), SOURCES.index("recycling")
 _MOST_CONTEXT = 64  # maximum tokens before an occurrence that are compared

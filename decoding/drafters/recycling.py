@@ -10,11 +10,11 @@ from weakref import WeakKeyDictionary
 from outrider.decoding.budget.latency import StepLoad
 from outrider.decoding.drafters.base import Drafter, Target, TargetRows
 from outrider.decoding.drafters.options import check_options
-from outrider.decoding.request import Acceptance, Request
+from outrider.decoding.request import Request
 from outrider.decoding.sources.history import Histories, History
 from outrider.decoding.sources.ranked.successors import PRIOR_RATES, WIDTH, SuccessorTable, SuccessorTables
 from outrider.decoding.sources.window_trie import WindowTrie
-from outrider.decoding.tree import SOURCES, DraftTree
+from outrider.decoding.tree import SOURCES, Acceptance, DraftTree
 
 _SOURCE, _RETRIEVED = SOURCES.index("recycling"), SOURCES.index("trie")
 _LEAST_END = 2  # shortest suffix of the text that RACER looks up

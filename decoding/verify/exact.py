@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Set
 
-from outrider.decoding.request import Acceptance
-from outrider.decoding.tree import DraftTree
+from outrider.decoding.tree import Acceptance, DraftTree
 
 
 def verify_exact(tree: DraftTree, choose: Callable[[int], int], max_tokens: int, end_tokens: Set[int]) -> Acceptance:

@@ -10,9 +10,8 @@ from typing import Literal
 import numpy as np
 
 from outrider.decoding.arrays import Float64Array, Int32Array
-from outrider.decoding.request import Acceptance
 from outrider.decoding.sampling.probabilities import residual
-from outrider.decoding.tree import DraftTree, RowDistributions
+from outrider.decoding.tree import Acceptance, DraftTree, RowDistributions
 
 _HALVINGS = 60  # bisection steps: the remaining interval is below the rounding of a double
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from outrider.decoding.drafters.base import Drafter, TargetRows
 from outrider.decoding.drafters.ngrammys import NgrammysDrafter
 from outrider.decoding.drafters.registry import StrategyChoice
-from outrider.decoding.request import Acceptance, Request
-from outrider.decoding.tree import SOURCES, DraftTree
+from outrider.decoding.request import Request
+from outrider.decoding.tree import SOURCES, Acceptance, DraftTree
 from outrider.experiments.bench.engines.contestants import EngineContestant, Prompt, SharedModel
 from outrider.experiments.bench.figure import panel
 from outrider.experiments.papers.beside import Found

@@ -13,9 +13,9 @@ from outrider.decoding.arrays import Int32Array
 from outrider.decoding.budget.latency import LatencyCurve, StepLoad
 from outrider.decoding.drafters.registry import StrategyChoice
 from outrider.decoding.replay import KnownText, known_rows, verify_known
-from outrider.decoding.request import PLAIN, Acceptance, Request, SamplingParams
+from outrider.decoding.request import PLAIN, Request, SamplingParams
 from outrider.decoding.sources.text_keys import text_key
-from outrider.decoding.tree import DraftTree, TreePart
+from outrider.decoding.tree import Acceptance, DraftTree, TreePart
 from outrider.engine.kv.prefix_cache import PrefixCache
 from outrider.engine.scheduling.scheduler import RowAllotment, Scheduler
 from outrider.experiments.simulation.steps import RankLoad, StepTimes

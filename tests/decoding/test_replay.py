@@ -13,8 +13,8 @@ from outrider.decoding.budget.latency import StepLoad
 from outrider.decoding.drafters.base import Drafter, TargetRows
 from outrider.decoding.drafters.registry import build_drafter
 from outrider.decoding.replay import KnownText, ReplayCounts, known_rows, replay_workload
-from outrider.decoding.request import Acceptance, Request
-from outrider.decoding.tree import SOURCES, DraftTree
+from outrider.decoding.request import Request
+from outrider.decoding.tree import SOURCES, Acceptance, DraftTree
 
 LLMA = SOURCES.index("llma")
 VOCAB = 50

@@ -15,8 +15,8 @@ from outrider.decoding.arrays import Int32Array
 from outrider.decoding.budget.latency import StepLoad
 from outrider.decoding.drafters.base import Drafter, TargetRows
 from outrider.decoding.replay import KnownText, replay_workload
-from outrider.decoding.request import Acceptance, Request
-from outrider.decoding.tree import SOURCES, DraftTree
+from outrider.decoding.request import Request
+from outrider.decoding.tree import SOURCES, Acceptance, DraftTree
 from outrider.experiments.papers.ablation.frequency_trie import FrequencyTrie
 
 _SOURCE = SOURCES.index("trie")

@@ -31,8 +31,8 @@ from outrider.actors.sharded.messages import JoinMessage, ReadyMessage, ShardedS
 from outrider.actors.wire import Message, WireError, decode, encode
 from outrider.decoding.arrays import Int32Array
 from outrider.decoding.drafters.registry import build_drafter
-from outrider.decoding.request import Acceptance, Request, SamplingParams, TokenLogprob
-from outrider.decoding.tree import DraftTree, TreePart
+from outrider.decoding.request import Request, SamplingParams, TokenLogprob
+from outrider.decoding.tree import Acceptance, DraftTree, TreePart
 from outrider.engine.executor import LocalExecutor
 from outrider.engine.forward.batch import Batch, ScheduledRequest, SequenceRows
 from outrider.engine.forward.runner import ModelRunner

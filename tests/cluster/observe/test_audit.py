@@ -27,8 +27,8 @@ from outrider.cluster.serving.generation import GenerationJob, next_output
 from outrider.configs.slices import AuditOptions, EngineOptions, SpeculationOptions, TenancyOptions
 from outrider.decoding.budget.latency import StepLoad
 from outrider.decoding.drafters.base import Drafter
-from outrider.decoding.request import Acceptance, FinishReason, Request, SamplingParams
-from outrider.decoding.tree import DraftTree
+from outrider.decoding.request import FinishReason, Request, SamplingParams
+from outrider.decoding.tree import Acceptance, DraftTree
 from outrider.decoding.verify.target_probabilities import TargetDistributions
 from outrider.engine.loading.model_info import strategies_apart
 from tests.cluster.circle import CIRCLE, TOKENIZER, LocalEngine, bearer, byte_ids, local_engine, served

@@ -13,8 +13,8 @@ from outrider.decoding.budget.tree_builder import TreeRows
 from outrider.decoding.drafters.auto import AutoDrafter
 from outrider.decoding.drafters.base import TargetRows
 from outrider.decoding.drafters.registry import build_drafters
-from outrider.decoding.request import Acceptance, Request, SamplingParams
-from outrider.decoding.tree import DraftTree
+from outrider.decoding.request import Request, SamplingParams
+from outrider.decoding.tree import Acceptance, DraftTree
 from tests.helpers.targets import Target
 
 DEVICE = LatencyCurve((1, 2, 64), (1.0, 1.1, 7.3), 0, 0.0, 0.0)  # a tenth of a step for each further row

@@ -13,8 +13,8 @@ from outrider.decoding.budget.latency import LatencyCurve
 from outrider.decoding.drafters.auto import AutoDrafter
 from outrider.decoding.drafters.base import TargetRows
 from outrider.decoding.replay import known_rows
-from outrider.decoding.request import Acceptance, Request, SamplingParams
-from outrider.decoding.tree import SOURCES, DraftTree
+from outrider.decoding.request import Request, SamplingParams
+from outrider.decoding.tree import SOURCES, Acceptance, DraftTree
 from outrider.decoding.verify.exact import verify_exact
 from tests.helpers.targets import Target, is_chain, paths, says
 

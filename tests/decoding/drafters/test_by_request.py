@@ -13,9 +13,9 @@ from outrider.decoding.budget.latency import LatencyCurve, StepLoad
 from outrider.decoding.drafters.base import Drafter, TargetRows, TooManySettingsError
 from outrider.decoding.drafters.by_request import ByRequest
 from outrider.decoding.drafters.registry import build_drafter, build_drafters, parse_strategy, setting_of, strategy_text
-from outrider.decoding.request import PLAIN, Acceptance, Request, SamplingParams
+from outrider.decoding.request import PLAIN, Request, SamplingParams
 from outrider.decoding.sources.text_keys import request_of
-from outrider.decoding.tree import DraftTree
+from outrider.decoding.tree import Acceptance, DraftTree
 from outrider.decoding.verify.exact import verify_exact
 from tests.helpers.targets import Target
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from outrider.decoding.drafters.base import TargetRows
 from outrider.decoding.drafters.registry import LOSSLESS, STRATEGIES, WITH_DRAFT_MODEL, build_drafter
 from outrider.decoding.replay import KnownText, replay_workload
-from outrider.decoding.request import Acceptance, Request, SamplingParams
-from outrider.decoding.tree import SOURCES, DraftTree
+from outrider.decoding.request import Request, SamplingParams
+from outrider.decoding.tree import SOURCES, Acceptance, DraftTree
 from outrider.decoding.verify.exact import verify_exact
 from tests.helpers.targets import is_chain, prepared
 

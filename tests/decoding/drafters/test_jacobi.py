@@ -15,9 +15,9 @@ from outrider.decoding.arrays import Int32Array
 from outrider.decoding.drafters.base import Drafter, TargetRows
 from outrider.decoding.drafters.jacobi import JacobiDrafter
 from outrider.decoding.drafters.registry import build_drafter
-from outrider.decoding.request import Acceptance, Request, SamplingParams
+from outrider.decoding.request import Request, SamplingParams
 from outrider.decoding.sources.jacobi_window import JacobiBlock, JacobiWindow, NgramPool, PromptTokens, WindowRows
-from outrider.decoding.tree import SOURCES, DraftTree
+from outrider.decoding.tree import SOURCES, Acceptance, DraftTree
 from outrider.decoding.verify.exact import verify_exact
 from tests.helpers.targets import is_chain
 

@@ -15,8 +15,8 @@ from outrider.decoding.arrays import Int32Array
 from outrider.decoding.drafters.base import Drafter, TargetRows
 from outrider.decoding.drafters.jacobi import JacobiDrafter
 from outrider.decoding.drafters.registry import build_drafter
-from outrider.decoding.request import Acceptance, Request, SamplingParams
-from outrider.decoding.tree import DraftTree, TreePart
+from outrider.decoding.request import Request, SamplingParams
+from outrider.decoding.tree import Acceptance, DraftTree, TreePart
 from outrider.decoding.verify.exact import verify_exact
 
 VOCABULARY, NOBODY = 12, -1

@@ -10,11 +10,11 @@ import pytest
 from outrider.decoding.arrays import Int64Array
 from outrider.decoding.drafters.base import TargetRows
 from outrider.decoding.drafters.recycling import RacerDrafter, RecyclingDrafter
-from outrider.decoding.request import Acceptance, Request, SamplingParams
+from outrider.decoding.request import Request, SamplingParams
 from outrider.decoding.sources.ranked.contexts import NO_SIGNS, Contexts, most_alike, signs_of
 from outrider.decoding.sources.ranked.successors import SuccessorTable
 from outrider.decoding.sources.window_trie import WindowTrie
-from outrider.decoding.tree import SOURCES, DraftTree
+from outrider.decoding.tree import SOURCES, Acceptance, DraftTree
 from tests.helpers.targets import Target, says
 
 VOCAB = 40

@@ -15,8 +15,8 @@ from outrider.decoding.budget.latency import LatencyCurve
 from outrider.decoding.drafters.base import Drafter, TargetRows
 from outrider.decoding.drafters.llma import agreements
 from outrider.decoding.drafters.registry import STRATEGIES, build_drafter
-from outrider.decoding.request import Acceptance, Request, SamplingParams
-from outrider.decoding.tree import DraftTree, tree_of
+from outrider.decoding.request import Request, SamplingParams
+from outrider.decoding.tree import Acceptance, DraftTree, tree_of
 from outrider.decoding.verify.exact import verify_exact
 from tests.helpers.targets import Target, is_chain, leaves, paths
 

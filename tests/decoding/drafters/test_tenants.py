@@ -15,11 +15,11 @@ from outrider.decoding.drafters.auto import AutoDrafter
 from outrider.decoding.drafters.base import Drafter, TargetRows
 from outrider.decoding.drafters.registry import build_drafter, build_drafters
 from outrider.decoding.replay import KnownText, replay_workload
-from outrider.decoding.request import Acceptance, Request, SamplingParams
+from outrider.decoding.request import Request, SamplingParams
 from outrider.decoding.sources.history import Histories, History
 from outrider.decoding.sources.ranked.successors import MAX_TENANTS, SuccessorTables
 from outrider.decoding.sources.text_keys import request_hash
-from outrider.decoding.tree import SOURCES, DraftTree
+from outrider.decoding.tree import SOURCES, Acceptance, DraftTree
 from tests.helpers.targets import Target, paths
 
 VOCAB = 60

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from outrider.decoding.request import Acceptance, Request, SamplingParams
+from outrider.decoding.request import Request, SamplingParams
 from outrider.decoding.sampling.penalties import LogitRules
-from outrider.decoding.tree import DraftTree
+from outrider.decoding.tree import Acceptance, DraftTree
 from outrider.decoding.verify.rules import BildRule, MjsdRule
 from outrider.decoding.verify.target_probabilities import TargetDistributions
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from outrider.decoding.arrays import Float64Array
-from outrider.decoding.request import Acceptance, Request, SamplingParams
+from outrider.decoding.request import Request, SamplingParams
 from outrider.decoding.sampling.penalties import LogitRules
 from outrider.decoding.sampling.sampler import warp
-from outrider.decoding.tree import DraftTree, Rule
+from outrider.decoding.tree import Acceptance, DraftTree, Rule
 from outrider.decoding.verify.rules import KSeqRule, RejectionRule
 from outrider.decoding.verify.target_probabilities import TargetDistributions, request_distribution
 

@@ -15,8 +15,8 @@ from outrider.decoding.budget.latency import StepLoad
 from outrider.decoding.drafters.base import Drafter, TargetRows
 from outrider.decoding.drafters.by_request import ByRequest
 from outrider.decoding.drafters.registry import build_drafter, build_drafters
-from outrider.decoding.request import PLAIN, Acceptance, FinishReason, Request, SamplingParams
-from outrider.decoding.tree import DraftTree
+from outrider.decoding.request import PLAIN, FinishReason, Request, SamplingParams
+from outrider.decoding.tree import Acceptance, DraftTree
 from outrider.engine.accelerator import Cuda, device_error, is_out_of_memory, use
 from outrider.engine.engine import Engine
 from outrider.engine.errors import DEVICE_FAULTS, DeviceError, RequestError

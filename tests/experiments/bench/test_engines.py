@@ -17,8 +17,8 @@ from outrider.decoding.budget.latency import StepLoad
 from outrider.decoding.drafters.base import Drafter, TargetRows
 from outrider.decoding.drafters.registry import STRATEGIES, parse_strategy
 from outrider.decoding.replay import replay_workload
-from outrider.decoding.request import Acceptance, Request
-from outrider.decoding.tree import DraftTree
+from outrider.decoding.request import Request
+from outrider.decoding.tree import Acceptance, DraftTree
 from outrider.engine.loading.hybrids import is_hybrid
 from outrider.engine.loading.model import LoadedModel, load_model
 from outrider.engine.text.tokenizer import load_tokenizer

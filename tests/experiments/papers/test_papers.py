@@ -16,8 +16,7 @@ import pytest
 
 from outrider.cluster.cli.generate.prompt_file import read_prompts
 from outrider.decoding.drafters.registry import StrategyChoice
-from outrider.decoding.request import Acceptance
-from outrider.decoding.tree import DraftTree
+from outrider.decoding.tree import Acceptance, DraftTree
 from outrider.engine.emulation.hardware import MODELS
 from outrider.engine.measures.energy import EnergyMeter
 from outrider.experiments.bench.__main__ import main
