@@ -453,10 +453,10 @@ class ScoreRequest(RequestFields):
         given = [name for name in ("prompt", "messages", "text_1") if getattr(self, name) is not None]
         if len(given) != 1:
             raise unsupported(given[1] if given else "prompt", "send either prompt, messages or text_1")
-        field, other = self.choices_field, "choices" if self.choices is not None else "text_2"
+        field, other = ("choices", "text_2") if self.text_1 is None else ("text_2", "choices")
         if getattr(self, field) is None:
             raise unsupported(field, f"{field} is required with {self.prompt_field}")
-        if field != other:
+        if getattr(self, other) is not None:
             raise unsupported(other, f"{other} does not belong to {self.prompt_field}; send {field} alone")
         if self.choices is not None and len(set(self.choices)) < len(self.choices):
             raise unsupported("choices", "choices must name each choice once")

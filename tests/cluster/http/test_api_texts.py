@@ -188,7 +188,7 @@ TAKEN: Bodies = {
 }  # fmt: skip
 REFUSED: Bodies = {
     "/v1/completions": [
-        {"prompt": []}, {"prompt": 5}, {"prompt": {}}, {"stop": 5}, {"stop": list("abcde")}, {"stop": [""]}, {"n": 0},
+        {"prompt": []}, {"prompt": 5}, {"prompt": {}}, {"stop": 5}, {"stop": list("abcdefghijklmnopq")}, {"stop": [""]}, {"n": 0},
         {"stop": "a" * 1001}, {"n": 129}, {"best_of": 2}, {"suffix": "x"}, {"logprobs": 21}, {"wibble": 1}, {"temperature": 3},
         {"seed": 2**63}, {"cache": "on"}, {"speculation": {"wibble": 1}}, {"logit_bias": {"5": 101}}, {"model": None},
     ],

@@ -53,9 +53,10 @@ def check_echoed(http: httpx.Client, prompt: str, choices: list[str], data: list
 
 
 def test_choices_of_a_prompt(http: httpx.Client, circle_engine: LocalEngine) -> None:
-    before = circle_engine.replicas[0].metrics()
+    before = circle_engine.replicas[0].describe().metrics
     answer = score(http, prompt=PROMPT, choices=CHOICES)
-    after = circle_engine.replicas[0].metrics()
+    after = circle_engine.replicas[0].describe().metrics
+    assert before is not None and after is not None
     assert after.steps - before.steps == 2  # the prompt, and all choices
     assert after.generation_tokens == before.generation_tokens and after.finished["stop"] == before.finished["stop"] + 1
     data = answer["data"]
@@ -157,7 +158,7 @@ def test_limits_of_a_key(circle_engine: LocalEngine) -> None:
     with client_of(service) as http:
         body = {"model": "circle"} | P | C
         check_error(http.post(SCORE, json=body), 401, code="invalid_api_key")
-        http.headers |= bearer("secret")
+        http.headers.update(bearer("secret"))
         check_error(http.post(SCORE, json=body | {"choices": ["abcdef"]}), 400, "7 tokens", param="choices[0]")
         answer = http.post(SCORE, json=body)
         # One token of the prompt and one of each choice.
