@@ -1,4 +1,4 @@
-"""Response of ``/v1/score``, in vLLM's format and further fields."""
+"""Response of ``/v1/score``, in vLLM's format with further fields."""
 
 from __future__ import annotations
 
