@@ -267,7 +267,7 @@ def test_distillation_learns_resumes_and_drafts(
 
 
 def test_draft_model_of_all_layers_equals_the_model(files: tuple[Path, Path], tmp_path: Path) -> None:
-    model = distill.load_weights(str(files[0]), torch.bfloat16, "sdpa").eval()
+    model = distill.load_weights(str(files[0]), distill.training_dtype(), "sdpa").eval()
     pairs = [([5, 9, 11, 7, 30], [12, 40, 41]), ([8, 3, 2], [1, 2, 3, 4])]
     texts = distill.read(tmp_path / "texts", model, pairs, 0.5, Progress())
     for text, (prompt, output) in zip(texts, pairs, strict=True):
@@ -288,7 +288,7 @@ def test_draft_model_of_all_layers_equals_the_model(files: tuple[Path, Path], tm
 
 
 def test_draft_model_with_fewer_tokens_drafts_no_other(files: tuple[Path, Path], tmp_path: Path) -> None:
-    model = distill.load_weights(str(files[0]), torch.bfloat16, "sdpa").eval()
+    model = distill.load_weights(str(files[0]), distill.training_dtype(), "sdpa").eval()
     pairs = [([5, 9, 11, 7, 30], [12, 40, 41]), ([8, 3, 2], [1, 2, 3, 4])]
     texts = distill.read(tmp_path / "texts", model, pairs, 0.5, Progress())
     tokens = 35
