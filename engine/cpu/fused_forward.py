@@ -49,6 +49,7 @@ class FusedForward:
         self._angles = _angles(model, cache.capacity) if parts.turned else None
         self._mixers = {id(module): number for number, module in enumerate(mixers(model))}
         self._vocab = model.lm_head.weight.shape[0]
+        self._tokens = model.get_input_embeddings().weight.shape[0]
         self._adapters: Adapters | None = None
         self._asked: dict[int, tuple[int, list[int]]] = {}  # by the number of layers
         self._make_room(_ROWS)
@@ -91,8 +92,8 @@ class FusedForward:
         tokens, positions, wanted = (
             np.ascontiguousarray(each, np.int64) for each in (batch.token_ids, batch.positions, batch.logit_rows)
         )
-        if tokens.min() < 0 or tokens.max() >= self._vocab:
-            raise IndexError(f"token ids must be below {self._vocab}, got {tokens.min()} to {tokens.max()}")
+        if tokens.min() < 0 or tokens.max() >= self._tokens:
+            raise IndexError(f"token ids must be below {self._tokens}, got {tokens.min()} to {tokens.max()}")
         if positions.min() < 0 or positions.max() >= self._positions:
             raise IndexError(f"positions must be below {self._positions}, got {positions.min()} to {positions.max()}")
         assert len(positions) == count and (wanted < count).all(), (positions, wanted)

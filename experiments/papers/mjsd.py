@@ -8,7 +8,9 @@ from outrider.configs.slices import EngineOptions, SpeculationOptions
 from outrider.decoding.drafters.registry import LOSSLESS, WITH_DRAFT_MODEL, StrategyChoice, parse_strategy
 from outrider.decoding.request import Request, SamplingParams
 from outrider.engine.engine import Engine
+from outrider.engine.forward.runner import ModelRunner
 from outrider.engine.loading.draft_model import LocalDraftModel
+from outrider.engine.measures.latency import Case, time_steps
 from outrider.experiments.bench.engines.contestants import EngineContestant, Prompt, Run, SharedModel
 from outrider.experiments.bench.figure import panel
 from outrider.experiments.papers.beside import Found
@@ -25,12 +27,14 @@ from outrider.experiments.papers.numbers.mjsd import (
     load_mjsd,
     threshold,
 )
+from outrider.experiments.papers.numbers.published import Value
 from outrider.experiments.papers.priced import PRICED, PRICED_ENERGY, add_prices, priced_on
 from outrider.experiments.papers.quality import joint_greedy, output_nats, over_target, until_end
 from outrider.experiments.papers.stage import PLAIN, Row, Score, Stage, means, others, race
 
 _BEAM_COUNTS, _THRESHOLDS, _LENGTHS = (1, 2, 4, 8, 16), (0.0, 0.01, 0.1, 0.3, 0.5, 0.9, 1.0), (1, 2, 4, 8)
 _GAMMA, _BEAMS, _THRESHOLD = 4, 8, 0.1
+_CONTEXT = 256  # KV entries of the timed steps
 _SHOWN = ("tokens/s", "perplexity", "tokens_per_step")
 _SWEEPS = {
     "table 3": [beams(count) for count in _BEAM_COUNTS],
@@ -82,7 +86,9 @@ def measure(stage: Stage, found: Found) -> None:
     methods = {**load_mjsd().strategies, **stage.strategies}
     choices = [parse_strategy(text) for text in (*methods.values(), *variants().values()) if text != PLAIN]
     rows = max(choice.build().draft_rows for choice in choices if choice.name in WITH_DRAFT_MODEL)
-    shared = stage.shared(SpeculationOptions().most_draft_tokens, draft_model=stage.draft(rows))
+    draft = stage.draft(rows)
+    shared = stage.shared(SpeculationOptions().most_draft_tokens, draft_model=draft)
+    found.tables["step of one row"] = _step_times(shared.runner, draft.runner)
     scores = {name: _scores(stage, name, prompts, found) for name, prompts in stage.datasets.items()}
     for name, prompts in stage.datasets.items():
         measured = found.measures[name] = _race(stage, shared, name, prompts, methods, scores[name])
@@ -100,6 +106,13 @@ def measure(stage: Stage, found: Found) -> None:
                 if set(labels) <= measured.keys():
                     shown = name if dataset == ABLATED else f"{name}, {dataset}"
                     _sweep(found, shown, {label: measured[label] for label in labels}, (*_SHOWN, *scores[dataset]))
+
+
+def _step_times(target: ModelRunner, draft: ModelRunner) -> dict[str, dict[str, Value]]:
+    """Return the time of a step of one row of both models, and the draft model's share of the target's."""
+    step = Case(1, 1, _CONTEXT)
+    target_s, draft_s = (time_steps(runner, [step]).seconds[step] for runner in (target, draft))
+    return {"target": {"ms": 1e3 * target_s}, "draft model": {"ms": 1e3 * draft_s, "share of the target's": draft_s / target_s}}
 
 
 def _sweep(found: Found, name: str, rows: Mapping[str, Row], metrics: Sequence[str]) -> None:

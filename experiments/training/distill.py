@@ -4,10 +4,11 @@
 
 The model answers questions of the corpus, greedily and sampled in turns, and reads further records with the corpus' answers.
 The draft model keeps the embeddings and ``--layers`` of the layers, which learn the model's distributions at all tokens of the
-answers and some of the prompts (Hinton et al., 2015, arXiv 1503.02531). With ``--vocabulary N`` it has the first N tokens, the
-most frequent merges, and drafts no other: the output layer is most of a small model's time. Finished parts are kept in ``--out``,
-so that the same command continues an interrupted run. At the end there are a folder for transformers, ``model``, and for the
-packaged model with all its tokens a file of four bits per weight, ``model.gguf``; ``speculation.draft_model`` accepts both.
+answers and some of the prompts (Hinton et al., 2015, arXiv 1503.02531). With ``--vocabulary N`` it drafts the N likeliest tokens
+of these texts alone and reads all of them: the output layer is most of a small model's time. Its configuration lists them as
+``draft_token_ids``. Finished parts are kept in ``--out``, so that the same command continues an interrupted run. At the end there
+are a folder for transformers, ``model``, and for the packaged model with all its tokens a file of four bits per weight,
+``model.gguf``; ``speculation.draft_model`` accepts both.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--corpus", type=Path, required=True, help="folder with train-*.jsonl.gz and valid.jsonl.gz")
     parser.add_argument("--out", type=Path, required=True, help="folder for intermediate results and the draft model")
     parser.add_argument("--layers", type=int, nargs="+", default=[0, 1, -1], help="layers of the model that the draft model has")
-    parser.add_argument("--vocabulary", type=int, metavar="N", help="tokens that the draft model has, the first N; default: all")
+    parser.add_argument("--vocabulary", type=int, metavar="N", help="tokens that are drafted, the likeliest N; default: all")
     parser.add_argument("--answers", type=int, default=1500, help="questions that the model answers")
     parser.add_argument("--texts", type=int, default=3000, help="further records, with the corpus' answers")
     parser.add_argument("--held-out", type=int, default=40, help="questions that are answered and not learned")
@@ -136,31 +137,45 @@ def read(
     return texts
 
 
-def draft_model(model: PreTrainedModel, layers: Sequence[int], vocabulary: int | None = None) -> LlamaForCausalLM:
-    """Return the model with some of its layers and its first tokens, in float32; the embeddings do not learn.
+def likeliest(texts: Sequence[Text], count: int, tokens: int) -> list[int]:
+    """Return the ids of the likeliest tokens in the learned distributions, in ascending order.
 
     Raises:
-        ValueError: it is not a Llama, or has no such layer or not so many tokens.
+        ValueError: ``count`` is not from 1 to the model's number of ``tokens``.
+    """
+    if not 1 <= count <= tokens:
+        raise ValueError(f"--vocabulary {count} must be from 1 to the model's {tokens} tokens")
+    mass = sum(np.bincount(text.ids.ravel(), np.exp(text.log_probs).ravel(), tokens) for text in texts)
+    return np.sort(np.argsort(-mass, kind="stable")[:count]).tolist()
+
+
+def draft_model(model: PreTrainedModel, layers: Sequence[int], token_ids: Sequence[int] | None = None) -> LlamaForCausalLM:
+    """Return the model with some of its layers and the logits of some tokens, in float32; the embeddings do not learn.
+
+    Raises:
+        ValueError: it is not a Llama, or has no such layer.
     """
     count = model.config.num_hidden_layers
     if model.config.model_type != "llama" or not all(-count <= layer < count for layer in layers):
         raise ValueError(
             f"--layers {layers}: a Llama with these layers is needed, this is {model.config.model_type} with {count}"
         )
-    tokens = model.config.vocab_size if vocabulary is None else vocabulary
-    if not 1 <= tokens <= model.config.vocab_size:
-        raise ValueError(f"--vocabulary {vocabulary} must be from 1 to the model's {model.config.vocab_size} tokens")
-    sizes = {"num_hidden_layers": len(layers), "vocab_size": tokens}
+    sizes = {"num_hidden_layers": len(layers), "draft_token_ids": None if token_ids is None else list(token_ids)}
     config = type(model.config).from_dict(model.config.to_dict() | sizes)
     small = LlamaForCausalLM._from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-    for own, whole in ((small.model.embed_tokens, model.model.embed_tokens), (small.lm_head, model.lm_head)):
-        own.weight = torch.nn.Parameter(whole.weight[:tokens].clone())
+    head = model.lm_head.weight
+    small.model.embed_tokens.weight = torch.nn.Parameter(model.model.embed_tokens.weight.float(), requires_grad=False)
+    small.lm_head.weight = torch.nn.Parameter(head[_ids(small)].float(), requires_grad=False)
     for own, layer in zip(small.model.layers, layers, strict=True):
         own.load_state_dict(model.model.layers[layer].state_dict())
     small.model.norm.load_state_dict(model.model.norm.state_dict())
-    for weight in (small.model.embed_tokens.weight, small.lm_head.weight):
-        weight.requires_grad_(False)
     return small
+
+
+def _ids(small: LlamaForCausalLM) -> torch.Tensor:
+    """Return the ids of the tokens that the logits are of."""
+    ids = small.config.draft_token_ids
+    return torch.arange(small.config.vocab_size) if ids is None else torch.tensor(ids)
 
 
 def training_dtype() -> torch.dtype:
@@ -169,14 +184,10 @@ def training_dtype() -> torch.dtype:
 
 
 def log_probs(small: LlamaForCausalLM, texts: Sequence[Text]) -> Iterator[tuple[Text, torch.Tensor]]:
-    """Yield each text with the draft model's log-probabilities at its learned positions: [learned, vocabulary].
-
-    The last token stands for those that the draft model lacks, as in the engine.
-    """
+    """Yield each text with the draft model's log-probabilities at its learned positions: [learned, drafted tokens]."""
     tokens = np.zeros((len(texts), max(len(text.tokens) for text in texts)), np.int64)
     for row, text in enumerate(texts):
         tokens[row, : len(text.tokens)] = text.tokens  # padding comes after all positions that count
-    np.minimum(tokens, small.config.vocab_size - 1, out=tokens)
     dtype = training_dtype()
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         hidden = small.model(input_ids=torch.from_numpy(tokens), use_cache=False).last_hidden_state
@@ -185,19 +196,21 @@ def log_probs(small: LlamaForCausalLM, texts: Sequence[Text]) -> Iterator[tuple[
 
 
 def loss_of(small: LlamaForCausalLM, texts: Sequence[Text]) -> torch.Tensor:
-    """Return the mean cross-entropy with the model's distributions over the likeliest tokens that the draft model has."""
-    losses = []
+    """Return the mean cross-entropy with the model's distributions over the likeliest tokens that the draft model drafts."""
+    losses, columns, ids = [], torch.full((small.config.vocab_size,), -1), _ids(small)
+    columns[ids] = torch.arange(len(ids))
     for text, ours in log_probs(small, texts):
-        ids = torch.from_numpy(text.ids)
-        wanted = torch.from_numpy(text.log_probs).exp() * (ids < ours.shape[1])
-        losses.append(-(wanted * ours.gather(1, ids.clamp(max=ours.shape[1] - 1))).sum(1))
+        at = columns[torch.from_numpy(text.ids)]
+        wanted = torch.from_numpy(text.log_probs).exp() * (at >= 0)
+        losses.append(-(wanted * ours.gather(1, at.clamp(min=0))).sum(1))
     return torch.cat(losses).mean()
 
 
 @torch.inference_mode()
 def agreement(small: LlamaForCausalLM, texts: Sequence[Text]) -> float:
     """Return the share of positions at which both models have the same likeliest next token."""
-    same = [ours.argmax(1).numpy() == text.ids[:, 0] for one in texts for text, ours in log_probs(small, [one])]
+    ids = _ids(small)
+    same = [ids[ours.argmax(1)].numpy() == text.ids[:, 0] for one in texts for text, ours in log_probs(small, [one])]
     return float(np.concatenate(same).mean())
 
 
@@ -269,9 +282,11 @@ def distill(args: argparse.Namespace) -> None:
         texts = read(args.out / "texts", model, own + others, PROMPT_SHARE, progress)
         tested = read(args.out / "held_out", model, held, 0.0, progress)
         learned = sum(len(text.positions) for text in texts)
-        small = draft_model(model, args.layers, args.vocabulary)
+        drafted = None if args.vocabulary is None else likeliest(texts, args.vocabulary, model.config.vocab_size)
+        small = draft_model(model, args.layers, drafted)
         progress.say(f"{learned} tokens to learn, of {len(own)} answers of the model and {len(others)} of the corpus")
         learn(small, texts, tested, args, progress)
+        small.set_output_embeddings(model.lm_head)  # with all tokens, as transformers reads it
         small.to(torch.bfloat16).save_pretrained(args.out / "model")
         tokenizer.save_pretrained(args.out / "model")
         if name == PACKAGED and args.vocabulary is None:

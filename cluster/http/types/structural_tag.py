@@ -174,13 +174,13 @@ class _Rules:
             before = _without([other for other in triggers if other != trigger])
             self.rules.append(f"BEFORE_{number}_{place}: {before}")
             self.rules.append(f"head_{number}_{place}[suffix={json.dumps(trigger, ensure_ascii=False)}]: BEFORE_{number}_{place}")
-            rest = " | ".join(f"{self._literal(begin[len(trigger):])} {rule}" for one, begin, rule in stops if one == trigger)
+            rest = " | ".join(f"{self._literal(begin[len(trigger) :])} {rule}" for one, begin, rule in stops if one == trigger)
             heads.append(f"head_{number}_{place} ({rest})")
         for _, begin, rule in stops:  # an added token is not matched as text
             found = self._added and self._added.match(begin)
             if found:
                 opening.add(found[0])
-                heads.append(f"{text} <[{self._marks.tokens[found[0]]}]> {self._literal(begin[found.end():])} {rule}")
+                heads.append(f"{text} <[{self._marks.tokens[found[0]]}]> {self._literal(begin[found.end() :])} {rule}")
         others = [f"<[{self._marks.tokens[token]}]>" for token in self._marks.shown if token not in opening]
         return f"({text} ({' | '.join(others)}))*" if others else "", " | ".join(heads), text
 

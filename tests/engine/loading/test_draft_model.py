@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from outrider.engine.engine import Engine
 from outrider.engine.errors import ModelLoadError
 from outrider.engine.forward.batch import Batch
 from outrider.engine.forward.runner import ModelRunner
-from outrider.engine.loading.draft_model import LocalDraftModel, check_vocabularies
+from outrider.engine.loading.draft_model import LocalDraftModel, check_vocabularies, load_draft_model
+from outrider.engine.loading.model import load_model
 from outrider.engine.text.tokenizer import load_tokenizer
 from tests.helpers.models import CONTEXT, SLOTS, VOCAB, llama_config, random_tree, run, save_model, tiny_model, tree_of
 
@@ -219,6 +221,28 @@ def test_vocabularies_must_agree(folder: str, tmp_path: Path) -> None:
     assert isinstance(larger, PreTrainedTokenizerFast) and larger.add_tokens(["<tool>"]) == 1
     check_vocabularies("one", ours, "two", larger, VOCAB + 1)
     check_vocabularies("one", larger, "two", ours, VOCAB + 1)
+
+
+def test_short_list_of_tokens(folder: str, tmp_path: Path) -> None:
+    """A draft model with ``draft_token_ids`` has the logits of these tokens, and drafts no other."""
+    own = save_model(tmp_path / "short", llama_config())
+    file = own / "config.json"
+    ids = sorted(np.random.default_rng(3).permutation(VOCAB)[:40].tolist())
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"draft_token_ids": ids}))
+    options = ModelOptions(folder, dtype="float64")
+    target = load_model(options)
+    short = load_draft_model(str(own), options, target, SLOTS, 512, ROWS)
+    file.write_text(json.dumps(config))
+    whole = load_draft_model(str(own), options, target, SLOTS, 512, ROWS)
+    one, chain = request("a", tokens(2, 9), 0), tokens(4, 3)  # most of which are in no short list
+    (logits,), (every,) = short.next_logits([one], [chain]), whole.next_logits([one], [chain])
+    torch.testing.assert_close(logits[ids], every[ids], atol=1e-9, rtol=0)
+    assert logits.shape == every.shape and int(torch.isfinite(logits).sum()) == 40
+    for unusable in ([], [3, 3], [VOCAB], "all"):
+        file.write_text(json.dumps(config | {"draft_token_ids": unusable}))
+        with pytest.raises(ModelLoadError, match=rf"short': draft_token_ids of its config.json must be .* from 0 to {VOCAB - 1}"):
+            load_draft_model(str(own), options, target, SLOTS, 512, ROWS)
 
 
 def test_what_cannot_be_is_refused_with_what_to_do(folder: str) -> None:

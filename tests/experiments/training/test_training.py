@@ -249,7 +249,8 @@ def test_distillation_learns_resumes_and_drafts(
     files: tuple[Path, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model, corpus = files
-    command = ["--layers", "0", "-1", *flags(model=model, corpus=corpus, out=tmp_path, answers=4, texts=3, held_out=2, threads=1)]
+    sizes = flags(model=model, corpus=corpus, out=tmp_path, vocabulary=80, answers=4, texts=3, held_out=2, threads=1)
+    command = ["--layers", "0", "-1", *sizes]
     distill.distill(distill.arguments([*command, "--steps", "20"]))
     answers = (tmp_path / "answers.jsonl").read_text()
     assert answers.count("\n") == 4 and not (tmp_path / "model.gguf").exists()
@@ -291,11 +292,14 @@ def test_draft_model_with_fewer_tokens_drafts_no_other(files: tuple[Path, Path],
     model = distill.load_weights(str(files[0]), distill.training_dtype(), "sdpa").eval()
     pairs = [([5, 9, 11, 7, 30], [12, 40, 41]), ([8, 3, 2], [1, 2, 3, 4])]
     texts = distill.read(tmp_path / "texts", model, pairs, 0.5, Progress())
-    tokens = 35
-    small, whole = distill.draft_model(model, [0, 1, 2], tokens), distill.draft_model(model, [0, 1, 2])
-    (_, ours), (_, all_tokens) = next(distill.log_probs(small, texts[1:])), next(distill.log_probs(whole, texts[1:]))
-    assert ours.shape[1] == tokens  # the text has none of the others, so that the law is the whole one without them
-    torch.testing.assert_close(ours.exp(), all_tokens[:, :tokens].softmax(-1), atol=1e-3, rtol=0.05)
-    assert torch.isfinite(distill.loss_of(small, texts))  # of texts with tokens that the draft model lacks, too
+    ids = distill.likeliest(texts, 35, model.config.vocab_size)
+    mass = sum(np.bincount(text.ids.ravel(), np.exp(text.log_probs).ravel(), model.config.vocab_size) for text in texts)
+    assert len(ids) == 35 and ids == sorted(ids) and mass[ids].min() >= np.delete(mass, ids).max()
+    small, whole = distill.draft_model(model, [0, 1, 2], ids), distill.draft_model(model, [0, 1, 2])
+    (_, ours), (_, all_tokens) = next(distill.log_probs(small, texts)), next(distill.log_probs(whole, texts))
+    assert ours.shape[1] == 35  # the law is the whole one without the other tokens, which can be read
+    torch.testing.assert_close(ours.exp(), all_tokens[:, ids].softmax(-1), atol=1e-3, rtol=0.05)
+    assert torch.isfinite(distill.loss_of(small, texts))
+    assert 0 < distill.agreement(small, texts) <= 1
     with pytest.raises(ValueError, match="--vocabulary 400000 must be from 1 to the model's"):
-        distill.draft_model(model, [0], 400_000)
+        distill.likeliest(texts, 400_000, model.config.vocab_size)
