@@ -100,7 +100,7 @@ def _records(args: argparse.Namespace, model: str) -> list[PromptRecord]:
 
 
 def asked(texts: Sequence[_T], clients: int) -> Sequence[_T]:
-    """Return the prompts of a cell: one for each concurrent request, and ``FEWEST`` at least."""
+    """Return the prompts of a cell of strong scaling: one for each concurrent request, and ``FEWEST`` at least."""
     return texts[: max(FEWEST, clients)]
 
 
@@ -144,7 +144,8 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
             with served(model, settings_of(args, form, dilation, delay_ms, outputs)) as server:
                 for label, strategy, count in left:
                     told = {"form": label, "strategy": strategy, "clients": count, "dilation": dilation, "delay_ms": delay_ms}
-                    cell = _cell(server, Path(model).name, records, strategy, count, args.max_tokens)
+                    chosen = records if args.check_dilation else asked(records, count)
+                    cell = _cell(server, Path(model).name, chosen, strategy, count, args.max_tokens)
                     kept.add({**told, "repeat": repeat, **cell})
                     run.progress.note(f"{label}, {strategy}, {count} at once")
     return _results(args, roofline, forms, kept.found, records, model)
@@ -197,7 +198,6 @@ def _cell(
     """Answer the prompts of a cell once, after a few of them as a warm-up."""
     spoken = {"max_draft_tokens": 0} if strategy == PLAIN else {"strategy": strategy}
     body = {"model": model, "max_tokens": max_tokens, "temperature": 0, "cache": "off", "speculation": spoken}
-    records = asked(records, clients)
     prompts = [record.prompt for record in records]
     ask(server.url, body, prompts[: min(clients, FEWEST)], clients)
     before, cpu_s = _readings(server.url), processor_s(server)
