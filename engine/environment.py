@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import logging
 import os
@@ -10,6 +11,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -60,6 +62,16 @@ def device_name(device: torch.device) -> str:
 def nvidia_device_present() -> bool:
     """Return whether this machine has an NVIDIA GPU, by its driver or ``nvidia-smi``, without torch."""
     return any(_DEVICES.glob("nvidia[0-9]*")) or _DRIVER.exists() or shutil.which("nvidia-smi") is not None
+
+
+@cache
+def code_digest() -> str:
+    """Return a digest of the code of the engine and its drafters, for results on disk that depend on it."""
+    digest = hashlib.sha256()
+    for folder in ("engine", "decoding"):
+        for path in sorted((Path(__file__).resolve().parents[1] / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:32]
 
 
 def import_transformers() -> None:

@@ -16,7 +16,7 @@ from outrider.engine.forward.runner import ModelRunner
 from outrider.engine.loading.model_info import ModelInfo
 from outrider.engine.loading.model_tables import bigram_rows, bigram_table, cached_table, load_table, save_table, unigram_ranking
 from outrider.engine.measures.calibration import CalibrationFile
-from outrider.engine.measures.latency import LiveCurve, quick_curve
+from outrider.engine.measures.latency import LiveCurve
 
 _WARMUP_ROWS = 64  # rows of a deferred forward, small because a request may arrive and wait for it
 _BETWEEN_TEXTS = "<|endoftext|>"  # in GPT-2's tokenizer and its descendants
@@ -89,7 +89,7 @@ class LocalTarget:
             file = CalibrationFile(self._folder, self._runner, self._info)
             curve = file.curve() if self._warmup is None else file.cached()
             if curve is None and self._warmup is not None:
-                curve = quick_curve(self._runner, self.max_model_len)
+                curve = CalibrationFile(self._folder, self._runner, self._info, rough=True).curve()
                 self._warmup.append(self._calibrate(file))
             assert curve is not None
             self._live = LiveCurve(curve)

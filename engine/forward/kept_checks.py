@@ -17,14 +17,12 @@ from outrider.configs.slices import EngineOptions
 from outrider.decoding.jit import cache_folder
 from outrider.decoding.private_files import read_sealed, save_sealed
 from outrider.engine.cuda.static_runner import TREE_ROWS
-from outrider.engine.environment import device_name
+from outrider.engine.environment import code_digest, device_name
 from outrider.engine.forward.runner import ModelRunner
 from outrider.engine.forward.runners import made_unchecked, make_runner
 from outrider.engine.loading.model import model_revision
 
 logger = logging.getLogger(__name__)
-
-_CODE = ("engine", "decoding")  # folders whose code decides about exactness
 
 
 def kept_runner(model: PreTrainedModel, capacity: int, options: EngineOptions, tree_rows: int = TREE_ROWS) -> ModelRunner:
@@ -61,10 +59,6 @@ def _digest(model: PreTrainedModel, capacity: int, options: EngineOptions, tree_
         "model": [type(model).__name__, model_revision(model), str(model.dtype)],
         "shape": [capacity, options.max_running, options.kv_slots, options.prefix_caching, options.compile, tree_rows],
         "machine": [device_name(model.device), torch.get_num_threads(), os.uname().release],
-        "versions": [torch.__version__, transformers.__version__, numba.__version__],
+        "versions": [torch.__version__, transformers.__version__, numba.__version__, code_digest()],
     }
-    digest = hashlib.sha256(json.dumps(setting, sort_keys=True).encode())
-    for folder in _CODE:
-        for path in sorted((Path(__file__).resolve().parents[2] / folder).rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:32]
+    return hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()[:32]

@@ -24,7 +24,7 @@ from outrider.configs.slices import SAMPLING_BOUNDS, ModelOptions, Weights
 from outrider.engine.accelerator import accelerator
 from outrider.engine.cpu.linear import has_kernels
 from outrider.engine.cpu.packed_weight import PackedWeight
-from outrider.engine.environment import nvidia_device_present
+from outrider.engine.environment import nvidia_device_present, without_compiler
 from outrider.engine.errors import ModelLoadError, first_line
 from outrider.engine.forward.attention import TREE_ATTENTION
 from outrider.engine.forward.rope import length_rope
@@ -234,9 +234,10 @@ def _as_stored(
     if quantization is not None and device.type != "cpu":
         refuse_unusable(path, quantization, on_cpu=False)
     placed = {} if device.type == "cpu" else {"device_map": {"": device}}  # weight by weight, without a full copy on the host
-    model, found = AutoModelForCausalLM.from_pretrained(
-        files, dtype=dtype, attn_implementation=attention, output_loading_info=True, **placed
-    )
+    with without_compiler():
+        model, found = AutoModelForCausalLM.from_pretrained(
+            files, dtype=dtype, attn_implementation=attention, output_loading_info=True, **placed
+        )
     refuse_missing(path, found, quantization is not None)
     return model
 

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from outrider.decoding.jit import cache_folder
+from outrider.decoding.private_files import read_sealed, save_sealed
 from outrider.engine.cpu.mixers import bind_mixers
 from outrider.engine.cpu.state_step import StateShape, Survey
-from outrider.engine.environment import without_compiler
+from outrider.engine.environment import code_digest, without_compiler
 from outrider.engine.errors import ModelLoadError, first_line
 from outrider.engine.forward.attention import TREE_ATTENTION
 from outrider.engine.forward.batch import AttentionCall
 from outrider.engine.forward.patches import do_not_warn
 from outrider.engine.kv.kv_cache import KVShape
 from outrider.engine.kv.state_cache import StateCache, StateSite
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +84,19 @@ class Outline:
 
 
 def outline(config: PreTrainedConfig) -> Outline:
-    """Return the outline of a model (cached). Raises ``ModelLoadError`` if the model is not supported."""
+    """Return the outline of a model, kept in memory and on disk. Raises ``ModelLoadError`` if the model is not supported."""
     return _outline(_Key(config))
 
 
 class _Key:
     def __init__(self, config: PreTrainedConfig) -> None:
         self.config, self._contents = config, (type(config), config.to_json_string(use_diff=False))
+
+    @property
+    def path(self) -> Path:
+        """Return the file of the outline."""
+        kind, text = self._contents
+        return cache_folder() / f"outline-{hashlib.sha256(f'{kind.__qualname__} {text}'.encode()).hexdigest()[:32]}"
 
     def __hash__(self) -> int:
         return hash(self._contents)
@@ -111,7 +126,28 @@ def _layer_of(call: AttentionCall) -> LayerOutline:
 
 @lru_cache(16)
 def _outline(key: _Key) -> Outline:
-    config, listener, survey = _still(key.config), _Listener(), Survey()
+    """Return the outline in the file, or determine and keep it, which takes seconds."""
+    versions = [torch.__version__, transformers.__version__, code_digest()]
+    try:
+        found = json.loads(read_sealed(key.path))
+        if found.pop("versions") == versions:
+            layers = tuple(LayerOutline(**layer) for layer in found.pop("layers"))
+            states = {int(number): StateShape(**state) for number, state in found.pop("states").items()}
+            return Outline(layers, states=states, **found)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        logger.warning("the outline of the model at %s cannot be used, and it is determined again: %s", key.path, error)
+    outline = _determined(key.config)
+    try:
+        save_sealed(key.path, json.dumps(asdict(outline) | {"versions": versions}).encode())
+    except OSError as error:
+        logger.warning("the outline of the model could not be saved, it is determined again at the next start: %s", error)
+    return outline
+
+
+def _determined(given: PreTrainedConfig) -> Outline:
+    config, listener, survey = _still(given), _Listener(), Survey()
     name = _architecture(config).__name__
     row = torch.zeros(1, 1, dtype=torch.int64, device="meta")
     try:

@@ -8,7 +8,6 @@ import logging
 import os
 from collections.abc import Generator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,10 @@ import transformers
 
 from outrider.decoding.budget.latency import LatencyCurve
 from outrider.decoding.private_files import open_private, save_file
-from outrider.engine.environment import device_name
+from outrider.engine.environment import code_digest, device_name
 from outrider.engine.forward.runner import ModelRunner
 from outrider.engine.loading.model_info import ModelInfo
-from outrider.engine.measures.latency import Case, Report, Timings, cases, fit, measure, timing
+from outrider.engine.measures.latency import Case, Report, Timings, cases, fit, measure, rough_cases, rough_timings, timing
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +44,16 @@ class Calibration:
 
 
 class CalibrationFile:
-    """Latency file of one model, dtype, device and number of threads; for use while no request has a slot."""
+    """Latency file of one model, dtype, device and number of threads; for use while no request has a slot.
 
-    def __init__(self, folder: Path, runner: ModelRunner, info: ModelInfo) -> None:
-        self._runner, self._max_model_len = runner, info.max_model_len
+    A ``rough`` curve is of a few steps, for a fast start.
+    """
+
+    def __init__(self, folder: Path, runner: ModelRunner, info: ModelInfo, rough: bool = False) -> None:
+        self._runner, self._max_model_len, self._rough = runner, info.max_model_len, rough
         self._setting = _setting(runner, info)
         digest = hashlib.sha256(json.dumps(self._setting, sort_keys=True).encode()).hexdigest()
-        self.path = folder / f"latency-{info.model_revision[:16]}-{digest[:16]}.json"
+        self.path = folder / f"{'rough-' * rough}latency-{info.model_revision[:16]}-{digest[:16]}.json"
 
     def curve(self) -> LatencyCurve:
         """Return the stored curve, or measure and store it."""
@@ -84,12 +86,16 @@ class CalibrationFile:
 
     def measure(self, report: Report | None = None) -> Calibration:
         """Measure the curve now, regardless of the file."""
+        if self._rough:
+            return self._calibration(rough_timings(self._runner, self._max_model_len))
         return self._calibration(measure(self._runner, self._max_model_len, report))
 
     def _calibration(self, timings: Timings) -> Calibration:
         return Calibration(timings.seconds, fit(timings.seconds), self._setting, timings.spread)
 
     def _cases(self) -> list[Case]:
+        if self._rough:
+            return rough_cases(self._runner, self._max_model_len)
         return cases(self._runner.sequences, self._runner.cache.capacity, self._max_model_len, self._runner.full_rows)
 
     def save(self, found: Calibration) -> bool:
@@ -137,13 +143,5 @@ def _setting(runner: ModelRunner, info: ModelInfo) -> dict[str, Any]:
         "forwards": runner.calibration_key(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "code": _code(),
+        "code": code_digest(),
     }
-
-
-@cache
-def _code() -> str:
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]

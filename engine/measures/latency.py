@@ -31,7 +31,7 @@ _LONG_S, _FEW = 0.5, 8  # after a step that takes longer, steps with more than `
 _TIMING_S = 2.0  # target for all rounds
 _LEAST_ROUNDS, _ROUNDS = 2, 8
 _TURN_S, _MOST_OFTEN = 0.02, 4  # shorter steps run up to ``_MOST_OFTEN`` times per round
-_GLANCED = (1, 8, 64)  # rows of the steps in ``quick_curve``
+_GLANCED = (1, 8, 64)  # rows of the steps in ``rough_cases``
 _PARTS = 1000  # progress units for the log
 
 # Of ``LiveCurve``.
@@ -112,14 +112,18 @@ def result_of(work: Generator[None, None, Result]) -> Result:
             return result
 
 
-def quick_curve(runner: ModelRunner, max_model_len: int) -> LatencyCurve:
-    """Measure a rough curve from a few forwards, for a fast start."""
+def rough_cases(runner: ModelRunner, max_model_len: int) -> list[Case]:
+    """Return a few steps of one sequence to time for a fast start."""
     full = runner.full_rows[:1]  # the first stair, which one request's tree may reach
     glanced = {*_GLANCED, *(count + 1 for count in full)}
     wanted = [case for case in cases(1, runner.cache.capacity, max_model_len, full) if case.rows in glanced]
     context = max((case.context for case in wanted if case.rows > 1), default=0)
-    timings = timing(runner, [case for case in wanted if case.context == context], most_rounds=_LEAST_ROUNDS)
-    return fit(result_of(timings).seconds)
+    return [case for case in wanted if case.context == context]
+
+
+def rough_timings(runner: ModelRunner, max_model_len: int) -> Timings:
+    """Time ``rough_cases``."""
+    return result_of(timing(runner, rough_cases(runner, max_model_len), most_rounds=_LEAST_ROUNDS))
 
 
 def timing(

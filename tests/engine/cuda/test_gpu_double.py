@@ -30,7 +30,7 @@ from outrider.engine.forward.batch import DummySequence, ScheduledDummy, pack
 from outrider.engine.forward.runner import ModelRunner
 from outrider.engine.forward.runners import make_runner
 from outrider.engine.loading.model_tables import bigram_rows
-from outrider.engine.measures.latency import cases, quick_curve
+from outrider.engine.measures.latency import cases, rough_timings
 from outrider.experiments.device_double.attention import attend_slots
 from outrider.experiments.device_double.gpu import DoubleError, DoubleGpu
 from outrider.experiments.device_double.guard import unavailable
@@ -215,7 +215,7 @@ def test_the_stairs_of_a_gpu_s_steps_are_timed(gpu: DoubleGpu) -> None:
         rows = {case.rows for case in cases(4, runner.cache.capacity, CONTEXT, runner.full_rows)}
         assert rows >= set(stairs)
     with gpu.current(GPU):
-        assert {64, 65} <= set(quick_curve(strict, CONTEXT).rows)
+        assert {64, 65} <= {case.rows for case in rough_timings(strict, CONTEXT).seconds}
 
 
 def test_a_bigram_table_is_computed_in_whole_forwards(gpu: DoubleGpu) -> None:

@@ -29,11 +29,11 @@ from outrider.engine.errors import ModelLoadError
 from outrider.engine.forward import runner
 from outrider.engine.forward.runner import ModelRunner
 from outrider.engine.kv.state_cache import StateCache, StateSite
-from outrider.engine.loading import hybrids, memory
+from outrider.engine.loading import hybrids, memory, outline
 from outrider.engine.loading.model import load_model, model_revision
 from outrider.engine.text.chat import render_chat
 from outrider.engine.text.tokenizer import load_tokenizer, tokenizer_revision
-from tests.helpers.models import HYBRIDS, llama_config, save_model, tiny_model
+from tests.helpers.models import FAMILIES, HYBRIDS, llama_config, save_model, tiny_model
 
 
 @pytest.fixture
@@ -196,3 +196,29 @@ def test_snapshots_give_way_to_those_that_were_used_later() -> None:
         states.request_snapshot(0, "a", texts[0], 5, 6, 7)
     states.clear()
     assert states.usable(0, "a", texts[7], 300)[0] == 0
+
+
+def test_an_outline_is_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """It is read again with its states and layers, and determined again for other code or a damaged file."""
+    found: list[PreTrainedConfig] = []
+    determined = outline._determined
+
+    def counting(config: PreTrainedConfig) -> outline.Outline:
+        found.append(config)
+        return determined(config)
+
+    def again(config: PreTrainedConfig) -> outline.Outline:
+        outline._outline.cache_clear()
+        return outline.outline(config)
+
+    monkeypatch.setattr(outline, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(outline, "_determined", counting)
+    configs = [FAMILIES["gemma2"], FAMILIES["mixtral"], next(iter(HYBRIDS.values()))]
+    first = [again(config) for config in configs]
+    assert [again(config) for config in configs] == first and len(found) == len(list(tmp_path.iterdir())) == 3
+    assert first[2].states and first[1].routed and first[0].layers[0] != first[0].layers[1]
+    monkeypatch.setattr(outline, "code_digest", lambda: "other")
+    assert again(configs[0]) == again(configs[0]) == first[0] and len(found) == 4
+    for path in tmp_path.iterdir():
+        path.write_bytes(b'{"layers": []}')
+    assert again(configs[0]) == first[0] and len(found) == 5 and "is determined again" in caplog.text
