@@ -25,17 +25,21 @@ class SimulatedCluster:
     ms; the second waits 6 ms and has its own at 20.
     """
 
-    def __init__(self, replicas: Sequence[SimulatedReplica], lag_s: float | None, router_s: float, seed: int) -> None:
+    def __init__(
+        self, replicas: Sequence[SimulatedReplica], lag_s: float | None, router_s: float, seed: int, api_s: float = 0.0
+    ) -> None:
         """
         Args:
             replicas: new ones.
             lag_s: from the end of a step to the others' memory; None without sharing.
             router_s: from the arrival of a request to its replica.
             seed: of the router.
+            api_s: of the API's process for a request, before the router; it serves one after another.
         """
-        self._replicas, self._lag_s, self._router_s = replicas, lag_s, router_s
+        self._replicas, self._lag_s, self._router_s, self._api_s = replicas, lag_s, router_s, api_s
         self._random = random.Random(seed)
         self._env = simpy.Environment()
+        self._api = simpy.Resource(self._env)
         self._idle: dict[int, simpy.Event] = {}  # number of a replica without work -> its wake-up
         self._queued = [0] * len(replicas)  # requests between the router and each replica
         self.journeys: dict[str, Journey] = {}
@@ -87,6 +91,10 @@ class SimulatedCluster:
         """Route one request from its arrival to its replica."""
         now = self._env.now
         self.journeys[key] = Journey(key, now, now)
+        if self._api_s:
+            with self._api.request() as turn:
+                yield turn
+                yield self._env.timeout(self._api_s)
         number = self._pick()
         if self._router_s:
             self._queued[number] += 1

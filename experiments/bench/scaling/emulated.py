@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
+import numpy as np
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -23,13 +24,14 @@ from outrider.cluster.cli.generate.prompt_file import PromptRecord, read_prompts
 from outrider.cluster.cli.generate.strategy_option import StrategyChoice, chosen_strategies
 from outrider.cluster.serving.shared_answer import FRESH_S
 from outrider.configs.schema import find_model
-from outrider.configs.slices import EmulationOptions
+from outrider.configs.slices import EmulationOptions, EngineOptions
 from outrider.decoding.replay import KnownText
 from outrider.decoding.request import PLAIN
 from outrider.engine.emulation.hardware import DEVICES, FIGURES
 from outrider.engine.emulation.roofline import DeviceRoofline, Split
 from outrider.engine.loading.model import load_config
 from outrider.engine.text.tokenizer import load_tokenizer
+from outrider.experiments.bench.engines.traffic import Journey
 from outrider.experiments.bench.figure import panel
 from outrider.experiments.bench.record import ROOT, Kept, git_state, spread
 from outrider.experiments.bench.run import Results, Run
@@ -37,7 +39,8 @@ from outrider.experiments.bench.scaling.prediction import Prediction, Totals, de
 from outrider.experiments.bench.scaling.results import KINDS, Form, ask
 from outrider.experiments.bench.workloads import fitting_records, interleaved
 from outrider.experiments.service.served import Served, served
-from outrider.experiments.simulation.steps import EXCHANGE_S, Host, StepTimes
+from outrider.experiments.simulation.replica import KnownTarget, SimulatedReplica, Step
+from outrider.experiments.simulation.steps import EXCHANGE_S, Host, RankLoad, StepTimes
 
 FORMS = tuple(kind for kind in KINDS if kind != "threads")
 _TITLES = {
@@ -317,17 +320,77 @@ def dilation_rows(cells: Sequence[Cell]) -> dict[str, dict[str, Any]]:
     return rows
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _DilatedTimes(StepTimes):
+    """Wall seconds of a step: its forward takes ``dilation`` times as long, and the host as long as without."""
+
+    dilation: float = 1.0
+    hidden_s: list[float] = dataclasses.field(default_factory=list)  # of each step
+
+    def seconds(self, loads: Sequence[RankLoad], drafted_for: int) -> float:
+        """See ``StepTimes``."""
+        forward_s = max(self.forward_s(load) for load in loads)
+        self.hidden_s.append((self.dilation - 1.0) * forward_s)
+        return StepTimes.seconds(self, loads, drafted_for) + self.hidden_s[-1]
+
+
+class _DilatedReplica(SimulatedReplica):
+    """A replica in wall time, with the seconds that dilation hides."""
+
+    def __init__(
+        self, choice: StrategyChoice, times: _DilatedTimes, target: KnownTarget, options: EngineOptions, budget: int
+    ) -> None:
+        super().__init__(choice, times, target, options, budget, False)
+        self._hidden_s, self.added_s = times.hidden_s, dict[str, float]()
+        self._ends: list[tuple[float, float]] = [(0.0, 0.0)]  # (time, hidden seconds until then) at both ends of each step
+
+    def add(self, key: str, text: KnownText, now: float) -> None:
+        """See ``SimulatedReplica``."""
+        self.added_s[key] = now
+        super().add(key, text, now)
+
+    def step(self, now: float) -> Step | None:
+        """See ``SimulatedReplica``."""
+        found = super().step(now)
+        if found is not None:
+            before = self._ends[-1][1]
+            self._ends += [(now, before), (now + found.seconds, before + self._hidden_s[-1])]
+        return found
+
+    def hidden_between(self, start: float, end: float) -> float:
+        """Return the hidden seconds of a time."""
+        times, hidden = zip(*self._ends, strict=True)
+        return float(np.interp(end, times, hidden) - np.interp(start, times, hidden))
+
+
 class EmulatedPrediction(Prediction):
-    """Predicted speed on the same GPUs, with times of the host fitted to one GPU and to two ranks."""
+    """Predicted speed on the same GPUs with the same dilation, with times of the host fitted to one GPU and to two ranks.
+
+    What the API does beside a running step is not dilated, so that requests that come at once reach the engine sooner than on a
+    real GPU: the prediction has to be dilated, too.
+    """
 
     def __init__(
         self, roofline: DeviceRoofline, records: Sequence[PromptRecord], model: str, budget: int, hosts: Mapping[str, Host],
-        gap_s: float, group_s: Mapping[tuple[str, str], float], max_tokens: int,
+        gap_s: float, group_s: Mapping[tuple[str, str], float], max_tokens: int, dilation: float,
     ) -> None:  # fmt: skip
         """Predict as ``Prediction``. ``group_s``: what two ranks add to the host's time of a step, by form and strategy."""
         texts = {record.prompt: record.output or "" for record in records}
         super().__init__(roofline.curve(), roofline.model, texts, model, budget, hosts, gap_s, max_tokens)
-        self._roofline, self._group_s = roofline, group_s
+        self._roofline, self._group_s, self._dilation = roofline, group_s, dilation
+
+    def _replica(self, choice: StrategyChoice, times: StepTimes, target: KnownTarget, options: EngineOptions) -> SimulatedReplica:
+        own = {field.name: getattr(times, field.name) for field in dataclasses.fields(times)}
+        return _DilatedReplica(choice, _DilatedTimes(**own, dilation=self._dilation), target, options, self._budget)
+
+    def _hidden_s(self, wall_s: float, replicas: Sequence[SimulatedReplica], journeys: Mapping[str, Journey]) -> float:
+        hidden_s = latency_s = 0.0
+        for replica in replicas:
+            assert isinstance(replica, _DilatedReplica)
+            for key, added_s in replica.added_s.items():
+                hidden_s += replica.hidden_between(added_s, journeys[key].last_s)
+                latency_s += journeys[key].last_s - journeys[key].sent_s
+        return wall_s * hidden_s / latency_s
 
     def _asked(self, clients: int) -> Sequence[tuple[str, KnownText]]:
         return asked(super()._asked(clients), clients)
@@ -357,18 +420,19 @@ def validated(
         for key, own in _grouped(cells, "form", "strategy", "clients").items()
     }
     one, most = forms[0].label, max(args.clients)
-    plain, many = totals[one, PLAIN, 1], totals[one, PLAIN, most]
     labels = [PLAIN, *(choice.label for choice in _choices(args))]
     hosts, gap_s = {}, 0.0
     for label in labels:
-        hosts[label], gap_s = fitted_host(plain, many, totals[one, label, 1])
+        alone = totals[one, label, 1]
+        hosts[label], gap = fitted_host(alone, totals[one, label, most], alone)
+        gap_s = gap_s or gap
     pairs = {form.kind: form.label for form in forms if form.workers == 2}
     group_s = {
         (kind, label): max(0.0, totals[pairs[kind], label, 1].host_s - totals[one, label, 1].host_s)
         for kind in ("lookahead", *_SPLITS) for label in labels if (pairs.get(kind), label, 1) in totals
     }  # fmt: skip
     budget = args.budget or (63 if roofline.form == "strict" else 64)
-    prediction = EmulatedPrediction(roofline, records, model, budget, hosts, gap_s, group_s, args.max_tokens)
+    prediction = EmulatedPrediction(roofline, records, model, budget, hosts, gap_s, group_s, args.max_tokens, args.time_dilation)
     choices = {choice.label: choice for choice in (*chosen_strategies([PLAIN]), *_choices(args))}
     told: dict[str, Any] = {}
     left_out: dict[str, str] = {}

@@ -19,6 +19,7 @@ from outrider.decoding.replay import KnownText
 from outrider.decoding.request import PLAIN
 from outrider.engine.emulation.hardware import ModelShape
 from outrider.engine.text.tokenizer import load_tokenizer
+from outrider.experiments.bench.engines.traffic import Journey
 from outrider.experiments.bench.scaling.results import Entry, Form
 from outrider.experiments.bench.workloads import prompt_ids
 from outrider.experiments.simulation.cluster import SimulatedCluster
@@ -127,9 +128,20 @@ class Prediction:
         replicas, times = self._times(form, clients, choice.label)
         target = KnownTarget(*self._vocabulary, self._context, times.curve)
         options = EngineOptions(max_running=max(clients, EngineOptions().max_running), max_waiting=len(self._texts))
-        every = [SimulatedReplica(choice, times, target, options, self._budget, False) for _ in range(replicas)]
-        found = SimulatedCluster(every, None, self._gap_s, 0).closed_loop(self._asked(clients), clients)
-        return float(found["tokens_per_s"])
+        every = [self._replica(choice, times, target, options) for _ in range(replicas)]
+        cluster = SimulatedCluster(every, None, 0.0, 0, self._gap_s)
+        found = cluster.closed_loop(self._asked(clients), clients)
+        # Of all requests, the last ones included, as it is measured.
+        return float(found["output_tokens"] / (found["wall_s"] - self._hidden_s(found["wall_s"], every, cluster.journeys)))
+
+    def _replica(
+        self, choice: StrategyChoice, times: StepTimes, target: KnownTarget, options: EngineOptions
+    ) -> SimulatedReplica:  # fmt: skip
+        return SimulatedReplica(choice, times, target, options, self._budget, False)
+
+    def _hidden_s(self, wall_s: float, replicas: Sequence[SimulatedReplica], journeys: Mapping[str, Journey]) -> float:
+        """Return the seconds of the whole run that are not counted."""
+        return 0.0
 
     def _asked(self, clients: int) -> Sequence[tuple[str, KnownText]]:
         """Return the texts that this number of clients asks for."""

@@ -17,6 +17,7 @@ from outrider.experiments.bench.run import arguments, run
 from outrider.experiments.bench.scaling.command import BENCH, parted
 from outrider.experiments.bench.scaling.emulated import dilation_rows, overall, settings_of, validated
 from outrider.experiments.bench.scaling.results import Form
+from outrider.experiments.report.speeds import emulated_validation, strong_scaling
 from outrider.experiments.report.tables import headlines
 
 FORMS = [Form("one", 1, 1), Form("tensor", 2, 1), Form("replicas", 2, 1)]
@@ -88,13 +89,21 @@ def test_the_simulation_is_compared_with_every_row(tiny_model: Path) -> None:
         cell("1 x 1", PLAIN, 30 * (step_s + 0.002), 4, device_s=30 * step_s),
         cell("replicas 2 x 1", PLAIN, 15 * (step_s + 0.002), 4),
     ]
-    args = Namespace(clients=[1, 4], strategy=[PLAIN], budget=None, max_tokens=30)
+    args = Namespace(clients=[1, 4], strategy=[PLAIN], budget=None, max_tokens=30, time_dilation=8.0)
     rows = overall(FORMS, cells, 8.0)
     told = validated(FORMS, cells, rows, roofline, records, str(tiny_model), args)
+    args.time_dilation = 1.0
+    whole = validated(FORMS, cells, rows, roofline, records, str(tiny_model), args)["rows"]
+    for name, row in told["rows"].items():  # dilation hides no second of the host's work for a request that is alone
+        slower = whole[name]["predicted"] / row["predicted"]
+        assert slower == pytest.approx(1.0, abs=0.005) if name.endswith("1 at once") else slower > 1.0, name
     assert told["rows"].keys() == rows.keys() and told["told"] == 3
     one = told["rows"]["1 x 1, plain, 1 at once"]
     (table,) = headlines({"name": "bench-scaling", "results": {"emulated": {}, "overall": rows, "prediction": told}})
     assert [row[0] for row in table.rows] == list(rows)
+    results = {"overall": rows, "prediction": told}
+    assert [row[0] for row in strong_scaling(results).rows] == ["1 x 1", "replicas 2 x 1"]
+    assert [row[0] for row in emulated_validation(results).rows] == ["one GPU", "replicas", "all"]
     assert abs(one["error"]) < 0.1 and told["fitted"]["hosts"][PLAIN]["request_s"] == pytest.approx(0.0005, rel=0.01)
 
 
