@@ -33,7 +33,9 @@ from outrider.experiments.papers.screen import screen
 from outrider.experiments.report.speeds import (
     by_workload,
     decoding,
+    dilation,
     draft_models,
+    emulated_validation,
     forms,
     gains,
     peers,
@@ -41,6 +43,7 @@ from outrider.experiments.report.speeds import (
     rag,
     rag_pairs,
     scaling,
+    strong_scaling,
 )
 from outrider.experiments.report.tables import (
     deployments,
@@ -214,7 +217,12 @@ DOCUMENTS: dict[str, dict[str, tuple[Callable[..., Table], *tuple[str, ...]]]] =
         "rag": (rag, "2026-11-25-bench-rag.json"),
         "rank-faults": (rank_faults, "2026-11-21-rank-faults.json"),
     },
-    "docs/emulation.md": {"emulated-figures": (emulated_figures,)},
+    "docs/emulation.md": {
+        "dilation": (dilation, "2026-11-29-bench-scaling-2.json"),
+        "strong-scaling": (strong_scaling, "2026-11-29-bench-scaling.json"),
+        "emulated-validation": (emulated_validation, "2026-11-29-bench-scaling.json"),
+        "emulated-figures": (emulated_figures,),
+    },
     "docs/configuration.md": {"configuration": (configuration,)},
     "docs/architecture.md": {"rooms": (rooms,)},
     "docs/strategies.md": {
