@@ -184,7 +184,7 @@ class Replica:
             except RequestError:
                 raise
             except Exception as error:
-                logger.exception("the grammar of request %s cannot be compiled", request.request_id)
+                logger.exception("%s: its grammar cannot be compiled", request.label)
                 yield _failure(request.request_id, error)
                 return
         live = RunningRequest(
@@ -339,7 +339,7 @@ class Replica:
             live.put(error)
             return
         except Exception as error:
-            logger.exception("the engine could not take request %s", request_id)
+            logger.exception("%s: the engine could not take it", live.request.label)
             live.put(_failure(request_id, error))
             return
         self._live[request_id] = live

@@ -192,6 +192,7 @@ class RankState:
                 work.request.scope,
                 work.request.adapter,
                 work.request.rope_length,
+                work.request.http_id,
             )
             for work, held, _ in partitioned
             if held.num_sent < 0

@@ -20,7 +20,7 @@ from outrider.cluster.http.answers.logprobs import TokenBytes
 from outrider.cluster.http.answers.respond import ReasoningFormat, ToolCallFormat
 from outrider.cluster.http.answers.resume import EventIds, ResumePoint, StreamHeaders
 from outrider.cluster.http.errors import ApiError
-from outrider.cluster.http.request_ids import rename_request
+from outrider.cluster.http.request_ids import rename_request, request_id
 from outrider.cluster.http.text_threads import SHORT, TextThreads
 from outrider.cluster.http.turns import SENDER, Turns
 from outrider.cluster.http.types.openai import (
@@ -399,6 +399,7 @@ class RequestPlanner:
             max_draft_tokens=body.drafting.max_draft_tokens, priority=body.priority or 0,
             report=bool(body.drafting.report), prompt_logprobs=body.num_prompt_logprobs, embedding=embedding,
             salt=body.cache_salt or "", session=self._session, resumed=bool(self.beginning.sent),
+            http_id=request_id() or "",
         )  # fmt: skip
 
     def _strategy(self, body: ChatCompletionRequest | CompletionRequest) -> str | None:
