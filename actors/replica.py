@@ -40,11 +40,8 @@ RESUME_PERIOD_S = 1.0  # least time between two takeovers of a stream: each reco
 _LAST_EVENT = "Last-Event-ID"
 COMPILING = 2  # grammars compiled at a time
 IDLE_S = 2.0  # duration of the idle power measurement at the start, if a meter exists
-
-
-MOST_HELD = (
-    QUARANTINE_TOKENS // 2
-)  # tokens; held output is recomputed after a crash, so it must be less than what ends a quarantine
+# Tokens. Held output is recomputed after a crash, so it must be less than what ends a quarantine.
+MOST_HELD = QUARANTINE_TOKENS // 2
 
 
 @dataclass(slots=True)

@@ -212,6 +212,7 @@ class RequestPlanner:
             f"{self.beginning.answer_id}/{index}", np.asarray(texts[0][:shared], np.int32),
             SamplingParams(max_tokens=max(map(len, choices))), (), self._sharing.tenant, self._sharing.public, self._adapter,
             strategy=PLAIN, priority=body.priority or 0, salt=body.cache_salt or "", session=self._session, choices=choices,
+            http_id=request_id() or "",
         )  # fmt: skip
 
     async def echoes(self, body: CompletionRequest) -> list[str]:
