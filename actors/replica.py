@@ -40,11 +40,8 @@ RESUME_PERIOD_S = 1.0  # least time between two takeovers of a stream: each reco
 _LAST_EVENT = "Last-Event-ID"
 COMPILING = 2  # grammars compiled at a time
 IDLE_S = 2.0  # duration of the idle power measurement at the start, if a meter exists
-
-
-MOST_HELD = (
-    QUARANTINE_TOKENS // 2
-)  # tokens; held output is recomputed after a crash, so it must be less than what ends a quarantine
+# Tokens. Held output is recomputed after a crash, so it must be less than what ends a quarantine.
+MOST_HELD = QUARANTINE_TOKENS // 2
 
 
 @dataclass(slots=True)
@@ -184,7 +181,7 @@ class Replica:
             except RequestError:
                 raise
             except Exception as error:
-                logger.exception("the grammar of request %s cannot be compiled", request.request_id)
+                logger.exception("%s: its grammar cannot be compiled", request.label)
                 yield _failure(request.request_id, error)
                 return
         live = RunningRequest(
@@ -339,7 +336,7 @@ class Replica:
             live.put(error)
             return
         except Exception as error:
-            logger.exception("the engine could not take request %s", request_id)
+            logger.exception("%s: the engine could not take it", live.request.label)
             live.put(_failure(request_id, error))
             return
         self._live[request_id] = live

@@ -285,6 +285,11 @@ def tenant_of(memory: str) -> str:
     return memory.partition(":")[0]
 
 
+def log_label(http_id: str, request_id: str) -> str:
+    """Return ``[HTTP_ID] request REQUEST_ID``, the name of a request in log lines; without the first part if it is empty."""
+    return f"[{http_id}] request {request_id}" if http_id else f"request {request_id}"
+
+
 class RequestState(enum.Enum):
     """Scheduling state of a request."""
 
@@ -331,57 +336,12 @@ class Request:
             one tree, and the request ends with their log-probabilities (``StepOutput.scores``) instead of output.
         quarantined: the request was running when an engine ended or a step failed. It is computed alone until it has emitted
             ``QUARANTINE_TOKENS`` more tokens.
+        http_id: id of the HTTP request (``X-Request-Id``), for log lines; empty if unknown.
 
     Raises:
         ValueError: the prompt is empty, ``emitted`` leaves no room for one more token, ``max_draft_tokens`` is negative, or
             a choice is empty or longer than ``max_tokens``.
     """
-
-    __slots__ = (
-        "_buffer",
-        "_length",
-        "account",
-        "adapter",
-        "admitted_s",
-        "argmax",
-        "arrival",
-        "arrived_s",
-        "as_published",
-        "cache_namespace",
-        "choices",
-        "embedding",
-        "fault",
-        "fault_field",
-        "finish_reason",
-        "first_token_s",
-        "grammar",
-        "kv_namespace",
-        "max_draft_tokens",
-        "num_computed",
-        "num_given",
-        "num_prompt",
-        "params",
-        "priority",
-        "prompt_logprobs",
-        "prompt_scores",
-        "public",
-        "quarantined",
-        "queued_s",
-        "references",
-        "report",
-        "request_id",
-        "rope_length",
-        "scope",
-        "siblings",
-        "slot",
-        "state",
-        "stats",
-        "strategy",
-        "tenant",
-        "text",
-        "waited_s",
-        "weight",
-    )  # fmt: skip
 
     def __init__(
         self,
@@ -407,12 +367,13 @@ class Request:
         salt: str = "",
         choices: Sequence[Sequence[int]] = (),
         quarantined: bool = False,
+        http_id: str = "",
     ) -> None:
         _check(prompt_ids, params, emitted, max_draft_tokens)
         if not all(0 < len(choice) <= params.max_tokens for choice in choices):
             raise ValueError(f"choices must have 1 to max_tokens={params.max_tokens} tokens each")
         self.choices = ChoiceTree.of(int(prompt_ids[-1]), choices) if choices else None
-        self.request_id, self.params, self.priority = request_id, params, priority
+        self.request_id, self.http_id, self.params, self.priority = request_id, http_id, params, priority
         self.account, self.weight = account, weight
         self.strategy, self.as_published = strategy, as_published
         self.max_draft_tokens = 0 if strategy == PLAIN or choices else max_draft_tokens
@@ -446,6 +407,11 @@ class Request:
         self.arrived_s = 0.0  # engine clock at arrival
         self.admitted_s: float | None = None  # engine clock at the first step; ``first_token_s``: at the first token
         self.first_token_s: float | None = None
+
+    @property
+    def label(self) -> str:
+        """Return the name of the request in log lines; see ``log_label``."""
+        return log_label(self.http_id, self.request_id)
 
     @property
     def plain(self) -> bool:

@@ -418,7 +418,7 @@ class Engine:
             logger.warning("out_of_memory: a step of %d rows is computed again in parts: %s", rows, reason)
             return []
         (request,) = self._scheduler.running
-        logger.error("out_of_memory: request %s does not fit alone: %s", request.request_id, reason)
+        logger.error("%s: out_of_memory: it does not fit alone: %s", request.label, reason)
         advice = "lower engine.kv_slots, engine.max_running or model.max_model_len to leave more memory for steps"
         return [self._fail(request, f"out of memory on {self.info.device} with this request alone: {advice}")]
 
@@ -458,13 +458,13 @@ class Engine:
             # The request ends with an error, without effect on the others.
             self._raise_lost(error)
             if not isinstance(error, RequestError):
-                logger.exception("committing the result of request %s failed", request.request_id)
+                logger.exception("%s: committing its result failed", request.label)
             return self._fail(request, *fault_of(error))
 
     def _fail(self, request: Request, message: str, field: str | None = None) -> StepOutput:
         """End a request with an error. A fault of the request itself (``field`` is set) counts as an abort."""
         if field is not None:
-            logger.info("request %s is invalid: %s: %s", request.request_id, field, message)
+            logger.info("%s: it is invalid: %s: %s", request.label, field, message)
         if request.request_id in self._requests:  # ``_commit`` may have released it
             self._release(request, FinishReason.ERROR if field is None else FinishReason.ABORT)
         return StepOutput(request.request_id, (), "", FinishReason.ERROR, message, request.stats, fault_field=field)

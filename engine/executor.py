@@ -291,7 +291,7 @@ class LocalExecutor:
             if is_out_of_memory(error) or device_error(error, self.runner.model.device) is not None:
                 raise  # not caused by the request
             if not isinstance(error, RequestError):
-                logger.exception("verifying request %s failed", work.request.request_id)
+                logger.exception("%s: verifying its tree failed", work.request.label)
             work.request.fault, work.request.fault_field = fault_of(error)
             return VerifyResult(work.tree, Acceptance((), int(target.ids[0])), target)
 

@@ -22,6 +22,7 @@ class OpenMessage:
     scope: str | None = None  # see ``engine.kv.prefix_cache.PrefixCache``
     adapter: str | None = None
     rope_length: int = 0  # see ``engine.forward.rope``
+    http_id: str = ""  # for log lines
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ class Rank:
         for number in message.closed:
             self._close(number)
         for one in message.opened:
-            request = Request(one.request_id, one.prompt, one.params, adapter=one.adapter)
+            request = Request(one.request_id, one.prompt, one.params, adapter=one.adapter, http_id=one.http_id)
             request.state, request.scope, request.rope_length = RequestState.RUNNING, one.scope, one.rope_length
             self._requests[one.number] = request, frozenset(one.end_tokens)
             self._executor.expect(request)

@@ -65,9 +65,7 @@ class RankKVStates:
 
     def _of(self, request: Request) -> RankKVState:
         held = self._states.get(request.request_id)
-        if (
-            held is not None and held.rope_length != request.rope_length
-        ):  # recomputed with another RoPE length: a new request to the rank
+        if held is not None and held.rope_length != request.rope_length:  # recomputed: a new request to the rank
             self.end(request)
             held = None
         if held is None:
@@ -192,6 +190,7 @@ class RankState:
                 work.request.scope,
                 work.request.adapter,
                 work.request.rope_length,
+                work.request.http_id,
             )
             for work, held, _ in partitioned
             if held.num_sent < 0

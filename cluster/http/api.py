@@ -204,7 +204,7 @@ class Service:
             calls=calls,
             reports_usage=chat.reports_usage,
             shape=shape,
-            ids=planner.events(planned, shape.has_period),
+            ids=planner.beginning.events(planned, planner.info, shape.has_period),
         )
         admitted = self.admission.admit(planned, body)
         self.metrics.asked(chat.n or 1, planner.info.served_name)
@@ -229,7 +229,7 @@ class Service:
         headers = StreamHeaders(accept, last_event_id)
         planner = await self._answering.planner("cmpl-", body, authorization, session_id, headers)
         planned, shape = await planner.completion(body), self._guard.shape(body)
-        ids = planner.events(planned, shape.has_period)
+        ids = planner.beginning.events(planned, planner.info, shape.has_period)
         admitted = self.admission.admit(planned, body)
         self.metrics.asked(body.n or 1, planner.info.served_name)
         generation = self._answering.generation(self._engine, admitted, body.n or 1, silent=body.max_tokens == 0)

@@ -10,7 +10,7 @@ import itertools
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,9 +18,9 @@ from outrider.cluster.admission.controller import AdmissionController, AdmittedR
 from outrider.cluster.admission.tenancy import Sharing, Tenancy
 from outrider.cluster.http.answers.logprobs import TokenBytes
 from outrider.cluster.http.answers.respond import ReasoningFormat, ToolCallFormat
-from outrider.cluster.http.answers.resume import EventIds, ResumePoint, StreamHeaders
+from outrider.cluster.http.answers.resume import ResumePoint, StreamHeaders
 from outrider.cluster.http.errors import ApiError
-from outrider.cluster.http.request_ids import rename_request
+from outrider.cluster.http.request_ids import rename_request, request_id
 from outrider.cluster.http.text_threads import SHORT, TextThreads
 from outrider.cluster.http.turns import SENDER, Turns
 from outrider.cluster.http.types.openai import (
@@ -121,13 +121,6 @@ class PlannerServices:
         return Generation(engine, admitted.jobs, n, silent, (*self.listeners, *admitted.listeners), admitted.deadline)
 
 
-class TokenRules(NamedTuple):
-    """Rules for the output's tokens that need the tokenizer."""
-
-    bad_words: tuple[tuple[int, ...], ...]
-    thinking: ThinkingBudget | None
-
-
 class RequestPlanner:
     """Builds the engine jobs of one request: tokenizes it and applies defaults. Work shared by all choices is done once."""
 
@@ -212,6 +205,7 @@ class RequestPlanner:
             f"{self.beginning.answer_id}/{index}", np.asarray(texts[0][:shared], np.int32),
             SamplingParams(max_tokens=max(map(len, choices))), (), self._sharing.tenant, self._sharing.public, self._adapter,
             strategy=PLAIN, priority=body.priority or 0, salt=body.cache_salt or "", session=self._session, choices=choices,
+            http_id=request_id() or "",
         )  # fmt: skip
 
     async def echoes(self, body: CompletionRequest) -> list[str]:
@@ -221,7 +215,8 @@ class RequestPlanner:
         texts: list[str] = []
         for prompt in body.prompt:
             if not isinstance(prompt, str):
-                prompt = str(await self._threads.run(self._decode, prompt, body.skips_special))
+                decode = functools.partial(self._tokenizer.decode, prompt, skip_special_tokens=body.skips_special)
+                prompt = str(await self._threads.run(decode))
             texts += [prompt] * (body.n or 1)
         return texts
 
@@ -236,10 +231,6 @@ class RequestPlanner:
             most = 1 if body.parallel_tool_calls is False else None
             calls = ToolCallFormat(form.calls, most, schemas, CALL_MARKS[form.calls][0] in form.hidden)
         return reasoning, calls
-
-    def events(self, jobs: Sequence[GenerationJob], paced: bool) -> EventIds | None:
-        """Return the generator of event ids for a planned stream; see ``ResumePoint.events``."""
-        return self.beginning.events(jobs, self.info, paced)
 
     def _render(self, body: ChatCompletionRequest, ending: str = "") -> list[int]:
         turns = [message.turn() for message in body.messages]
@@ -268,9 +259,6 @@ class RequestPlanner:
         advice = 'send "none" or leave it out' if switches else "leave it out"
         raise RequestError("reasoning_effort", f"the model's chat template has no reasoning_effort; {advice}")
 
-    def _decode(self, ids: list[int], skip_special: bool) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
-
     async def _jobs(
         self, body: ChatCompletionRequest | CompletionRequest, prompts: Sequence[tuple[list[int], int]]
     ) -> list[GenerationJob]:
@@ -281,8 +269,8 @@ class RequestPlanner:
         self._check_report_size(body, prompts)
         bound = body.bound_by or (isinstance(body, ChatCompletionRequest) and body.binds_calls)
         grammar = await self._grammars.build(self.info, functools.partial(self._checked_grammar, body)) if bound else None
-        bound_by = TokenRules(await self._bad_words(body), self._thinking(body))
-        params = [self._params(body, most, grammar, bound_by) for _, most in prompts]
+        rules: dict[str, Any] = {"bad_words": await self._bad_words(body), "thinking": self._thinking(body)}
+        params = [self._params(body, most, grammar, rules) for _, most in prompts]
         references, vector = await self._references(body), body.reference_embedding
         embedding = None if vector is None else await self._threads.run(signs_of, vector)
         jobs: list[GenerationJob] = []
@@ -399,6 +387,7 @@ class RequestPlanner:
             max_draft_tokens=body.drafting.max_draft_tokens, priority=body.priority or 0,
             report=bool(body.drafting.report), prompt_logprobs=body.num_prompt_logprobs, embedding=embedding,
             salt=body.cache_salt or "", session=self._session, resumed=bool(self.beginning.sent),
+            http_id=request_id() or "",
         )  # fmt: skip
 
     def _strategy(self, body: ChatCompletionRequest | CompletionRequest) -> str | None:
@@ -418,9 +407,13 @@ class RequestPlanner:
         return dataclasses.replace(job, params=dataclasses.replace(job.params, max_tokens=most))
 
     def _params(
-        self, body: ChatCompletionRequest | CompletionRequest, max_tokens: int, grammar: str | None, bound_by: TokenRules
+        self, body: ChatCompletionRequest | CompletionRequest, max_tokens: int, grammar: str | None, rules: Mapping[str, Any]
     ) -> SamplingParams:
-        """Return the sampling parameters with defaults of the server, the model or OpenAI. Raises ``RequestError``."""
+        """Return the sampling parameters with defaults of the server, the model or OpenAI. Raises ``RequestError``.
+
+        Args:
+            rules: parameters that need the tokenizer: ``bad_words`` and ``thinking``.
+        """
         logit_bias = tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items())
         self._check_ids("logit_bias", [token for token, _ in logit_bias])
         if grammar is not None and body.ignore_eos:
@@ -450,9 +443,8 @@ class RequestPlanner:
             grammar=grammar,
             grammar_field=body.bound_by or "tools",
             allowed_token_ids=tuple(body.allowed_token_ids or ()),
-            bad_words=bound_by.bad_words,
             logprob_token_ids=tuple(body.logprob_token_ids or ()),
-            thinking=bound_by.thinking,
+            **rules,
         )
 
     def _given(self, body: ChatCompletionRequest | CompletionRequest, name: str, otherwise: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import dataclasses
 import enum
 import functools
@@ -114,7 +115,8 @@ class Auditor:
             return
         self._sampled.append(one)
         if self._worker is None or self._worker.done():
-            self._worker = asyncio.create_task(self._replay_sampled())
+            # In a separate context: otherwise all its log lines had the id of the request that is being answered now.
+            self._worker = asyncio.create_task(self._replay_sampled(), context=contextvars.Context())
 
     def last(self, number: int | None = None) -> list[Served]:
         """Return the latest choices, newest last; all that are kept if ``number`` is None."""
@@ -161,7 +163,7 @@ class Auditor:
         if found.result is Result.DIFFERENT:
             if self._deletions[job.tenant] == deletions:
                 self._differences.append((job, found))
-            logger.error("audit: the tokens served for %s differ from plain decoding: %s", job.request_id, found.difference)
+            logger.error("%s: audit: the served tokens differ from plain decoding: %s", job.label, found.difference)
         return found
 
     async def _why_not(self, job: GenerationJob) -> str | None:
@@ -190,7 +192,7 @@ class Auditor:
         try:
             found = await replay_check.with_logprobs(self._engine, plain, found, run)
         except REPLAY_ERRORS as error:  # the difference counts without them, too
-            logger.warning("audit: no log-probabilities for %s: %s", served.job.request_id, error)
+            logger.warning("%s: audit: no log-probabilities: %s", served.job.label, error)
         return tell(Result.DIFFERENT, found, f"plain ended with {run.reason}" if found.plain is None else None)
 
     async def _replay_sampled(self) -> None:

@@ -19,7 +19,7 @@ from outrider.actors.description import Description
 from outrider.cluster.admission.controller import AdmissionCounts
 from outrider.cluster.admission.tenancy import Tenancy
 from outrider.cluster.observe.audit import Auditor
-from outrider.cluster.observe.metric_families import FAMILIES, Family, ReplicaMetrics
+from outrider.cluster.observe.metric_families import FAMILIES, Family
 from outrider.cluster.observe.shadow import Shadow, ShadowSummary
 from outrider.cluster.serving.shared_answer import SharedAnswer
 from outrider.engine.measures.metrics import Histogram, HistogramCounts, resident_bytes
@@ -67,8 +67,8 @@ class Metrics(Collector):
     def __init__(self, replicas: Sequence[Description] | None, configured: int, api: ApiCounts) -> None:
         """Take descriptions of the replicas that answer; None if another API replica reports the engines."""
         self._answering, self._configured, self._api = None if replicas is None else len(replicas), configured, api
-        reported = [ReplicaMetrics(replica, replica.metrics) for replica in replicas or () if replica.metrics is not None]
-        self._reported = [((one.replica.info.served_name, one.metrics.engine), one) for one in reported]
+        reported = [(replica, replica.metrics) for replica in replicas or () if replica.metrics is not None]
+        self._reported = [((replica.info.served_name, metrics.engine), replica, metrics) for replica, metrics in reported]
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics; those of engines have no samples while no replica answers."""
@@ -83,15 +83,15 @@ class Metrics(Collector):
     def _family(self, family: Family) -> Metric:
         kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
         metric = kind(family.name, family.help, labels=(*_LABELS, *family.labels))
-        for labels, one in self._reported:
-            for more, value in family.samples(one).items():
+        for labels, replica, _ in self._reported:
+            for more, value in family.samples(replica).items():
                 metric.add_metric((*labels, *more), value)
         return metric
 
     def _histogram(self, name: str, help: str) -> Metric:
         metric = HistogramMetricFamily(f"vllm:{name}", help, labels=_LABELS)
-        for labels, one in self._reported:
-            counts = one.metrics.histograms[name]
+        for labels, _, metrics in self._reported:
+            counts = metrics.histograms[name]
             metric.add_metric(labels, _buckets(counts), counts.total)
         return metric
 

@@ -13,7 +13,7 @@ from typing import Protocol
 from outrider.actors.description import Description
 from outrider.cluster.http.errors import ApiError
 from outrider.decoding.arrays import Int32Array
-from outrider.decoding.request import FinishReason, Request, SamplingParams, StepOutput, cache_namespace_of
+from outrider.decoding.request import FinishReason, Request, SamplingParams, StepOutput, cache_namespace_of, log_label
 from outrider.engine.errors import RequestError
 
 _FOR_ROUTING = ("announced", "session", "avoid_s", "resumed", "version")  # fields of a job that the engine does not need
@@ -48,12 +48,18 @@ class GenerationJob:
     session: str | None = None  # session of the tenant: its requests go to one replica if possible
     avoid_s: float = 0.0  # seconds to avoid the job's previous replica, which was silent for too long; applies to all jobs
     resumed: bool = False  # a client resumes a stream: the job replaces the same request of its account
+    http_id: str = ""  # ``X-Request-Id`` of the HTTP request, for log lines; empty if unknown
     version: str = ""  # model version, see ``cluster.app.version_of``: only replicas with it take the job; empty for any
 
     @property
     def cache_namespace(self) -> str | None:
         """Return the name of the history and KV that the job shares; see ``decoding.request.cache_namespace_of``."""
         return cache_namespace_of(self.tenant, self.adapter)
+
+    @property
+    def label(self) -> str:
+        """Return the name of the job in log lines outside of its HTTP request; see ``decoding.request.log_label``."""
+        return log_label(self.http_id, self.request_id)
 
     def request(self, references: tuple[Int32Array, ...]) -> Request:
         """Return the engine's request; ``references`` are the job's own, or copies shared with other jobs."""

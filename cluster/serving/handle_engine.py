@@ -106,7 +106,7 @@ class _Call:
                         if is_last(item):
                             live.discard(place)
         except (RayError, RayServeException, grpc.RpcError, StopAsyncIteration, TimeoutError) as error:
-            logger.debug("lost a replica that was running %s", [self._jobs[place].request_id for place in live], exc_info=error)
+            logger.debug("lost a replica that was running %s", [self._jobs[place].label for place in live], exc_info=error)
             end = error
         except Exception as error:
             end = error

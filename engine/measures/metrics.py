@@ -142,6 +142,11 @@ class MetricsCounts:
         return sum(self.accepted_lengths)
 
     @property
+    def accepted_tokens(self) -> int:
+        """Return the accepted draft tokens."""
+        return sum(self.accepted_per_position)
+
+    @property
     def accepted_per_position(self) -> tuple[int, ...]:
         """Return the accepted draft tokens by depth in their tree, the first draft token first, [n].
 

@@ -267,11 +267,6 @@ def reason_of(message: str) -> str:
 class MatcherGrammar:
     """``decoding.verify.grammar.Grammar`` over a matcher of the library."""
 
-    __slots__ = (
-        "_beyond", "_clock", "_compiled", "_debt_s", "_end_tokens", "_mask", "_matcher", "_size", "_step_s", "_vocab_size",
-        "_vocabulary", "_words", "fault", "slow_s",
-    )  # fmt: skip
-
     def __init__(
         self,
         compiled: _Compiled,

@@ -216,15 +216,16 @@ OWN_FAULT = RequestError("logit_bias", "nothing goes on here")
     ],
 )  # fmt: skip
 def test_an_error_of_one_request_ends_that_one_alone(
-    folder: str, monkeypatch: pytest.MonkeyPatch, part: tuple[type, str], error: Exception
+    folder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: tuple[type, str], error: Exception
 ) -> None:
     """A bug is an error of the engine. A request's own fault is none: the output names its field, and it counts as an abort."""
+    caplog.set_level("INFO")
     engine = shared(folder)
     sampled = {"max_tokens": 20, "temperature": 0.7, "ignore_eos": True}
     alone = greedy(engine, **sampled).output_ids.tolist()
     before = engine.metrics().finished
     others = [Request(f"other {number}", PROMPT, SamplingParams(**sampled)) for number in range(2)]  # type: ignore[arg-type]
-    bad = Request("bad", PROMPT, SamplingParams(**sampled, stop=("never there",)))  # type: ignore[arg-type]
+    bad = Request("bad", PROMPT, SamplingParams(**sampled, stop=("never there",)), http_id="mine")  # type: ignore[arg-type]
     owner, name = part
     works = getattr(owner, name)
 
@@ -254,6 +255,8 @@ def test_an_error_of_one_request_ends_that_one_alone(
     assert engine.counts().free_slots == EngineOptions().max_running
     assert [request.output_ids.tolist() for request in others] == [alone, alone]
     assert {request.finish_reason for request in others} == {FinishReason.LENGTH}
+    lines = [record.getMessage() for record in caplog.records if "bad" in record.getMessage()]
+    assert lines and all(line.startswith("[mine] request bad: ") for line in lines)
 
 
 def test_a_request_that_cannot_be_begun_leaves_no_trace(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

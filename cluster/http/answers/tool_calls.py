@@ -8,10 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from outrider.cluster.http.answers.call_formats.base import WholeCalls
+from outrider.cluster.http.answers.call_formats.deepseek_v3 import DeepSeek
+from outrider.cluster.http.answers.call_formats.gemma4 import Gemma
+from outrider.cluster.http.answers.call_formats.glm45 import Glm
+from outrider.cluster.http.answers.call_formats.kimi_k2 import Kimi
 from outrider.cluster.http.answers.call_parts import Call, CallStart, Parsed, Schemas
 from outrider.cluster.http.answers.reasoning import held_back
 from outrider.cluster.http.answers.tool_values import as_written, dumped, items_of, loaded, members_of, value_json
-from outrider.cluster.http.answers.whole_calls import DeepSeek, Gemma, Glm, Kimi, WholeCalls
 from outrider.engine.text.chat_format import CALL_MARKS, CallForm
 
 OPENING, CLOSING = CALL_MARKS["hermes"]

@@ -301,7 +301,7 @@ def test_where_a_record_was_altered(replica: Replica, circle_model: Path, caplog
     assert altered.difference.served_logprob == pytest.approx(float(logprobs[unlikely]), abs=1e-4)
     assert altered.difference.plain_logprob == pytest.approx(float(logprobs[ids[5]]), abs=1e-4)
     assert altered.difference.gap == pytest.approx(float(logprobs[ids[5]] - logprobs[unlikely]), abs=1e-4)
-    assert "the tokens served for told/0 differ" in caplog.text
+    assert "request told/0: audit: the served tokens differ" in caplog.text
 
     for shorter, longer in (((12, 9)), ((9, 12))):  # one of them ended before the other
         job = dataclasses.replace(served.job, params=dataclasses.replace(served.job.params, max_tokens=longer))

@@ -22,6 +22,7 @@ from outrider.cache_service.namespace import hash_key
 from outrider.cluster.http.api import Service
 from outrider.cluster.observe.metrics import HISTOGRAMS, exposition
 from outrider.configs.slices import SpeculationOptions, TenancyOptions
+from outrider.decoding.request import BudgetCounts
 from outrider.engine.measures.energy_ledger import EnergyCounts
 from outrider.engine.measures.metrics import EmulatedCounts
 from tests.cluster.circle import TEXT, TOKENIZER, LocalEngine, bearer, client_of, served, start_replica
@@ -218,7 +219,9 @@ def test_memory_energy_and_ranks(engines: LocalEngine) -> None:
     group = GroupState(3, (0, 2), (1,), 4, "rank 1: gone", 5, 6, exchange_s=0.5, exchange_bytes=700)
     energy = EnergyCounts("rapl", 12.5, 3.0)
     emulated = EmulatedCounts("A100-80", "llama-3.1-8b", 8.0, 40, 0.5, 3, 0.25, 1.01, 3.5, 900.0)
-    told = dataclasses.replace(description, cache=cache_client, group=group, energy=energy, emulated=emulated)
+    assert description.metrics is not None
+    metrics = dataclasses.replace(description.metrics, budget=BudgetCounts(1, 2, 3, 0.5), history_bytes=7)
+    told = dataclasses.replace(description, cache=cache_client, group=group, energy=energy, emulated=emulated, metrics=metrics)
     text = exposition([told], 1).decode()
     found = {sample.name: sample for family in text_string_to_metric_families(text) for sample in family.samples}
     expected = {
@@ -232,7 +235,9 @@ def test_memory_energy_and_ranks(engines: LocalEngine) -> None:
         "outrider:emulated_forwards_total": 40, "outrider:emulated_device_seconds_total": 0.5,
         "outrider:emulated_late_forwards_total": 3, "outrider:emulated_late_seconds_total": 0.25,
         "outrider:emulated_hidden_seconds_total": 3.5, "outrider:emulated_step_ratio": 1.01,
-        "outrider:emulated_exchange_bytes_total": 900,
+        "outrider:emulated_exchange_bytes_total": 900, "outrider:budget_requests_total": 1,
+        "outrider:budget_offered_rows_total": 2, "outrider:budget_rows_total": 3, "outrider:budget_least_chance": 0.5,
+        "outrider:history_bytes": 7,
     }  # fmt: skip
     assert {name: found[name].value for name in expected} == expected
     assert found["outrider:energy_joules_total"].labels["meter"] == "rapl"
