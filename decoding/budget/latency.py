@@ -77,7 +77,9 @@ class LatencyCurve:
         least = np.minimum.accumulate(np.asarray(seconds, np.float64)[::-1])[::-1]
         object.__setattr__(self, "_at", at)
         object.__setattr__(self, "_least", least)
-        object.__setattr__(self, "_slope", float((least[-1] - least[-2]) / (at[-1] - at[-2])))
+        # Over the upper half of the rows: a GPU's steps have stairs, and the last two rows may be the two sides of one.
+        half = min(int(np.searchsorted(at, at[-1] / 2)), len(at) - 2)
+        object.__setattr__(self, "_slope", float((least[-1] - least[half]) / (at[-1] - at[half])))
         object.__setattr__(self, "_floor", float(least[0]) * _FLOOR)
 
     @property

@@ -287,6 +287,7 @@ def distill(args: argparse.Namespace) -> None:
         progress.say(f"{learned} tokens to learn, of {len(own)} answers of the model and {len(others)} of the corpus")
         learn(small, texts, tested, args, progress)
         small.set_output_embeddings(model.lm_head)  # with all tokens, as transformers reads it
+        small.tie_weights()
         small.to(torch.bfloat16).save_pretrained(args.out / "model")
         tokenizer.save_pretrained(args.out / "model")
         if name == PACKAGED and args.vocabulary is None:

@@ -32,6 +32,13 @@ def test_rows_between_and_beyond_what_was_timed() -> None:
     assert seconds == pytest.approx([0.010, 0.0105, 0.012, 0.017, 0.022, 0.032])
 
 
+def test_the_rows_beyond_a_stair_are_not_as_steep_as_the_stair() -> None:
+    """Steps of a GPU take 10 ms more at 65, 129, 193 and 257 rows: 10 ms for 64 rows on average."""
+    rows = (1, 64, 65, 128, 129, 192, 193, 256, 257)
+    curve = LatencyCurve(rows, tuple(0.01 * -(-each // 64) for each in rows), 256, 0.0, 0.0)
+    assert at(curve, 321, StepLoad(1, 1, 256)) == pytest.approx(0.065, rel=0.01)  # 257 rows take 50 ms, 129 take 30
+
+
 def test_a_dip_stands_for_fewer_rows_as_well() -> None:
     curve = LatencyCurve((1, 2, 4, 8), (1.0, 0.8, 1.5, 1.2), 0, 0.0, 0.0)
     assert curve.seconds(np.array([1.0, 2.0, 4.0, 8.0, 100.0]), StepLoad(1, 1, 0)).tolist() == [0.8, 0.8, 1.2, 1.2, 1.2]
