@@ -152,35 +152,16 @@ def scaling(results: Results) -> Table:
 
 
 def strong_scaling(results: Results) -> Table:
-    """``bench scaling --emulate``: median tokens per second by form and requests at once, plain and with drafts."""
-    forms: dict[str, dict[int, dict[str, Mapping[str, Any]]]] = {}
-    for row in results["overall"].values():
-        forms.setdefault(row["form"], {}).setdefault(row["clients"], {})[row["strategy"]] = row
-    counts = sorted({row["clients"] for row in results["overall"].values()})
-    rows = []
-    for form, by_count in forms.items():
-        speeds = (" / ".join(median(row["tokens_per_s"], 0) for row in by_count.get(count, {}).values()) for count in counts)
-        found = [row for by_strategy in by_count.values() for row in by_strategy.values()]
-        best = max(statistics.median(row["speed_up"]) for row in found)
-        rows.append((form, *speeds, f"{best:.2f}", f"{max(row['processor'] for row in found):.0%}"))
-    titles = (f"{count} at once" for count in counts)
-    return table_of("", ("tokens/s, plain / `auto`", *titles, "best speed-up", "processor, at most"), rows)
-
-
-def emulated_validation(results: Results) -> Table:
-    """``bench scaling --emulate``: the simulation's errors by kind of form."""
-    kinds: dict[str, list[float]] = {}
-    for label, row in results["prediction"]["rows"].items():
-        kinds.setdefault(results["overall"][label]["kind"], []).append(row["error"])
-    rows = [
-        (
-            _KINDS[kind],
-            f"{sum(abs(each) <= 0.15 for each in errors)} of {len(errors)}",
-            f"{min(errors):+.0%} to {max(errors):+.0%}",
-        )
-        for kind, errors in {**kinds, "all": [each for errors in kinds.values() for each in errors]}.items()
-    ]
-    return table_of("", ("form", "within 15 %", "errors"), rows)
+    """``bench scaling --emulate``: each form with one request at a time, plain and with drafts; medians of the repeats."""
+    rows, cells = [], list(results["overall"].values())
+    for form in dict.fromkeys(row["form"] for row in cells):
+        own = [row for row in cells if row["form"] == form]
+        alone = [row for row in own if row["clients"] == 1]
+        shown = [" / ".join(median(row[name]) for row in alone) for name in ("tokens_per_s", "ttft_ms", "tpot_ms", "speed_up")]
+        moved = " / ".join(f"{row['bytes'] / 1024:,.1f}" for row in alone)
+        rows.append((form, *shown, moved, f"{max(row['processor'] for row in own):.0%}"))
+    titles = ("tokens/s", "TTFT (ms)", "TPOT (ms)", "speed-up", "KiB a step", "processor, at most")
+    return table_of("", ("plain / `auto`", *titles), rows)
 
 
 _KINDS = {
