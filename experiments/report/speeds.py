@@ -152,15 +152,24 @@ def scaling(results: Results) -> Table:
 
 
 def strong_scaling(results: Results) -> Table:
-    """``bench scaling --emulate``: each form with one request at a time, plain and with drafts; medians of the repeats."""
-    rows, cells = [], list(results["overall"].values())
+    """``bench scaling --emulate``: a row for each form, plain and with drafts; medians of the repeats.
+
+    Time to first token is that of one request at a time: of several, the check of the dilation does not confirm it.
+    """
+    cells = list(results["overall"].values())
+    counts, rows = sorted({row["clients"] for row in cells}), []
     for form in dict.fromkeys(row["form"] for row in cells):
         own = [row for row in cells if row["form"] == form]
-        alone = [row for row in own if row["clients"] == 1]
-        shown = [" / ".join(median(row[name]) for row in alone) for name in ("tokens_per_s", "ttft_ms", "tpot_ms", "speed_up")]
-        moved = " / ".join(f"{row['bytes'] / 1024:,.1f}" for row in alone)
-        rows.append((form, *shown, moved, f"{max(row['processor'] for row in own):.0%}"))
-    titles = ("tokens/s", "TTFT (ms)", "TPOT (ms)", "speed-up", "KiB a step", "processor, at most")
+
+        def both(name: str, count: int, digits: int, own: list[Any] = own) -> str:
+            return " / ".join(median(row[name], digits) for row in own if row["clients"] == count)
+
+        speeds = (both("tokens_per_s", count, 0) for count in counts)
+        moved = " / ".join(f"{row['bytes'] / 1024:,.1f}" for row in own if row["clients"] == 1)
+        used = f"{max(row['processor'] for row in own):.0%}"
+        rows.append((form, *speeds, both("ttft_ms", 1, 0), both("tpot_ms", 1, 1), both("speed_up", 1, 2), moved, used))
+    alone = ("TTFT, ms, 1", "TPOT, ms, 1", "speed-up, 1", "KiB a step, 1")
+    titles = (*(f"tokens/s, {count} at once" for count in counts), *alone, "processor")
     return table_of("", ("plain / `auto`", *titles), rows)
 
 
