@@ -173,6 +173,22 @@ def strong_scaling(results: Results) -> Table:
     return table_of("", ("plain / `auto`", *titles), rows)
 
 
+def emulated_validation(results: Results) -> Table:
+    """``bench scaling --emulate``: the simulation's errors by kind of form."""
+    kinds: dict[str, list[float]] = {}
+    for label, row in results["prediction"]["rows"].items():
+        kinds.setdefault(results["overall"][label]["kind"], []).append(row["error"])
+    rows = [
+        (
+            _KINDS[kind],
+            f"{sum(abs(each) <= 0.15 for each in errors)} of {len(errors)}",
+            f"{min(errors):+.0%} to {max(errors):+.0%}",
+        )
+        for kind, errors in {**kinds, "all": [each for errors in kinds.values() for each in errors]}.items()
+    ]
+    return table_of("", ("form", "within 15 %", "errors"), rows)
+
+
 _KINDS = {
     "one": "one GPU", "replicas": "replicas", "lookahead": "LP", "elastic": "elastic LP", "tensor": "TP", "pipeline": "PP",
     "all": "all",
