@@ -130,12 +130,12 @@ def _outline(key: _Key) -> Outline:
     versions = [torch.__version__, transformers.__version__, code_digest()]
     try:
         found = json.loads(read_sealed(key.path))
-        if found.pop("versions") == versions:
+        if found.pop("versions", None) == versions:
             layers = tuple(LayerOutline(**layer) for layer in found.pop("layers"))
             states = {int(number): StateShape(**state) for number, state in found.pop("states").items()}
             return Outline(layers, states=states, **found)
     except FileNotFoundError:
-        pass
+        logger.debug("no outline at %s yet", key.path)
     except (OSError, ValueError) as error:
         logger.warning("the outline of the model at %s cannot be used, and it is determined again: %s", key.path, error)
     outline = _determined(key.config)
