@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import logging
@@ -76,7 +77,8 @@ def code_digest() -> str:
 
 def import_transformers() -> None:
     """Import transformers' model code without torch's compiler and DTensor, which are half of its import."""
-    from transformers.utils import is_torch_distributed_available
+    with _unbounded_caches():
+        from transformers.utils import is_torch_distributed_available
 
     available = torch.distributed.is_available
     torch.distributed.is_available = lambda: False
@@ -90,6 +92,17 @@ def import_transformers() -> None:
                 importlib.import_module(name)
     except (ImportError, AttributeError) as error:  # a release that uses more of torch's compiler imports it
         logger.debug("transformers is imported with torch's compiler: %s", error)
+
+
+@contextlib.contextmanager
+def _unbounded_caches() -> Iterator[None]:
+    """Remove the limit of 128 entries from caches in the block: transformers reads its 549 folders of models twice with it."""
+    limited: Any = functools.lru_cache
+    functools.lru_cache = lambda maxsize=128, typed=False: cache(maxsize) if callable(maxsize) else limited(maxsize, typed)
+    try:
+        yield
+    finally:
+        functools.lru_cache = limited
 
 
 @contextlib.contextmanager

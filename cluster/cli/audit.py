@@ -15,7 +15,6 @@ import typer
 from outrider.cluster.cli.client import ADMIN_KEY, API_KEY, RefusedError, checked, connected, lines_of
 from outrider.cluster.cli.generate.prompt_file import PromptFileError, PromptRecord, read_prompts
 from outrider.cluster.cli.terminal import fail, fail_input, print_rows, progress
-from outrider.cluster.observe.replay_check import difference
 
 if TYPE_CHECKING:
     import httpx
@@ -131,6 +130,8 @@ def compare(drafted: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
     """
     one, other = drafted["logprobs"], plain["logprobs"]
     found: dict[str, Any] = {"result": "identical", "tokens": len(one["tokens"])}
+    from outrider.cluster.observe.replay_check import difference
+
     first = difference(one["tokens"], other["tokens"])
     if first is not None:
         served, expected = (next(iter(side["token_logprobs"][first.position :]), None) for side in (one, other))

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from outrider.actors.placement.ray_folder import RayFolderError, base_folder
-from outrider.cluster.cli.launch.preflight import most_ranks, options_of_a_rank
 from outrider.cluster.cli.terminal import fail, fail_input
 from outrider.decoding import jit
 from outrider.engine.loading.model_files import PACKAGED_MODELS, cached_models, is_whole
@@ -113,13 +112,14 @@ def doctor(
 
 def _examine_model(config: Path | None, overrides: list[str], as_json: bool, gpu: str | None = None) -> int:
     """Check whether a model runs here, or on a named GPU, and what it needs; return the exit code."""
+    from outrider.cluster.cli.launch.preflight import most_ranks, options_of_a_rank  # slow to import, as are the next modules
     from outrider.configs.schema import REPOSITORY, ConfigError, load_config
 
     try:
         settings = load_config(config or REPOSITORY / "configs" / "local.yaml", overrides)
     except ConfigError as error:
         fail_input(str(error))
-    from transformers.utils import logging  # slow to import, as are the next modules
+    from transformers.utils import logging
 
     from outrider.engine.errors import ModelLoadError
     from outrider.engine.loading.cards import find_card

@@ -18,6 +18,7 @@ Both launches are one torch operation, ``outrider::slot_attention``, which decla
 from __future__ import annotations
 
 import math
+import subprocess
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +26,6 @@ import torch
 from torch import Tensor
 
 from outrider.engine.accelerator import accelerator
-from outrider.engine.cuda.slot_kernels import context_kernel, kernel_errors, path_kernel
 from outrider.engine.cuda.step_buffers import StepBuffers, StepRows
 from outrider.engine.errors import one_line
 from outrider.engine.forward.batch import AttentionCall, DummySequence, ScheduledDummy, pack
@@ -62,6 +62,13 @@ _AS_OTHERS = {(8, 7): (8, 0), (10, 3): (10, 0)}  # GPUs with the instructions an
 def available(shape: KVShape) -> bool:
     """Return whether the kernels support slots of this shape."""
     return shape.device.type == "cuda" and accelerator().has_kernels(shape.dtype)
+
+
+def kernel_errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions of a launch if the kernels cannot be compiled or do not fit the device."""
+    from triton.errors import TritonError
+
+    return RuntimeError, OSError, subprocess.SubprocessError, TritonError
 
 
 def block_sizes(capability: tuple[int, int], head_dim: int, dtype: torch.dtype) -> BlockSizes:
@@ -125,6 +132,8 @@ def _launch(
     scale: float, window: int, softcap: float, block_rows: int,
 ) -> None:  # fmt: skip
     """Launch both kernels; ``window`` or ``softcap`` 0 means none."""
+    from outrider.engine.cuda.slot_kernels import context_kernel, path_kernel  # imports triton, which is slow
+
     kv_heads, capacity, splits = keys.shape[1], keys.shape[2], states.shape[2]
     log2e = math.log2(math.e)
     # ``_fold`` computes powers of two; with a softcap, the scaled score is twice the argument of tanh.

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 from typing import Any
 
 TRITON = importlib.util.find_spec("triton") is not None  # False: this module can be imported but not used
 if TRITON:
     import triton
     import triton.language as tl
-
-
-def kernel_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions of a launch if the kernels cannot be compiled or do not fit the device."""
-    from triton.errors import TritonError
-
-    return RuntimeError, OSError, subprocess.SubprocessError, TritonError
 
 
 def _kernel(function: Any) -> Any:

@@ -15,8 +15,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider.engine.accelerator import Graph, accelerator
-from outrider.engine.cuda.slot_attention import SlotAttention, available, best_block_rows
-from outrider.engine.cuda.slot_kernels import kernel_errors
+from outrider.engine.cuda.slot_attention import SlotAttention, available, best_block_rows, kernel_errors
 from outrider.engine.cuda.step_buffers import StepBuffers
 from outrider.engine.errors import ModelLoadError, one_line
 from outrider.engine.forward.batch import AttentionCall, Batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -19,6 +20,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+from transformers.initialization import no_init_weights
 
 from outrider.configs.slices import SAMPLING_BOUNDS, ModelOptions, Weights
 from outrider.engine.accelerator import accelerator
@@ -234,12 +236,27 @@ def _as_stored(
     if quantization is not None and device.type != "cpu":
         refuse_unusable(path, quantization, on_cpu=False)
     placed = {} if device.type == "cpu" else {"device_map": {"": device}}  # weight by weight, without a full copy on the host
-    with without_compiler():
+    with without_compiler(), no_init_weights(), _arange_on_cpu():
         model, found = AutoModelForCausalLM.from_pretrained(
             files, dtype=dtype, attn_implementation=attention, output_loading_info=True, **placed
         )
     refuse_missing(path, found, quantization is not None)
     return model
+
+
+@contextlib.contextmanager
+def _arange_on_cpu() -> Iterator[None]:
+    """Compute RoPE frequencies on the CPU at once: on the meta device, where models are built, torch imports sympy for it."""
+    arange = torch.arange
+
+    def on_cpu(*args: Any, **options: Any) -> torch.Tensor:
+        return arange(*args, **{"device": "cpu", **options})
+
+    torch.arange = on_cpu  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.arange = arange
 
 
 def _dequantized(checkpoint: QuantizedCheckpoint, path: str, attention: str, adapter_bytes: int) -> PreTrainedModel:

@@ -166,9 +166,13 @@ def is_whole(folder: Path, model: PackagedModel) -> bool:
     """Return whether a folder holds all files converted from a model, unchanged."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        paths = {name: folder / name for name in manifest["files"]}
         return bool(
             manifest["source"] == _source(model)
-            and manifest["files"] == {name: _digest_of(folder / name) for name in manifest["files"]}
+            and (
+                manifest.get("versions") == {name: _version(path) for name, path in paths.items()}
+                or manifest["files"] == {name: _digest_of(path) for name, path in paths.items()}
+            )
         )
     except (OSError, ValueError, LookupError, TypeError):
         return False
@@ -313,8 +317,12 @@ def _describe(name: str, model: PackagedModel, folder: Path) -> None:
     (folder / "README.md").write_text(card, encoding="utf-8")
     for path in folder.iterdir():
         path.chmod(0o644)  # libraries write some for one user only
-    files = {path.name: _digest_of(path) for path in sorted(folder.iterdir())}
-    manifest = {"source": _source(model), "files": files}
+    paths = sorted(folder.iterdir())
+    manifest = {
+        "source": _source(model),
+        "files": {path.name: _digest_of(path) for path in paths},
+        "versions": {path.name: _version(path) for path in paths},
+    }
     (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 
@@ -326,8 +334,13 @@ def _source(model: PackagedModel) -> dict[str, Any]:
 
 
 def _digest_of(path: Path) -> str:
+    return _digest(path, *_version(path))
+
+
+def _version(path: Path) -> list[int]:
+    """Return the size and the time of the last change, for which a file's content is not read again."""
     found = path.stat()
-    return _digest(path, found.st_size, found.st_mtime_ns)
+    return [found.st_size, found.st_mtime_ns]
 
 
 @cache

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from outrider.cluster.cli.launch.preflight import check_address
 from outrider.cluster.cli.terminal import fail_input
 
 IMPORT_PATH = "outrider.cluster.app:build_app"
@@ -38,6 +37,7 @@ def serve_config_text(config: Path | None, overrides: Sequence[str]) -> str:
     # The arguments are the file's values and the overrides without defaults, so that paths refer to the cluster's machines.
     import yaml
 
+    from outrider.cluster.cli.launch.preflight import check_address
     from outrider.configs.schema import ConfigError, load_config, read_settings
     from outrider.configs.server_checks import http_options
 
