@@ -81,12 +81,12 @@ def serve(
         loaded = load_config(config or REPOSITORY / "configs" / "local.yaml", settings)
     except ConfigError as error:
         fail_input(str(error))
+    if not as_json:
+        typer.echo("outrider: starting", err=True)
     from outrider.cluster.cli.launch.preflight import LaunchError, check, with_threads
 
     try:
         check(loaded)
-        if not as_json:
-            typer.echo("outrider: starting", err=True)
         from outrider.cluster.cli.launch.serve import serve_until_stopped  # imports Ray, which is slow
 
         # A model that the user chose is never replaced by another one.

@@ -37,7 +37,7 @@ from outrider.engine.errors import ContextLengthError, ModelLoadError, QueueFull
 from outrider.engine.executor import Verifier
 from outrider.engine.loading.model import load_model
 from outrider.engine.text.outputs import Detokenizer
-from tests.helpers.models import END, VOCAB, llama_config, save_model
+from tests.helpers.models import END, VOCAB, llama_config, outputs_of, save_model
 
 
 def load(folder: str, strategy: str = "llma", **options: Any) -> Engine:
@@ -50,16 +50,6 @@ def shared(folder: str, strategy: str = "llma") -> Engine:
     return load(folder, strategy)
 
 
-def run(engine: Engine, *requests: Request) -> dict[str, list[StepOutput]]:
-    for request in requests:
-        engine.add(request)
-    outputs: dict[str, list[StepOutput]] = {request.request_id: [] for request in requests}
-    while engine.has_work:
-        for output in engine.step():
-            outputs[output.request_id].append(output)
-    return outputs
-
-
 def text(outputs: list[StepOutput]) -> str:
     return "".join(output.text for output in outputs)
 
@@ -69,7 +59,7 @@ PROMPT = [10, 20, 30, 10, 20, 40]
 
 def greedy(engine: Engine, **changes: object) -> Request:
     request = Request("a", PROMPT, SamplingParams(**{"max_tokens": 40, "ignore_eos": True, **changes}))  # type: ignore[arg-type]
-    run(engine, request)
+    outputs_of(engine, request)
     return request
 
 
@@ -89,7 +79,7 @@ def test_what_the_executor_knows_of_a_request_ends_with_it(folder: str) -> None:
 
 def test_last_output_carries_reason_and_counters(folder: str) -> None:
     request = Request("a", PROMPT, SamplingParams(max_tokens=5, ignore_eos=True))
-    outputs = run(shared(folder), request)["a"]
+    outputs = outputs_of(shared(folder), request)["a"]
     assert [o.finish_reason for o in outputs[:-1]] == [None] * (len(outputs) - 1)
     assert outputs[-1].finish_reason is FinishReason.LENGTH and outputs[-1].stats is request.stats
     emitted = [token for output in outputs for token in output.token_ids]
@@ -104,7 +94,7 @@ def test_last_output_carries_reason_and_counters(folder: str) -> None:
 def test_end_tokens_and_stop_strings_end_the_output(folder: str, strategy: str) -> None:
     engine = shared(folder, strategy)
     assert engine.tokenizer is not None
-    outputs = run(engine, Request("a", PROMPT, SamplingParams(max_tokens=40, ignore_eos=True)))["a"]
+    outputs = outputs_of(engine, Request("a", PROMPT, SamplingParams(max_tokens=40, ignore_eos=True)))["a"]
     whole, full = [token for output in outputs for token in output.token_ids], text(outputs)
     for at in (0, 3, 17):
         ended = greedy(engine, stop_token_ids=(VOCAB + 5, whole[at]))
@@ -112,7 +102,7 @@ def test_end_tokens_and_stop_strings_end_the_output(folder: str, strategy: str) 
         assert ended.finish_reason is FinishReason.STOP
     stop = next(full[i : i + 2] for i in range(8, len(full)) if full[i : i + 2].isascii())
     request = Request("b", PROMPT, SamplingParams(max_tokens=40, ignore_eos=True, stop=(stop, "never there")))
-    outputs = run(engine, request)["b"]
+    outputs = outputs_of(engine, request)["b"]
     assert text(outputs) == full[: full.index(stop)] and outputs[-1].finish_reason is FinishReason.STOP
     kept = request.output_ids.tolist()
     assert kept == whole[: len(kept)]
@@ -137,7 +127,7 @@ def test_max_tokens_is_exact_and_the_whole_context_can_be_used(folder: str) -> N
         request = greedy(engine, max_tokens=length)
         assert request.output_ids.tolist() == whole[:length] and request.finish_reason is FinishReason.LENGTH
     request = Request("a", [7] * 250, SamplingParams(max_tokens=6, ignore_eos=True))
-    run(engine, request)
+    outputs_of(engine, request)
     assert request.num_tokens == engine.info.max_model_len == 256
 
 
@@ -199,7 +189,7 @@ def test_a_sequence_that_the_stream_decoder_refuses_has_a_text(tmp_path: Path) -
     beside = Request("beside", PROMPT, SamplingParams(max_tokens=20, ignore_eos=True))
     emitted = [tokens.index("<0x41>"), tokens.index("<0xFF>")]
     params = SamplingParams(max_tokens=5, logit_bias=((tokens.index("b"), 100.0),))
-    outputs = run(engine, beside, Request("steered", PROMPT, params, emitted=emitted))
+    outputs = outputs_of(engine, beside, Request("steered", PROMPT, params, emitted=emitted))
     assert text(outputs["steered"]) == "\ufffdbbb"  # "A" was shown where the first tokens were emitted
     assert outputs["steered"][-1].finish_reason is FinishReason.LENGTH and beside.output_ids.tolist() == alone
 

@@ -55,7 +55,7 @@ from outrider.decoding.arrays import Int32Array
 from outrider.decoding.budget.latency import LatencyCurve
 from outrider.decoding.drafters.base import Drafter
 from outrider.decoding.drafters.by_request import ByRequest
-from outrider.decoding.request import Request
+from outrider.decoding.request import Request, StepOutput
 from outrider.decoding.tree import DraftTree
 from outrider.engine.cpu.linear import has_kernels
 from outrider.engine.engine import Engine
@@ -287,13 +287,21 @@ def nearly(output: Sequence[int]) -> list[int]:
 
 
 def run(engine: Engine, *requests: Request) -> list[list[int]]:
-    """The outputs of requests that are added at once; the engine's integrity is checked after each step."""
+    """The tokens of requests that are added at once; the engine's integrity is checked after each step."""
+    outputs_of(engine, *requests)
+    return [request.output_ids.tolist() for request in requests]
+
+
+def outputs_of(engine: Engine, *requests: Request) -> dict[str, list[StepOutput]]:
+    """The outputs of requests by their ids; otherwise like ``run``."""
+    found: dict[str, list[StepOutput]] = {request.request_id: [] for request in requests}
     for request in requests:
         engine.add(request)
     while engine.has_work:
-        engine.step()
+        for output in engine.step():
+            found[output.request_id].append(output)
         engine.check_integrity()
-    return [request.output_ids.tolist() for request in requests]
+    return found
 
 
 def engine_over(

@@ -1,4 +1,4 @@
-"""Ports, and TLS in front of servers that have none."""
+"""Ports, certificates, and TLS in front of servers that have none."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import queue
 import socket
 import ssl
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,19 @@ def free_port() -> int:
             port: int = probe.getsockname()[1]
         if port < 55_000:
             return port
+
+
+def certificate(folder: Path) -> tuple[Path, Path]:
+    """One for this machine, of its own making, and its key."""
+    certificate, key = folder / "cert.pem", folder / "key.pem"
+    command = [
+        "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+        "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1",
+        "-keyout", str(key), "-out", str(certificate),
+    ]  # fmt: skip
+    made = subprocess.run(command, capture_output=True, check=False)
+    assert made.returncode == 0, made.stderr
+    return certificate, key
 
 
 @contextmanager

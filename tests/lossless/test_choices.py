@@ -14,7 +14,7 @@ from outrider.decoding.request import FinishReason, Request, SamplingParams, Ste
 from outrider.decoding.tree import ChoiceTree
 from outrider.engine.engine import Engine
 from outrider.engine.errors import ContextLengthError, RequestError
-from tests.helpers.models import BORDER, HYBRIDS, ROPES, VOCAB, llama_config, save_model
+from tests.helpers.models import BORDER, HYBRIDS, ROPES, VOCAB, llama_config, outputs_of, save_model
 from tests.helpers.ranks import loaded_group
 from tests.lossless.test_exactness import ON_CPU, compiled_only
 
@@ -40,24 +40,13 @@ def generating() -> list[Request]:
     return [Request(f"beside {at}", _LONG[at:], one, [_LONG]) for at, one in enumerate(params)]
 
 
-def run(engine: Engine, *requests: Request) -> dict[str, list[StepOutput]]:
-    for request in requests:
-        engine.add(request)
-    found: dict[str, list[StepOutput]] = {request.request_id: [] for request in requests}
-    while engine.has_work:
-        for output in engine.step():
-            found[output.request_id].append(output)
-        engine.check_integrity()
-    return found
-
-
 def load(folder: Path, dtype: str = "bfloat16", strategy: str = "auto", **options: int) -> Engine:
     return Engine.load(ModelOptions(str(folder), dtype=dtype), EngineOptions(**options), SpeculationOptions(strategy))  # type: ignore[arg-type]
 
 
 def echoed(engine: Engine, prompt: Sequence[int], choice: Sequence[int]) -> tuple[float, ...]:
     """The log-probabilities of a choice as those of a scored prompt."""
-    found = run(engine, Request("echo", [*prompt, *choice], SamplingParams(1), prompt_logprobs=0))["echo"]
+    found = outputs_of(engine, Request("echo", [*prompt, *choice], SamplingParams(1), prompt_logprobs=0))["echo"]
     scores = found[0].prompt_logprobs
     assert scores is not None
     return tuple(entry.logprob for entry in scores[len(prompt) - 1 :])
@@ -80,11 +69,11 @@ def check_scores(folder: Path, dtype: str, *ways: dict[str, int]) -> None:
     plain = load(folder, dtype, "autoregressive", max_running=1)
     assert plain.info.exact
     expected = [tuple(echoed(plain, prompt, choice) for choice in choices) for prompt, choices in CASES]
-    alone = [request.output_ids.tolist() for request in generating() if run(plain, request)]
+    alone = [request.output_ids.tolist() for request in generating() if outputs_of(plain, request)]
     for way in ways:
         engine, others = load(folder, dtype, **way), generating()
         wanted = [scored(str(at), *case, tenant="a" if at % 2 else None) for at, case in enumerate(CASES)]
-        found = run(engine, *others, *wanted)
+        found = outputs_of(engine, *others, *wanted)
         for request, scores in zip(wanted, expected, strict=True):
             (output,) = found[request.request_id]
             assert output.scores == scores
@@ -111,9 +100,9 @@ def test_choices_take_one_forward_behind_the_prompt(folder: Path, cached: bool) 
     engine = load(folder, max_running=2)
     prompt, choices = CASES[1]
     if cached:
-        run(engine, scored("before", [*prompt, 5], [[6]], "a"))
+        outputs_of(engine, scored("before", [*prompt, 5], [[6]], "a"))
     before = engine.metrics()
-    (output,) = run(engine, scored("b", prompt, choices, "a"))["b"]
+    (output,) = outputs_of(engine, scored("b", prompt, choices, "a"))["b"]
     after = engine.metrics()
     assert output.scores is not None and output.stats is not None
     reused = output.stats.cached_tokens
@@ -142,16 +131,16 @@ def test_a_preempted_request_is_scored_once(folder: Path) -> None:
     while engine.has_work:
         outputs += engine.step()
     assert request.stats.preemptions == 1
-    assert [output.scores for output in outputs] == [run(engine, scored("b", *CASES[0]))["b"][0].scores]
+    assert [output.scores for output in outputs] == [outputs_of(engine, scored("b", *CASES[0]))["b"][0].scores]
 
 
 def test_ranks_do_not_share_a_tree_of_choices(folder: Path) -> None:
     model, options = ModelOptions(str(folder), dtype="float32"), EngineOptions(max_running=4)
     prompt, choices = CASES[3]
-    expected = run(load(folder, "float32", max_running=4), scored("a", prompt, choices))["a"][0].scores
+    expected = outputs_of(load(folder, "float32", max_running=4), scored("a", prompt, choices))["a"][0].scores
     with loaded_group(model, options, SpeculationOptions("auto"), 2) as (leader, group):
         others = generating()
-        found = run(leader, *others, scored("a", prompt, choices))
+        found = outputs_of(leader, *others, scored("a", prompt, choices))
         assert found["a"][0].scores == expected and group.state(2).divergences == 0
         assert [request.num_output for request in others] == [40, 30]
 
@@ -159,7 +148,7 @@ def test_ranks_do_not_share_a_tree_of_choices(folder: Path) -> None:
 def test_what_is_refused(folder: Path, saved: Models) -> None:
     engine = load(folder, max_running=1)
     most = [[1, *range(2, MOST_ROWS + 2)]]  # a row for each token but the last
-    (output,) = run(engine, scored("most", _LONG, most))["most"]
+    (output,) = outputs_of(engine, scored("most", _LONG, most))["most"]
     assert output.scores is not None
     cases = (
         (_LONG, [[*most[0], 5]], RequestError, "choices", f"{MOST_ROWS + 1} tokens, the maximum is {MOST_ROWS}"),
@@ -183,6 +172,6 @@ def test_choices_and_rope_frequencies_that_depend_on_the_length(saved: Models, f
             with pytest.raises(RequestError, match=f"{BORDER} tokens"):
                 engine.add(request)
             continue
-        (output,) = run(engine, request)["a"]
+        (output,) = outputs_of(engine, request)["a"]
         assert output.scores is not None
         assert output.scores[0] == echoed(engine, _LONG[:prompt], _LONG[prompt : prompt + choice])

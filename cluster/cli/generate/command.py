@@ -128,6 +128,7 @@ def _given(context: typer.Context) -> dict[str, Any]:
 @contextlib.contextmanager
 def _engine(settings: Settings) -> Iterator[OfflineEngine | OfflineGroup]:
     """Yield the engine; end the command with one line if it cannot be loaded, or if its ranks or device fail."""
+    typer.echo(f"outrider: loading {settings.model.path}", err=True)
     from outrider.engine.environment import import_transformers
 
     import_transformers()

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import select
+import shlex
 import ssl
 import subprocess
 import threading
@@ -368,7 +369,8 @@ def _announce(config: Config, say: Progress, as_json: bool) -> None:
         return
     say(f"ready; try this, and Ctrl-C to stop\n\n  {url}\n")
     key = "-H 'Authorization: Bearer KEY' " if key_is_required(config.server.require_key, config.server.host) else ""
-    print(f"curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d '{json.dumps(body)}'\n", flush=True)
+    trust = f"--cacert {shlex.quote(config.server.ssl_certfile)} " if config.server.ssl_certfile else ""
+    print(f"curl {trust}{url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d '{json.dumps(body)}'\n", flush=True)
 
 
 def base_url(config: Config) -> str:

@@ -15,7 +15,7 @@ import redis
 from outrider.cache_service.store.addresses import connect
 from outrider.cache_service.store.redis_binary import find_redis_server
 from outrider.cache_service.store.redis_store import RedisStore
-from tests.helpers.network import ending_tls, free_port
+from tests.helpers.network import certificate, ending_tls, free_port
 from tests.helpers.redis_user import acl_rule, use_every_command
 from tests.helpers.waiting import eventually
 
@@ -112,19 +112,6 @@ def test_cluster(tmp_path: Path) -> None:
         for store in (held, new):
             eventually(answers(lambda store=store: len(store.append([(A, b"x")])) == 1))  # type: ignore[misc]
             store.close()
-
-
-def certificate(folder: Path) -> tuple[Path, Path]:
-    """One for this machine, of its own making, and its key."""
-    certificate, key = folder / "cert.pem", folder / "key.pem"
-    command = [
-        "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-        "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1",
-        "-keyout", str(key), "-out", str(certificate),
-    ]  # fmt: skip
-    made = subprocess.run(command, capture_output=True, check=False)
-    assert made.returncode == 0, made.stderr
-    return certificate, key
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command to make a certificate with")

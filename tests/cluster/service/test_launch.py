@@ -25,7 +25,7 @@ from outrider.decoding.jit import cache_folder
 from outrider.experiments.faults.redis_process import RedisProcess
 from tests.cluster.circle import COMPLETIONS, TEXT
 from tests.cluster.commands import COMMAND, REPOSITORY
-from tests.helpers.network import free_port
+from tests.helpers.network import certificate, free_port
 from tests.helpers.waiting import eventually
 
 MOST_MIB = 220  # of a process that computes nothing
@@ -137,17 +137,20 @@ def launched(log: Path, circle_model: Path) -> Iterator[Callable[..., Serving]]:
         yield launch
 
 
-def test_serve_answers_the_printed_curl_and_ctrl_c_leaves_nothing(launched: Callable[..., Serving]) -> None:
-    serving = launched()
+def test_serve_answers_the_printed_curl_and_ctrl_c_leaves_nothing(launched: Callable[..., Serving], tmp_path: Path) -> None:
+    own, key = certificate(tmp_path)
+    serving = launched(f"server.ssl_certfile={own}", f"server.ssl_keyfile={key}")
     serving.wait_for('max_tokens": 64}')
     output = serving.output()
     assert "Redis started" in output
     assert "Ray started" in output
     assert "loading" in output
-    assert f"http://127.0.0.1:{serving.port}\n" in output
+    assert f"https://127.0.0.1:{serving.port}\n" in output
     curl = next(line for line in output.splitlines() if line.startswith("curl "))
     answer = subprocess.run(curl, shell=True, capture_output=True, text=True, timeout=60)
     assert '"finish_reason":"length"' in answer.stdout.replace(" ", ""), answer
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(f"http://127.0.0.1:{serving.port}/health")
     serving.look()
     assert len(serving.started) > 5
     assert not [name for name, mib in serving.memory_mib().items() if mib > MOST_MIB]
