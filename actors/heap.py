@@ -7,11 +7,12 @@ import gc
 
 
 def spare_collector() -> None:
-    """Exclude all current objects from garbage collection for good. Call it after the model is loaded."""
+    """Exclude all current objects from garbage collection for good, and enable it. Call it after the model is loaded."""
     # A full collection walks all modules and functions of torch and transformers. That takes about as long as a step and would
     # interrupt one.
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def trim_heap() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import secrets
 import sys
 from pathlib import Path
@@ -19,8 +18,6 @@ from outrider.cluster.cli.generate.command import generate
 from outrider.cluster.cli.launch.serve_config import serve_config
 from outrider.cluster.cli.replay import replay
 from outrider.cluster.cli.terminal import fail, fail_input
-
-_GC_THRESHOLD = 50_000  # new objects; those of imports stay, and the default of 700 searches them again and again
 
 app = typer.Typer(
     help="Serve Hugging Face causal LMs with draft-free speculative decoding: faster, and not one output token changed.",
@@ -121,7 +118,6 @@ def version() -> None:
 
 def main() -> None:
     """Run the command line."""
-    gc.set_threshold(_GC_THRESHOLD)
     try:
         app()
     except KeyboardInterrupt:  # before a command has begun

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import logging
 import os
 import time
@@ -52,6 +53,7 @@ class EngineReplica:
         self._version = version
         report_progress("importing torch and transformers")
         # Imported here, because only this process needs torch and the model library.
+        gc.disable()  # until ``spare_collector``
         from outrider.engine.environment import import_transformers
 
         import_transformers()
