@@ -124,7 +124,7 @@ def run(command: Sequence[str], folder: Path) -> dict[str, Any]:
 
 def shown(command: Sequence[str]) -> str:
     """Return a command without folders."""
-    return " ".join(_PATHS.sub("", part) if part.startswith("/") else part for part in command)
+    return " ".join(part if "://" in part else _PATHS.sub("", part) for part in command)
 
 
 def tail(text: str) -> list[str]:
