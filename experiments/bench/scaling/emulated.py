@@ -416,19 +416,25 @@ def validated(
     """Return the tokens per second of each row as emulated and as simulated, and the share of errors up to ``HOLDS``."""
     by_label = {form.label: form for form in forms}
     totals = {
-        key: _totals(own, _split(roofline, by_label[key[0]]), by_label[key[0]])
+        key: [_totals(cell, _split(roofline, by_label[key[0]]), by_label[key[0]]) for cell in own]
         for key, own in _grouped(cells, "form", "strategy", "clients").items()
     }
     one, most = forms[0].label, max(args.clients)
     labels = [PLAIN, *(choice.label for choice in _choices(args))]
-    hosts, gap_s = {}, 0.0
+    # Each repeat is fitted by itself, and medians are taken, as of the measured figures: a repeat may run beside other work.
+    hosts, gaps = {}, []
     for label in labels:
-        alone = totals[one, label, 1]
-        hosts[label], gap = fitted_host(alone, totals[one, label, most], alone)
-        gap_s = gap_s or gap
+        fits = [
+            fitted_host(alone, many, alone) for alone, many in zip(totals[one, label, 1], totals[one, label, most], strict=True)
+        ]
+        found = zip(*(dataclasses.astuple(host) for host, _ in fits), strict=True)
+        hosts[label] = Host(*map(statistics.median, found))
+        gaps.append(statistics.median(gap for _, gap in fits))
+    gap_s = gaps[0]
     pairs = {form.kind: form.label for form in forms if form.workers == 2}
+    alone_s = {key: statistics.median(each.host_s for each in own) for key, own in totals.items()}
     group_s = {
-        (kind, label): max(0.0, totals[pairs[kind], label, 1].host_s - totals[one, label, 1].host_s)
+        (kind, label): max(0.0, alone_s[pairs[kind], label, 1] - alone_s[one, label, 1])
         for kind in ("lookahead", *_SPLITS) for label in labels if (pairs.get(kind), label, 1) in totals
     }  # fmt: skip
     budget = args.budget or (63 if roofline.form == "strict" else 64)
@@ -452,15 +458,12 @@ def validated(
     }  # fmt: skip
 
 
-def _totals(cells: Sequence[Cell], roofline: DeviceRoofline, form: Form) -> Totals:
-    def total(name: str) -> float:
-        return float(sum(cell[name] for cell in cells))
-
-    steps, request_steps = total("steps"), total("request_steps")
-    drafted = total("drafted") / request_steps / (form.ranks if form.kind == "lookahead" else 1)
+def _totals(cell: Cell, roofline: DeviceRoofline, form: Form) -> Totals:
+    steps, request_steps = cell["steps"], cell["request_steps"]
+    drafted = cell["drafted"] / request_steps / (form.ranks if form.kind == "lookahead" else 1)
     return Totals(
-        len(cells), sum(map(seconds_of, cells)), total("requests"), steps, request_steps, total("ttft_s"), total("decode_s"),
-        total("device_s") / max(1.0, total("forwards")), decode_forward_s(roofline.curve(), request_steps / steps, drafted),
+        1, seconds_of(cell), cell["requests"], steps, request_steps, cell["ttft_s"], cell["decode_s"],
+        cell["device_s"] / max(1.0, cell["forwards"]), decode_forward_s(roofline.curve(), request_steps / steps, drafted),
     )  # fmt: skip
 
 
