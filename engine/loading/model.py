@@ -252,7 +252,7 @@ def _arange_on_cpu() -> Iterator[None]:
     def on_cpu(*args: Any, **options: Any) -> torch.Tensor:
         return arange(*args, **{"device": "cpu", **options})
 
-    torch.arange = on_cpu  # type: ignore[assignment]
+    torch.arange = on_cpu
     try:
         yield
     finally:
