@@ -42,8 +42,9 @@ _GENERATE = ("generate", "--prompt", "The capital of France is", "--max-tokens",
 _ROUNDS = 3
 _API = "ray::ServeReplica:outrider:api"
 _EMPTY = """
-import sys, time
+import signal, sys, time
 from ray import serve
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores for commands in the background
 class Empty:
     def __call__(self, request): return "empty"
 serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
