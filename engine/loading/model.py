@@ -236,7 +236,7 @@ def _as_stored(
     if quantization is not None and device.type != "cpu":
         refuse_unusable(path, quantization, on_cpu=False)
     placed = {} if device.type == "cpu" else {"device_map": {"": device}}  # weight by weight, without a full copy on the host
-    with without_compiler(), no_init_weights(), _arange_on_cpu():
+    with without_compiler(), _values_on_cpu() if device.type == "cpu" else contextlib.nullcontext():
         model, found = AutoModelForCausalLM.from_pretrained(
             files, dtype=dtype, attn_implementation=attention, output_loading_info=True, **placed
         )
@@ -245,8 +245,8 @@ def _as_stored(
 
 
 @contextlib.contextmanager
-def _arange_on_cpu() -> Iterator[None]:
-    """Compute RoPE frequencies on the CPU at once: on the meta device, where models are built, torch imports sympy for it."""
+def _values_on_cpu() -> Iterator[None]:
+    """Compute no weights, and RoPE frequencies on the CPU, while a model is built on the meta device, where torch uses sympy."""
     arange = torch.arange
 
     def on_cpu(*args: Any, **options: Any) -> torch.Tensor:
@@ -254,7 +254,8 @@ def _arange_on_cpu() -> Iterator[None]:
 
     torch.arange = on_cpu
     try:
-        yield
+        with no_init_weights():
+            yield
     finally:
         torch.arange = arange
 
