@@ -128,10 +128,10 @@ def compare(drafted: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
     Example: the tokens ``a b c`` with log-probabilities -0.1, -0.2, -1.5 beside ``a b d`` with -0.1, -0.2, -1.4 differ at
     position 2, with a gap of 0.1.
     """
-    one, other = drafted["logprobs"], plain["logprobs"]
-    found: dict[str, Any] = {"result": "identical", "tokens": len(one["tokens"])}
     from outrider.cluster.observe.replay_check import difference
 
+    one, other = drafted["logprobs"], plain["logprobs"]
+    found: dict[str, Any] = {"result": "identical", "tokens": len(one["tokens"])}
     first = difference(one["tokens"], other["tokens"])
     if first is not None:
         served, expected = (next(iter(side["token_logprobs"][first.position :]), None) for side in (one, other))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import gc
 import logging
 import os
 import time
@@ -53,11 +52,12 @@ class EngineReplica:
         self._version = version
         report_progress("importing torch and transformers")
         # Imported here, because only this process needs torch and the model library.
-        gc.disable()  # until ``spare_collector``
-        from outrider.engine.environment import import_transformers
+        from outrider.actors.heap import paused_collector, spare_collector
 
-        import_transformers()
-        from outrider.actors.heap import spare_collector
+        with paused_collector():
+            from outrider.engine.environment import import_transformers
+
+            import_transformers()
         from outrider.actors.lookahead.elastic import ElasticGroup
         from outrider.actors.replica import Replica
         from outrider.actors.sharded.group import ShardedGroup, whole_model

@@ -246,7 +246,7 @@ def _as_stored(
 
 @contextlib.contextmanager
 def _values_on_cpu() -> Iterator[None]:
-    """Compute no weights, and RoPE frequencies on the CPU, while a model is built on the meta device, where torch uses sympy."""
+    """Initialize no weights, and compute RoPE frequencies on the CPU: on the meta device torch imports sympy, which is slow."""
     arange = torch.arange
 
     def on_cpu(*args: Any, **options: Any) -> torch.Tensor:

@@ -170,7 +170,7 @@ def is_whole(folder: Path, model: PackagedModel) -> bool:
         return bool(
             manifest["source"] == _source(model)
             and (
-                manifest.get("versions") == {name: _version(path) for name, path in paths.items()}
+                manifest.get("stats") == {name: _stat_of(path) for name, path in paths.items()}
                 or manifest["files"] == {name: _digest_of(path) for name, path in paths.items()}
             )
         )
@@ -321,7 +321,7 @@ def _describe(name: str, model: PackagedModel, folder: Path) -> None:
     manifest = {
         "source": _source(model),
         "files": {path.name: _digest_of(path) for path in paths},
-        "versions": {path.name: _version(path) for path in paths},
+        "stats": {path.name: _stat_of(path) for path in paths},
     }
     (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
@@ -334,11 +334,11 @@ def _source(model: PackagedModel) -> dict[str, Any]:
 
 
 def _digest_of(path: Path) -> str:
-    return _digest(path, *_version(path))
+    return _digest(path, *_stat_of(path))
 
 
-def _version(path: Path) -> list[int]:
-    """Return the size and the time of the last change, for which a file's content is not read again."""
+def _stat_of(path: Path) -> list[int]:
+    """Return a file's size and modification time; the file is not read again as long as both are unchanged."""
     found = path.stat()
     return [found.st_size, found.st_mtime_ns]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import json
 import os
 import sys
@@ -130,22 +129,21 @@ def _given(context: typer.Context) -> dict[str, Any]:
 def _engine(settings: Settings) -> Iterator[OfflineEngine | OfflineGroup]:
     """Yield the engine; end the command with one line if it cannot be loaded, or if its ranks or device fail."""
     typer.echo(f"outrider: loading {settings.model.path}", err=True)
-    gc.disable()  # imports and the model create objects that stay, and collections take 15 % of the start
-    from outrider.engine.environment import import_transformers
+    from outrider.actors.heap import paused_collector
 
-    import_transformers()
-    from outrider.actors.ranks import GroupError
-    from outrider.engine.errors import DeviceError, ModelLoadError
+    with paused_collector():
+        from outrider.engine.environment import import_transformers
 
+        import_transformers()
+        from outrider.actors.ranks import GroupError
+        from outrider.engine.errors import DeviceError, ModelLoadError
     try:
-        with contextlib.closing(_load(settings)) as engine:
-            gc.freeze()
-            gc.enable()
+        with paused_collector():
+            engine = _load(settings)
+        with contextlib.closing(engine):
             yield engine
     except (ModelLoadError, GroupError, DeviceError) as error:
         fail(str(error))
-    finally:
-        gc.enable()
 
 
 def _load(settings: Settings) -> OfflineEngine | OfflineGroup:

@@ -422,15 +422,15 @@ def validated(
     one, most = forms[0].label, max(args.clients)
     labels = [PLAIN, *(choice.label for choice in _choices(args))]
     # Each repeat is fitted by itself, and medians are taken, as of the measured figures: a repeat may run beside other work.
-    hosts, gaps = {}, []
+    hosts: dict[str, Host] = {}
     for label in labels:
         fits = [
             fitted_host(alone, many, alone) for alone, many in zip(totals[one, label, 1], totals[one, label, most], strict=True)
         ]
         found = zip(*(dataclasses.astuple(host) for host, _ in fits), strict=True)
         hosts[label] = Host(*map(statistics.median, found))
-        gaps.append(statistics.median(gap for _, gap in fits))
-    gap_s = gaps[0]
+        if label == PLAIN:
+            gap_s = statistics.median(gap for _, gap in fits)
     pairs = {form.kind: form.label for form in forms if form.workers == 2}
     alone_s = {key: statistics.median(each.host_s for each in own) for key, own in totals.items()}
     group_s = {

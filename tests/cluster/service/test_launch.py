@@ -119,6 +119,12 @@ class Serving:
         shutil.rmtree(self.files)
 
 
+def answers_the_printed_curl(output: str) -> None:
+    curl = next(line for line in output.splitlines() if line.startswith("curl "))
+    answer = subprocess.run(curl, shell=True, capture_output=True, text=True, timeout=60)
+    assert '"finish_reason":"length"' in answer.stdout.replace(" ", ""), answer
+
+
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
     return tmp_path / "serve.log"
@@ -137,20 +143,15 @@ def launched(log: Path, circle_model: Path) -> Iterator[Callable[..., Serving]]:
         yield launch
 
 
-def test_serve_answers_the_printed_curl_and_ctrl_c_leaves_nothing(launched: Callable[..., Serving], tmp_path: Path) -> None:
-    own, key = certificate(tmp_path)
-    serving = launched(f"server.ssl_certfile={own}", f"server.ssl_keyfile={key}")
+def test_serve_answers_the_printed_curl_and_ctrl_c_leaves_nothing(launched: Callable[..., Serving]) -> None:
+    serving = launched()
     serving.wait_for('max_tokens": 64}')
     output = serving.output()
     assert "Redis started" in output
     assert "Ray started" in output
     assert "loading" in output
-    assert f"https://127.0.0.1:{serving.port}\n" in output
-    curl = next(line for line in output.splitlines() if line.startswith("curl "))
-    answer = subprocess.run(curl, shell=True, capture_output=True, text=True, timeout=60)
-    assert '"finish_reason":"length"' in answer.stdout.replace(" ", ""), answer
-    with pytest.raises(httpx.HTTPError):
-        httpx.get(f"http://127.0.0.1:{serving.port}/health")
+    assert f"http://127.0.0.1:{serving.port}\n" in output
+    answers_the_printed_curl(output)
     serving.look()
     assert len(serving.started) > 5
     assert not [name for name, mib in serving.memory_mib().items() if mib > MOST_MIB]
@@ -168,6 +169,17 @@ def test_serve_answers_the_printed_curl_and_ctrl_c_leaves_nothing(launched: Call
     positions = [lines.index(line) for line in ("Serve stopped", "Ray stopped", "Redis stopped", "stopped")]
     assert positions == sorted(positions)
     assert "Traceback" not in serving.output()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command to make a certificate with")
+def test_https(launched: Callable[..., Serving], tmp_path: Path) -> None:
+    own, key = certificate(tmp_path)
+    serving = launched(f"server.ssl_certfile={own}", f"server.ssl_keyfile={key}")
+    serving.wait_for('max_tokens": 64}')
+    assert f"https://127.0.0.1:{serving.port}\n" in serving.output()
+    answers_the_printed_curl(serving.output())
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(f"http://127.0.0.1:{serving.port}/health")
 
 
 @pytest.mark.proof
