@@ -11,7 +11,6 @@ from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOpti
 from outrider.decoding.request import Request, SamplingParams, StepOutput
 from outrider.engine.engine import Engine
 from outrider.engine.errors import RequestError
-from outrider.engine.forward.kept_checks import kept_runner
 from outrider.engine.text.chat import render_chat
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ class OfflineEngine:
         """
         self._ranks = ranks
         if ranks is None:
-            self._engine = Engine.load(model, engine, speculation, make=kept_runner, defer_warmup=brief)
+            self._engine = Engine.load(model, engine, speculation, defer_warmup=brief)
         else:
             try:
                 self._engine = Engine.load(model, engine, speculation, ranks.world_size, ranks.executor, ranks.runner)

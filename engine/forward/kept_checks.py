@@ -1,4 +1,4 @@
-"""Results of the exactness self-check on disk, for commands that answer once. A server checks itself at every start."""
+"""Results of the exactness self-check on disk: on a CPU it is done once for a model, a setting, a machine and versions."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from outrider.engine.forward.runners import made_unchecked, make_runner
 from outrider.engine.loading.model import model_revision
 
 logger = logging.getLogger(__name__)
+
+_KERNELS = ("ATEN_", "DNNL_", "MKL_", "NUMBA_", "ONEDNN_")  # environment variables that choose kernels
 
 
 def kept_runner(model: PreTrainedModel, capacity: int, options: EngineOptions, tree_rows: int = TREE_ROWS) -> ModelRunner:
@@ -59,6 +61,7 @@ def _digest(model: PreTrainedModel, capacity: int, options: EngineOptions, tree_
         "model": [type(model).__name__, model_revision(model), str(model.dtype)],
         "shape": [capacity, options.max_running, options.kv_slots, options.prefix_caching, options.compile, tree_rows],
         "machine": [device_name(model.device), torch.get_num_threads(), os.uname().release],
+        "kernels": sorted(each for each in os.environ.items() if each[0].startswith(_KERNELS)),
         "versions": [torch.__version__, transformers.__version__, numba.__version__, code_digest()],
     }
     return hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()[:32]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -71,6 +72,8 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 CONTEXT = 128  # tokens of prompt and output together, of all models of ``FAMILIES``
 MAX_DRAFT = 16  # rows that an engine over a tiny model drafts for one request
 SLOTS = 4
+# A step of many rows costs little more than one of few.
+LIKE_A_GPU = LatencyCurve((1, 64), (0.0101, 0.0164), context=0, sequence_s=0.0, entry_s=0.0)
 SENTENCES = (
     "The quick brown fox jumps over the lazy dog.",
     "A request travels from the door to the engine and back again.",
@@ -236,8 +239,8 @@ class TinyTarget:
         return self._unigrams[:width].copy()
 
     def latency(self) -> LatencyCurve:
-        """A step of many rows costs little more than one of few, as on a GPU."""
-        return LatencyCurve((1, 64), (0.0101, 0.0164), context=0, sequence_s=0.0, entry_s=0.0)
+        """See ``decoding.drafters.base.Target``."""
+        return LIKE_A_GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,8 +296,8 @@ def run(engine: Engine, *requests: Request) -> list[list[int]]:
 
 
 def outputs_of(engine: Engine, *requests: Request) -> dict[str, list[StepOutput]]:
-    """The outputs of requests by their ids; otherwise like ``run``."""
-    found: dict[str, list[StepOutput]] = {request.request_id: [] for request in requests}
+    """The outputs, by request id, of these requests and those that the engine held before; otherwise like ``run``."""
+    found: defaultdict[str, list[StepOutput]] = defaultdict(list)
     for request in requests:
         engine.add(request)
     while engine.has_work:

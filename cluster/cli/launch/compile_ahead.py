@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation: ``python -m cluster.cli.launch.compile_ahead``, the last step of ``make install``."""
+"""Ahead-of-time compilation: ``python -m outrider.cluster.cli.launch.compile_ahead``, the last step of ``make install``."""
 
 # Compiled code does not depend on the model: every strategy runs once on a tiny model with random weights, and the code is cached
 # in `decoding.jit.cache_folder`; with `--image`, in `decoding.jit.IMAGE`, for each kind of this processor and weight type.
