@@ -18,7 +18,7 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
-from outrider.actors.heap import trim_heap
+from outrider.actors.heap import paused_collector, trim_heap
 from outrider.cluster.admission.controller import admission_options, capacity
 from outrider.cluster.cli.launch.preflight import (
     LaunchError,
@@ -93,7 +93,9 @@ class Ingress:
         failures, version = DeviceFailures(), version_of(config)
         port = HandleEngine(engine, server.resume_timeout_s, patience_s, server.most_replicas, accept_s, version, failures)
         self._has_only_others, self._start_timeout_s = port.has_only_others, server.start_timeout_s
-        tokenizer, is_open = load_tokenizer_alone(config.model.path), address is not None or is_loopback(server.host)
+        with paused_collector():
+            tokenizer = load_tokenizer_alone(config.model.path)
+        is_open = address is not None or is_loopback(server.host)
         auditor = self._auditor = Auditor(port, config.audit, config.speculation, config.engine)
         apis = None if server.api_replicas == 1 else ApiReplicas()
         other = None if baseline is None else _baseline_of(config, baseline, failures)

@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from outrider.cluster.admission.controller import AdmissionController, AdmissionOptions, AdmittedRequest
 from outrider.cluster.admission.middleware import AdmissionMiddleware, HostMiddleware
 from outrider.cluster.admission.tenancy import Tenancy
-from outrider.cluster.http import documents, errors
+from outrider.cluster.http import documents, error_handlers
 from outrider.cluster.http.admin.api import AdminService, AuditService, BaselineService, add_admin_routes
 from outrider.cluster.http.answers.anthropic import MessageBuilder, respond_message
 from outrider.cluster.http.answers.logprobs import TokenBytes
@@ -295,7 +295,7 @@ def create_api(
     """
     app = FastAPI(title="Outrider", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.router.route_class = checking_route(service.text.threads, service.warns_of_unknown)
-    errors.install(app)
+    error_handlers.install(app)
     documents.install(app)
 
     for path, method in (("/ping", "POST"), ("/ping", "GET"), ("/health", "GET")):

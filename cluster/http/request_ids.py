@@ -11,9 +11,8 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.cluster.http.types.openai import REQUEST_ID
-
 HEADER = "X-Request-Id"
+REQUEST_ID = r"^[A-Za-z0-9_.:\-]{1,128}$"  # names of requests: fit for headers and log lines
 _VALID = re.compile(REQUEST_ID)
 _CURRENT: ContextVar[list[str] | None] = ContextVar("the id of the request that is being answered", default=None)
 

@@ -55,7 +55,7 @@ class EngineReplica:
         from outrider.actors.heap import paused_collector, spare_collector
 
         with paused_collector():
-            from outrider.engine.environment import import_transformers
+            from outrider.engine.library_imports import import_transformers
 
             import_transformers()
         from outrider.actors.lookahead.elastic import ElasticGroup

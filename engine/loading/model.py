@@ -26,10 +26,11 @@ from outrider.configs.slices import SAMPLING_BOUNDS, ModelOptions, Weights
 from outrider.engine.accelerator import accelerator
 from outrider.engine.cpu.linear import has_kernels
 from outrider.engine.cpu.packed_weight import PackedWeight
-from outrider.engine.environment import nvidia_device_present, without_compiler
+from outrider.engine.environment import nvidia_device_present
 from outrider.engine.errors import ModelLoadError, first_line
 from outrider.engine.forward.attention import TREE_ATTENTION
 from outrider.engine.forward.rope import length_rope
+from outrider.engine.library_imports import without_compiler
 from outrider.engine.loading.hybrids import is_hybrid, refuse_place, refuse_role, refuse_state
 from outrider.engine.loading.memory import refuse_more_than_free, refuse_too_large, release_memory, stored_type
 from outrider.engine.loading.model_files import base_of, find_files, is_adapter, is_gguf, refuse_missing_folder

@@ -358,12 +358,16 @@ def _report(text: str) -> None:
 
 
 if __name__ == "__main__":  # fetch a model; one line on stdout: FETCHED, or the error
-    from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
+    def announce() -> None:
+        print(FETCHED, flush=True)
+        from transformers.utils.logging import disable_progress_bar  # slow, and only a conversion shows one
+
+        disable_progress_bar()
+
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: end pip, and remove partial files
     try:
-        find_files(sys.argv[1], lambda: print(FETCHED, flush=True))
+        find_files(sys.argv[1], announce)
     except ModelLoadError as fault:
         print(fault)
         sys.exit(1)

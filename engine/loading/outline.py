@@ -21,13 +21,14 @@ from outrider.decoding.jit import cache_folder
 from outrider.decoding.private_files import read_sealed, save_sealed
 from outrider.engine.cpu.mixers import bind_mixers
 from outrider.engine.cpu.state_step import StateShape, Survey
-from outrider.engine.environment import code_digest, without_compiler
+from outrider.engine.environment import code_digest
 from outrider.engine.errors import ModelLoadError, first_line
 from outrider.engine.forward.attention import TREE_ATTENTION
 from outrider.engine.forward.batch import AttentionCall
 from outrider.engine.forward.patches import do_not_warn
 from outrider.engine.kv.kv_cache import KVShape
 from outrider.engine.kv.state_cache import StateCache, StateSite
+from outrider.engine.library_imports import without_compiler
 
 logger = logging.getLogger(__name__)
 

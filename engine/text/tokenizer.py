@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from outrider.engine.errors import ModelLoadError, first_line
+from outrider.engine.library_imports import unbounded_caches
 from outrider.engine.loading.model_files import find_tokenizer, is_gguf, refuse_missing_folder
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ def load_tokenizer_alone(path: str) -> PreTrainedTokenizerFast:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # silence the warning that torch is missing
     sys.modules["torch"] = None  # type: ignore[assignment] # makes ``import torch`` fail
     try:
-        return load_tokenizer(path)
+        with unbounded_caches():
+            return load_tokenizer(path)
     finally:
         del sys.modules["torch"]
 

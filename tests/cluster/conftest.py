@@ -18,7 +18,7 @@ from outrider.cache_service.namespace import hash_key
 from outrider.cache_service.store.embedded import EmbeddedRedis
 from outrider.cache_service.store.redis_store import RedisStore
 from outrider.cluster.admission.tenancy import Tenancy
-from outrider.cluster.http import errors
+from outrider.cluster.http import error_handlers
 from outrider.cluster.http.admin.api import AdminService, add_admin_routes
 from outrider.cluster.http.api import Service
 from outrider.cluster.serving import shared_answer
@@ -95,7 +95,7 @@ def empty_memory_server() -> Iterator[MemoryServer]:
         tenants = {"acme": TenantOptions(keys=(hash_key(MemoryServer.tenant_key),)), "umbrella": TenantOptions()}
         tenancy = Tenancy(TenancyOptions(tenants=tenants, admin_keys=(hash_key(MemoryServer.admin_key),)))
         app = FastAPI()
-        errors.install(app)
+        error_handlers.install(app)
         add_admin_routes(app, AdminService(tenancy, TOKENIZER, port, LocalEngine().describe))
         yield MemoryServer(stack.enter_context(served(app)), redis, store, port.admin)
 

@@ -132,7 +132,7 @@ def _engine(settings: Settings) -> Iterator[OfflineEngine | OfflineGroup]:
     from outrider.actors.heap import paused_collector
 
     with paused_collector():
-        from outrider.engine.environment import import_transformers
+        from outrider.engine.library_imports import import_transformers
 
         import_transformers()
         from outrider.actors.ranks import GroupError

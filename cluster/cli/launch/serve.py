@@ -23,6 +23,7 @@ import ray
 import redis
 from redis.exceptions import AuthorizationError
 
+from outrider.actors.heap import paused_collector
 from outrider.actors.placement.own_ray import RayTokenError, environment, start_ray
 from outrider.actors.placement.ray_folder import RayFolder
 from outrider.cache_service.store.embedded import EmbeddedRedis, EmbeddedRedisError
@@ -47,6 +48,7 @@ from outrider.engine.loading.model_files import FETCHED, PACKAGED_MODELS, base_o
 APPLICATION = "outrider"
 NAMESPACE = "outrider"
 POLL_S = 0.2
+STATUS_S = 2.0  # between questions for the application's status, each of which costs this process and the controller 30 ms
 REDIS_TIMEOUT_S = 5.0
 DRAIN_GRACE_S = 10.0  # extra seconds for a busy API
 # Prompt of the printed curl command; the answer can be found in it.
@@ -81,7 +83,7 @@ def serve_until_stopped(config: Config, instead: str | None = None, as_json: boo
         for name, value in SERVE_SETTINGS.items():
             os.environ.setdefault(name, value)
     # These imports take as long as the start of Ray; a later import in the main thread waits for this one.
-    importing = threading.Thread(target=importlib.import_module, args=("outrider.cluster.app",), daemon=True)
+    importing = threading.Thread(target=_import_application, daemon=True)
     importing.start()
     is_ready = False
     progress = folder.path / "progress"
@@ -112,6 +114,11 @@ def serve_until_stopped(config: Config, instead: str | None = None, as_json: boo
     if not is_ready:
         # The exit code that a shell shows for a process that the signal ended.
         raise SystemExit(128 + signals.requested)
+
+
+def _import_application() -> None:
+    with paused_collector():
+        importlib.import_module("outrider.cluster.app")
 
 
 @contextlib.contextmanager
@@ -310,15 +317,17 @@ def _deploy(config: Config, say: Callable[[str], None], signals: StopSignals) ->
 
 def _wait_until_loaded(config: Config, progress: Path, say: Progress, signals: StopSignals) -> None:
     """Wait until the service is ready; show the progress that local replicas write into the file."""
-    began = time.monotonic()
+    began = asked = time.monotonic()
     compiles = config.server.ray_address is None and compiles_first()
     say(f"loading {config.model.path}{' (the first start also compiles)' if compiles else ''}")
     with httpx.Client(base_url=base_url(config), timeout=5.0, verify=_verification(config)) as client:
         while True:
             signals.check()
-            now = time.monotonic()
-            if _is_running() and _is_ready(client):
-                return
+            now, is_ready = time.monotonic(), _is_ready(client)
+            if is_ready or now - asked > STATUS_S:
+                asked = now
+                if _is_running() and is_ready:
+                    return
             if now - began > config.server.start_timeout_s:
                 raise LaunchError(
                     f"not ready after {config.server.start_timeout_s:.0f} s: {_pending()}; allow more with server.start_timeout_s"

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 from outrider.cluster.admission.http_limits import LimitedProtocol
 from outrider.cluster.admission.middleware import HostMiddleware
-from outrider.cluster.http import errors
+from outrider.cluster.http import error_handlers
 from outrider.cluster.http.api import Service, add_operator_routes
 from outrider.configs.schema import ConfigError
 
@@ -73,7 +73,7 @@ class _Server(uvicorn.Server):
 def create_admin_api(service: Service, names: frozenset[str] | None = None) -> FastAPI:
     """Build the application of the admin port; ``names`` are the allowed host names."""
     app = FastAPI(title="Outrider's admin port", docs_url=None, redoc_url=None, openapi_url=None)
-    errors.install(app)
+    error_handlers.install(app)
     add_operator_routes(app, service)
     app.add_middleware(HostMiddleware, names=names, refuse=service.admission.refuse)
     return app

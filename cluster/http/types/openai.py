@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, WrapValidator, field_validator, model_validator
 
+from outrider.cluster.http.request_ids import REQUEST_ID
 from outrider.cluster.http.types.chat import Messages, NamedTool, Prediction, Tools, text_of
 from outrider.cluster.http.types.strict import (
     ENCODABLE,
@@ -37,7 +38,6 @@ MAX_OPTIONS = 16  # of a strategy
 MAX_COMPONENT = 1e6  # absolute value of an embedding's component
 MAX_TIMEOUT_S = 1e9
 MAX_CHOICES = 128  # prompts times n of one request
-REQUEST_ID = r"^[A-Za-z0-9_.:\-]{1,128}$"  # names of requests: fit for headers and log lines
 MAX_REPORTED_VALUES = 1 << 20  # log-probabilities (alternatives included) and reported tokens of a response: 100 MB of JSON
 _COMMON_NO_OPS: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),

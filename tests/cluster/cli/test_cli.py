@@ -45,7 +45,7 @@ def test_imports_of_processes_with_a_model(circle_model: Path) -> None:
     heavy = {"torch._dynamo", "torch._inductor", "torch.distributed.tensor", "deepspeed", "ray", "sympy", "triton"}
     code = f"""if True:
         import sys
-        from outrider.engine.environment import import_transformers
+        from outrider.engine.library_imports import import_transformers
         import_transformers()
         from outrider.actors.offline import OfflineEngine
         from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 from outrider.cache_service.namespace import hash_key
 from outrider.cluster.admission.tenancy import Tenancy
-from outrider.cluster.http.errors import install
+from outrider.cluster.http.error_handlers import install
 from outrider.cluster.http.tenant_cache import TenantCacheService, add_tenant_cache_routes
 from outrider.cluster.serving import shared_answer
 from outrider.configs.slices import CacheOptions, TenancyOptions, TenantOptions

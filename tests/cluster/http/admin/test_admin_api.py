@@ -15,7 +15,7 @@ from outrider.cache_service.namespace import hash_key
 from outrider.cluster.admission.tenancy import Tenancy
 from outrider.cluster.http.admin import api as admin_api
 from outrider.cluster.http.admin.api import AdminService, add_admin_routes
-from outrider.cluster.http.errors import install
+from outrider.cluster.http.error_handlers import install
 from outrider.configs.slices import TenancyOptions
 from tests.cluster.circle import TOKENIZER, LocalEngine, bearer, check_error, client_of
 from tests.cluster.memory import LocalCacheAdmin
