@@ -36,6 +36,8 @@ def kept_runner(model: PreTrainedModel, capacity: int, options: EngineOptions, t
     if found is not None:
         runner = made_unchecked(model, capacity, options, found["rows"], tree_rows)
         logger.info("the exactness check is not repeated: it succeeded before on this machine (%s)", path)
+        if runner.fixed_rows is not None:
+            logger.warning("forward passes are limited to %d rows, which is slower: others were not exact", runner.fixed_rows)
         return runner
     runner = make_runner(model, capacity, options, tree_rows)
     try:

@@ -9,11 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from outrider.configs.slices import EngineOptions
+from outrider.actors.offline import OfflineEngine
+from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from outrider.engine.engine import Engine
 from outrider.engine.forward import exactness, kept_checks
 from outrider.engine.forward.attention import TREE_ATTENTION
 from outrider.engine.forward.kept_checks import kept_runner
-from tests.helpers.models import llama_config
+from tests.helpers.models import llama_config, save_model
 
 OPTIONS = EngineOptions(max_running=2)
 
@@ -52,6 +54,27 @@ def test_a_check_is_not_repeated_for_the_same_setting(
     changed.lm_head.weight.data[0, 0] += 1  # other weights
     kept_runner(changed, 64, OPTIONS, 8)
     assert len(checks) == 3 and len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_server_and_a_command_do_not_repeat_each_others_check(
+    checks: list[Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    model = ModelOptions(str(save_model(tmp_path_factory.mktemp("model"), llama_config())), dtype="float32")
+    speculation = SpeculationOptions("llma")
+    assert Engine.load(model, OPTIONS, speculation, defer_warmup=True).info.exact and len(checks) == 1
+    engine = OfflineEngine(model, OPTIONS, speculation, brief=True)
+    assert engine.info.exact and len(checks) == 1
+    engine.close()
+
+
+def test_a_slower_form_is_told_at_every_start(
+    checks: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(exactness, "check", lambda runner, _: None if runner.fixed_rows == 16 else "3 of 4 rows differ")
+    assert kept_runner(tiny(), 64, OPTIONS, 8).fixed_rows == 16
+    caplog.clear()
+    assert kept_runner(tiny(), 64, OPTIONS, 8).fixed_rows == 16
+    assert "limited to 16 rows" in caplog.text
 
 
 @pytest.mark.parametrize("damage", [b"", b'{"rows": null}', b"x" * 100])
