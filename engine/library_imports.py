@@ -10,7 +10,10 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +73,25 @@ def without_compiler() -> Iterator[None]:
     finally:
         if sys.modules[_DYNAMO] is lazy:
             del sys.modules[_DYNAMO], sys.modules[_TRACED], torch._dynamo
+
+
+@contextlib.contextmanager
+def values_on_cpu() -> Iterator[None]:
+    """Initialize no weights, and compute RoPE frequencies on the CPU: on the meta device torch imports sympy, which is slow."""
+    import torch
+    from transformers.initialization import no_init_weights
+
+    arange = torch.arange
+
+    def on_cpu(*args: Any, **options: Any) -> torch.Tensor:
+        return arange(*args, **{"device": "cpu", **options})
+
+    torch.arange = on_cpu
+    try:
+        with no_init_weights():
+            yield
+    finally:
+        torch.arange = arange
 
 
 def _of_compiler(name: str) -> Any:

@@ -20,7 +20,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
-from transformers.initialization import no_init_weights
 
 from outrider.configs.slices import SAMPLING_BOUNDS, ModelOptions, Weights
 from outrider.engine.accelerator import accelerator
@@ -30,7 +29,7 @@ from outrider.engine.environment import nvidia_device_present
 from outrider.engine.errors import ModelLoadError, first_line
 from outrider.engine.forward.attention import TREE_ATTENTION
 from outrider.engine.forward.rope import length_rope
-from outrider.engine.library_imports import without_compiler
+from outrider.engine.library_imports import values_on_cpu, without_compiler
 from outrider.engine.loading.hybrids import is_hybrid, refuse_place, refuse_role, refuse_state
 from outrider.engine.loading.memory import refuse_more_than_free, refuse_too_large, release_memory, stored_type
 from outrider.engine.loading.model_files import base_of, find_files, is_adapter, is_gguf, refuse_missing_folder
@@ -237,28 +236,12 @@ def _as_stored(
     if quantization is not None and device.type != "cpu":
         refuse_unusable(path, quantization, on_cpu=False)
     placed = {} if device.type == "cpu" else {"device_map": {"": device}}  # weight by weight, without a full copy on the host
-    with without_compiler(), _values_on_cpu() if device.type == "cpu" else contextlib.nullcontext():
+    with without_compiler(), values_on_cpu() if device.type == "cpu" else contextlib.nullcontext():
         model, found = AutoModelForCausalLM.from_pretrained(
             files, dtype=dtype, attn_implementation=attention, output_loading_info=True, **placed
         )
     refuse_missing(path, found, quantization is not None)
     return model
-
-
-@contextlib.contextmanager
-def _values_on_cpu() -> Iterator[None]:
-    """Initialize no weights, and compute RoPE frequencies on the CPU: on the meta device torch imports sympy, which is slow."""
-    arange = torch.arange
-
-    def on_cpu(*args: Any, **options: Any) -> torch.Tensor:
-        return arange(*args, **{"device": "cpu", **options})
-
-    torch.arange = on_cpu
-    try:
-        with no_init_weights():
-            yield
-    finally:
-        torch.arange = arange
 
 
 def _dequantized(checkpoint: QuantizedCheckpoint, path: str, attention: str, adapter_bytes: int) -> PreTrainedModel:

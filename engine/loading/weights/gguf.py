@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from outrider.engine.cpu.block_formats import FORMATS
 from outrider.engine.errors import ModelLoadError, first_line
+from outrider.engine.library_imports import values_on_cpu, without_compiler
 from outrider.engine.loading.weights.packing import keep_blocks, packable
 
 logger = logging.getLogger(__name__)
@@ -73,10 +74,11 @@ def load_gguf_model(path: str, dtype: torch.dtype, attention: str, packed: bool 
     with _readable(path, "model"), _read_once(kept if packed else None), tempfile.TemporaryDirectory() as empty:
         from transformers import GgufConfig
 
-        model, found = AutoModelForCausalLM.from_pretrained(
-            empty, gguf_file=_absolute(path), dtype=dtype, attn_implementation=attention, output_loading_info=True,
-            quantization_config=GgufConfig(dequantize=True),
-        )  # fmt: skip
+        with without_compiler(), values_on_cpu():
+            model, found = AutoModelForCausalLM.from_pretrained(
+                empty, gguf_file=_absolute(path), dtype=dtype, attn_implementation=attention, output_loading_info=True,
+                quantization_config=GgufConfig(dequantize=True),
+            )  # fmt: skip
         if packed:
             try:
                 keep_blocks(model, kept)
@@ -120,7 +122,8 @@ def _cut_as_named(path: str, tokenizer: Tokenizer, name: str) -> None:
 
 def convert_gguf(path: Path, folder: Path) -> None:
     """Convert a file to an ordinary folder: weights in bfloat16, tokenizer, chat template. Raises ``ModelLoadError``."""
-    with _read_once():
+    # transformers would import torch's compiler, which takes seconds, to ask whether the model is compiled.
+    with _read_once(), mock.patch("transformers.modeling_utils.unwrap_model", lambda model, **_: model):
         load_gguf_model(str(path), torch.bfloat16, "sdpa").save_pretrained(folder)
         load_gguf_tokenizer(str(path)).save_pretrained(folder)
 
@@ -134,13 +137,38 @@ def _read_once(kept: dict[str, tuple[str, Any, Any]] | None = None) -> Iterator[
     with ExitStack() as patched:
         patched.enter_context(mock.patch.object(reading, "tqdm", partial(reading.tqdm, disable=None)))
         # It reads the file for configuration, weights and tokenizer, seconds each, and maps all names again for each module.
-        for name in ("GGUFReader", "get_tensor_name_map"):
-            patched.enter_context(mock.patch.object(gguf, name, cache(getattr(gguf, name))))
+        if isinstance(gguf.GGUFReader, type):  # otherwise an outer block has patched it
+            patched.enter_context(mock.patch.object(gguf, "GGUFReader", cache(_reader())))
+            patched.enter_context(mock.patch.object(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)))
+            patched.enter_context(mock.patch.object(reading, "_gguf_parse_value", _parsed_once(reading._gguf_parse_value)))
         # ``kept`` receives matrices that can stay quantized, see ``keep_blocks``; if None, all are dequantized.
         if kept is not None:
             reads = partial(_read_tensors, reading.load_gguf_checkpoint, kept)
             patched.enter_context(mock.patch.object(reading, "load_gguf_checkpoint", reads))
         yield
+
+
+def _reader() -> type[Any]:
+    """Return a ``GGUFReader`` over a plain array: each of its 300,000 slices of a ``memmap`` is a slow object."""
+    from gguf import GGUFReader
+
+    class Reader(GGUFReader):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, np.asarray(value) if name == "data" else value)
+
+    return Reader
+
+
+def _parsed_once(parse: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return a function that parses each value of a reader, which outlives it, once."""
+    found: dict[int, Any] = {}
+
+    def parsed(value: Any, kind: Any) -> Any:
+        if id(value) not in found:
+            found[id(value)] = parse(value, kind)
+        return found[id(value)]
+
+    return parsed
 
 
 def _read_tensors(
