@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import logging
 import os
+import platform
 from pathlib import Path
 
-import numba
 import torch
-import transformers
 from transformers import PreTrainedModel
 
 from outrider.configs.slices import EngineOptions
@@ -58,12 +58,23 @@ def _read(path: Path) -> dict[str, int | None] | None:
     return found
 
 
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # numba may be missing
+        return None
+
+
 def _digest(model: PreTrainedModel, capacity: int, options: EngineOptions, tree_rows: int) -> str:
     setting = {
         "model": [type(model).__name__, model_revision(model), str(model.dtype)],
         "shape": [capacity, options.max_running, options.kv_slots, options.prefix_caching, options.compile, tree_rows],
         "machine": [device_name(model.device), torch.get_num_threads(), os.uname().release],
         "kernels": sorted(each for each in os.environ.items() if each[0].startswith(_KERNELS)),
-        "versions": [torch.__version__, transformers.__version__, numba.__version__, code_digest()],
+        "versions": [
+            *map(_version, ("torch", "transformers", "numba", "numpy")),
+            *platform.libc_ver(),
+            code_digest(),
+        ],
     }
     return hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()[:32]

@@ -48,7 +48,7 @@ from outrider.engine.loading.model_files import FETCHED, PACKAGED_MODELS, base_o
 APPLICATION = "outrider"
 NAMESPACE = "outrider"
 POLL_S = 0.2
-STATUS_S = 2.0  # between questions for the application's status, each of which costs this process and the controller 30 ms
+STATUS_S = 2.0  # between questions for the status of the application, which Serve answers slowly
 REDIS_TIMEOUT_S = 5.0
 DRAIN_GRACE_S = 10.0  # extra seconds for a busy API
 # Prompt of the printed curl command; the answer can be found in it.
