@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import http.client
 import os
+import random
 import secrets
 import signal
 import socket
@@ -116,11 +117,12 @@ def server_at(url: str | None, model: str, settings: Sequence[str]) -> Iterator[
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port without a listener."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a port without a listener, below those that the system gives to Ray's processes meanwhile (Linux: from 32768)."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return port
 
 
 def sample_sums(metrics: str) -> dict[str, float]:
