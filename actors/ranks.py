@@ -12,7 +12,7 @@ from outrider.actors.lookahead.executor import StepTimes
 from outrider.configs.slices import EngineOptions
 from outrider.engine.errors import DeviceError
 from outrider.engine.executor import Executor
-from outrider.engine.forward.kept_checks import kept_runner
+from outrider.engine.forward.cached_checks import make_runner_with_cached_check
 from outrider.engine.forward.runner import ModelRunner
 
 
@@ -30,7 +30,7 @@ class Ranks(ABC):
 
     def runner(self, model: PreTrainedModel, capacity: int, options: EngineOptions, tree_rows: int) -> ModelRunner:
         """Return the engine's own runner, of the model or a part. Called once, before ``executor``. Raises GroupError."""
-        return kept_runner(model, capacity, options, tree_rows)
+        return make_runner_with_cached_check(model, capacity, options, tree_rows)
 
     @abstractmethod
     def executor(self, runner: ModelRunner) -> Executor:

@@ -23,7 +23,7 @@ from outrider.engine.emulation.device import EmulatedDevice, local_executor
 from outrider.engine.errors import ContextLengthError, QueueFullError, RequestError, fault_of, first_line
 from outrider.engine.executor import Executor, VerifyResult
 from outrider.engine.forward.batch import ScheduledRequest
-from outrider.engine.forward.kept_checks import kept_runner
+from outrider.engine.forward.cached_checks import make_runner_with_cached_check
 from outrider.engine.forward.runner import ModelRunner
 from outrider.engine.forward.runners import RunnerMaker
 from outrider.engine.loading.draft_model import load_draft_model
@@ -75,7 +75,7 @@ def runner_over(
     options: EngineOptions,
     speculation: SpeculationOptions,
     world_size: int,
-    make: RunnerMaker = kept_runner,
+    make: RunnerMaker = make_runner_with_cached_check,
     emulation: EmulationOptions | None = None,
 ) -> tuple[LoadedModel, ModelRunner]:
     """Create the runner of a loaded model, on a GPU perhaps with a shorter context; its grammars are not prepared yet."""
@@ -144,7 +144,7 @@ class Engine:
         speculation: SpeculationOptions,
         world_size: int = 1,
         executor: Callable[[ModelRunner], Executor] = local_executor,
-        make: RunnerMaker = kept_runner,
+        make: RunnerMaker = make_runner_with_cached_check,
         defer_warmup: bool = False,
         emulation: EmulationOptions | None = None,
     ) -> Engine:

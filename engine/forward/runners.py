@@ -78,7 +78,7 @@ def _checked(model: PreTrainedModel, capacity: int, options: EngineOptions, tree
 def made_unchecked(
     model: PreTrainedModel, capacity: int, options: EngineOptions, rows: int | None, tree_rows: int
 ) -> ModelRunner:
-    """Return the runner of a form, with ``rows`` per forward pass, that passed the self-check before; see ``kept_checks``."""
+    """Return the runner of a form, with ``rows`` per forward pass, that passed the self-check before; see ``cached_checks``."""
     refuse_form(type(model).__name__, model.config, kv_shape(model), options)
     with accelerator().current(model.device):
         runner = _made(model, capacity, options, rows, has_graphs(model), tree_rows)

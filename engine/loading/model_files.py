@@ -364,7 +364,7 @@ if __name__ == "__main__":  # fetch a model; one line on stdout: FETCHED, or the
 
     def announce() -> None:
         print(FETCHED, flush=True)
-        gc.disable()  # a conversion keeps what it creates, 300,000 arrays, until this process ends
+        gc.disable()  # a conversion creates many objects and keeps them until this process ends
         import_transformers()  # here, because it is slow and only a conversion needs it
         from transformers.utils.logging import disable_progress_bar
 

@@ -117,7 +117,7 @@ def server_at(url: str | None, model: str, settings: Sequence[str]) -> Iterator[
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port without a listener, below those that the system gives to Ray's processes meanwhile (Linux: from 32768)."""
+    """Return a port without a listener, below the ports that Linux assigns to other processes (from 32768)."""
     while True:
         port = random.randrange(20_000, 32_000)
         with socket.socket() as probe, contextlib.suppress(OSError):

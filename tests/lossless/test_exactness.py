@@ -23,7 +23,7 @@ from outrider.engine.cpu import linear as row_linear
 from outrider.engine.cpu.fused_forward import FusedForward
 from outrider.engine.engine import Engine
 from outrider.engine.errors import ModelLoadError
-from outrider.engine.forward import exactness, kept_checks
+from outrider.engine.forward import cached_checks, exactness
 from outrider.engine.forward.attention import TREE_ATTENTION, StepContext
 from outrider.engine.forward.batch import AttentionCall, Batch, SequenceRows
 from outrider.engine.forward.patches import RowActivation
@@ -292,7 +292,7 @@ def test_what_depends_on_company_is_noticed_of_a_whole_forward(fault: str, monke
 def test_an_engine_goes_on_in_a_form_that_is_exact(
     form: int, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(kept_checks, "cache_folder", lambda: tmp_path)  # no earlier result of the check is used
+    monkeypatch.setattr(cached_checks, "cache_folder", lambda: tmp_path)  # no earlier result of the check is used
     expected = outputs(load(folder, "autoregressive", dtype="float32"), requests())
 
     def change(original: Change, runner: ModelRunner, batch: Batch) -> Any:

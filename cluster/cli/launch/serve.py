@@ -48,7 +48,7 @@ from outrider.engine.loading.model_files import FETCHED, PACKAGED_MODELS, base_o
 APPLICATION = "outrider"
 NAMESPACE = "outrider"
 POLL_S = 0.2
-STATUS_S = 2.0  # between questions for the status of the application, which Serve answers slowly
+STATUS_S = 2.0  # between requests for the application's status, which cost Serve more than a request for /ready
 REDIS_TIMEOUT_S = 5.0
 DRAIN_GRACE_S = 10.0  # extra seconds for a busy API
 # Prompt of the printed curl command; the answer can be found in it.

@@ -149,7 +149,7 @@ def _read_once(kept: dict[str, tuple[str, Any, Any]] | None = None) -> Iterator[
 
 
 def _reader() -> type[Any]:
-    """Return a ``GGUFReader`` over a plain array: each of its 300,000 slices of a ``memmap`` is a slow object."""
+    """Return a ``GGUFReader`` over a plain array, whose many slices are faster than those of a ``memmap``."""
     from gguf import GGUFReader
 
     class Reader(GGUFReader):

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from outrider.actors.offline import OfflineEngine
 from outrider.configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from outrider.engine.engine import Engine
-from outrider.engine.forward import exactness, kept_checks
+from outrider.engine.forward import cached_checks, exactness
 from outrider.engine.forward.attention import TREE_ATTENTION
-from outrider.engine.forward.kept_checks import kept_runner
+from outrider.engine.forward.cached_checks import make_runner_with_cached_check
 from tests.helpers.models import llama_config, save_model
 
 OPTIONS = EngineOptions(max_running=2)
@@ -38,7 +38,7 @@ def checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return check(*arguments)
 
     monkeypatch.setattr(exactness, "check", counting)
-    monkeypatch.setattr(kept_checks, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(cached_checks, "cache_folder", lambda: tmp_path)
     return found
 
 
@@ -46,13 +46,13 @@ def test_a_check_is_not_repeated_for_the_same_setting(
     checks: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    assert kept_runner(tiny(), 64, OPTIONS, 8).exact and len(checks) == 1
-    assert kept_runner(tiny(), 64, OPTIONS, 8).exact and len(checks) == 1
+    assert make_runner_with_cached_check(tiny(), 64, OPTIONS, 8).exact and len(checks) == 1
+    assert make_runner_with_cached_check(tiny(), 64, OPTIONS, 8).exact and len(checks) == 1
     assert "is not repeated" in caplog.text
-    kept_runner(tiny(), 96, OPTIONS, 8)  # larger slots
+    make_runner_with_cached_check(tiny(), 96, OPTIONS, 8)  # larger slots
     changed = tiny()
     changed.lm_head.weight.data[0, 0] += 1  # other weights
-    kept_runner(changed, 64, OPTIONS, 8)
+    make_runner_with_cached_check(changed, 64, OPTIONS, 8)
     assert len(checks) == 3 and len(list(tmp_path.iterdir())) == 3
 
 
@@ -71,17 +71,17 @@ def test_a_slower_form_is_told_at_every_start(
     checks: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(exactness, "check", lambda runner, _: None if runner.fixed_rows == 16 else "3 of 4 rows differ")
-    assert kept_runner(tiny(), 64, OPTIONS, 8).fixed_rows == 16
+    assert make_runner_with_cached_check(tiny(), 64, OPTIONS, 8).fixed_rows == 16
     caplog.clear()
-    assert kept_runner(tiny(), 64, OPTIONS, 8).fixed_rows == 16
+    assert make_runner_with_cached_check(tiny(), 64, OPTIONS, 8).fixed_rows == 16
     assert "limited to 16 rows" in caplog.text
 
 
 @pytest.mark.parametrize("damage", [b"", b'{"rows": null}', b"x" * 100])
 def test_a_damaged_file_is_not_used(checks: list[Any], tmp_path: Path, damage: bytes) -> None:
-    kept_runner(tiny(), 64, OPTIONS, 8)
+    make_runner_with_cached_check(tiny(), 64, OPTIONS, 8)
     (path,) = tmp_path.iterdir()
     path.write_bytes(damage)
-    assert kept_runner(tiny(), 64, OPTIONS, 8).exact and len(checks) == 2
-    kept_runner(tiny(), 64, OPTIONS, 8)  # it was written again
+    assert make_runner_with_cached_check(tiny(), 64, OPTIONS, 8).exact and len(checks) == 2
+    make_runner_with_cached_check(tiny(), 64, OPTIONS, 8)  # it was written again
     assert len(checks) == 2

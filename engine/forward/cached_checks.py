@@ -27,7 +27,9 @@ logger = logging.getLogger(__name__)
 _KERNELS = ("ATEN_", "DNNL_", "MKL_", "NUMBA_", "ONEDNN_")  # environment variables that choose kernels
 
 
-def kept_runner(model: PreTrainedModel, capacity: int, options: EngineOptions, tree_rows: int = TREE_ROWS) -> ModelRunner:
+def make_runner_with_cached_check(
+    model: PreTrainedModel, capacity: int, options: EngineOptions, tree_rows: int = TREE_ROWS
+) -> ModelRunner:
     """Do the same as ``make_runner``; on a CPU without the check if it succeeded before, with everything that it depends on."""
     if model.device.type != "cpu" or options.exact != "strict":
         return make_runner(model, capacity, options, tree_rows)
